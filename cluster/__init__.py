@@ -1,0 +1,1 @@
+"""Host side and launcher of a TensorFlow cluster. Standard library only: nothing here imports TensorFlow."""

@@ -1,0 +1,52 @@
+"""Errors that users see: the value, what was expected, what to do next; and the exit code they end with.
+
+Exit codes are the same everywhere: 0 done, 1 the run failed, 2 wrong usage, 3 a prerequisite is missing, 4 timed out,
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_PREREQUISITE = 3
+EXIT_TIMEOUT = 4
+EXIT_INTERRUPTED = 130
+
+
+class ClusterError(Exception):
+    """An error told to the user in one line, without a traceback."""
+
+    exit_code = EXIT_FAILED
+
+
+class RunFailed(ClusterError):
+    """The run itself failed: a task died for good, the loss was NaN, the disk was full."""
+
+
+class UsageError(ClusterError):
+    """What was asked for cannot be done as asked. Nothing was started."""
+
+    exit_code = EXIT_USAGE
+
+
+class PrerequisiteError(ClusterError):
+    """Something this machine must have is missing; the message says how to get it."""
+
+    exit_code = EXIT_PREREQUISITE
+
+
+class TimedOut(ClusterError):
+    """Something bounded took longer than its bound; the message says what was waited for."""
+
+    exit_code = EXIT_TIMEOUT
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean 'x'?" for the known name nearest to `name`, or the whole list where none is near."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names)}"
