@@ -1,0 +1,170 @@
+"""The start barrier: every task of the cluster answers every other before TensorFlow is let in, or the start ends.
+
+TensorFlow's own start waits for a missing task for ever and does not say which. Here each task listens on the very
+address that TF_CONFIG gives its TensorFlow server, and greets every other task on theirs; so a name that does not
+resolve, a closed port and a task that never came up are told apart, and the time is bounded.
+
+A task passes when it has been answered by every other and every other has confirmed its answer. Both are needed: a
+task that closed its listener after its own greetings alone would look missing to a slower one.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TextIO
+
+from cluster.errors import ClusterError, TimedOut
+from cluster.spec import ClusterSpec, Task
+
+CONNECT_TIMEOUT_S = 2.0
+POLL_S = 0.02
+
+
+class PortTaken(ClusterError):
+    """Another program listens on the task's port."""
+
+
+class Abandoned(ClusterError):
+    """The barrier was left because waiting lost its purpose: the run ended or a newer generation began."""
+
+
+@dataclass
+class _Meeting:
+    """What one task knows of the others, filled by its listener and its greeter threads."""
+
+    token: str
+    missing: dict[str, str]
+    """The tasks that have not answered, each with the last reason."""
+    unconfirmed: set[str]
+    """The tasks that have not confirmed our answer."""
+    over: threading.Event = field(default_factory=threading.Event)
+
+
+def wait(
+    spec: ClusterSpec,
+    task: Task,
+    *,
+    token: str,
+    timeout_s: float,
+    abandon: Callable[[], bool] = lambda: False,
+    explain: Callable[[str], str] = lambda name: "",
+) -> None:
+    """Return once all of the cluster's members answer each other.
+
+    Args:
+        spec: the cluster.
+        task: the member that calls.
+        token: run name and generation; a task left over from an earlier life does not answer to it.
+        timeout_s: seconds to wait for the others.
+        abandon: asked again and again; a true answer leaves the barrier.
+        explain: returns what else is known about a missing task, such as its exit code and last line.
+
+    Raises:
+        PortTaken: another program listens on this task's port.
+        Abandoned: `abandon` said so.
+        TimedOut: somebody is missing; the message names each and why.
+    """
+    others = [member for member in spec.members if member.name != task.name]
+    if not others:
+        return
+    meeting = _Meeting(token, {other.name: "not tried yet" for other in others}, {other.name for other in others})
+    listener = _listen(task)
+    threads = [threading.Thread(target=_answer, args=(listener, task, meeting), daemon=True)]
+    threads += [threading.Thread(target=_greet, args=(task, other, meeting), daemon=True) for other in others]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout_s
+    try:
+        while meeting.missing or meeting.unconfirmed:
+            if abandon():
+                raise Abandoned("the start barrier was left")
+            if time.monotonic() > deadline:
+                raise TimedOut(_explain_missing(meeting, timeout_s, explain))
+            time.sleep(POLL_S)
+    finally:
+        meeting.over.set()
+        listener.close()
+        for thread in threads:
+            thread.join(CONNECT_TIMEOUT_S + 1)
+
+
+def _explain_missing(meeting: _Meeting, timeout_s: float, explain: Callable[[str], str]) -> str:
+    told = []
+    for name in sorted({*meeting.missing, *meeting.unconfirmed}):
+        reason = meeting.missing.get(name, "answers, but cannot reach this task")
+        told.append(f"{name} ({'; '.join(filter(None, [reason, explain(name)]))})")
+    return f"the cluster was not complete after {timeout_s:g} s: missing {', '.join(told)}"
+
+
+def _listen(task: Task) -> socket.socket:
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        # In a container the task's own name is its only interface; on one machine everything is on loopback.
+        listener.bind((task.host, task.port))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise PortTaken(
+            f"{task.name} cannot listen on {task.address}: {error.strerror or error}; end the program that holds the "
+            "port (ss -ltnp shows it) and start again"
+        ) from error
+    listener.settimeout(POLL_S * 5)
+    return listener
+
+
+def _answer(listener: socket.socket, task: Task, meeting: _Meeting) -> None:
+    """Answer greetings until the meeting is over: hello, welcome, thanks."""
+    while not meeting.over.is_set():
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            continue
+        except OSError:
+            return
+        with connection:
+            connection.settimeout(CONNECT_TIMEOUT_S)
+            try:
+                stream = connection.makefile("rw")
+                hello = json.loads(stream.readline(4096))
+                same = hello["token"] == meeting.token
+                _say(stream, {"task": task.name, "token": meeting.token})
+                if same and json.loads(stream.readline(4096))["thanks"]:
+                    meeting.unconfirmed.discard(hello["task"])
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # a port scan, or a task that died while it spoke; a live one greets again
+
+
+def _greet(task: Task, other: Task, meeting: _Meeting) -> None:
+    """Greet one other task until it has answered or the meeting is over."""
+    while not meeting.over.is_set():
+        try:
+            with socket.create_connection((other.host, other.port), CONNECT_TIMEOUT_S) as connection:
+                stream = connection.makefile("rw")
+                _say(stream, {"task": task.name, "token": meeting.token})
+                welcome = json.loads(stream.readline(4096))
+                if welcome["task"] == other.name and welcome["token"] == meeting.token:
+                    _say(stream, {"thanks": True})
+                    meeting.missing.pop(other.name, None)
+                    return
+                reason = f"{other.address} is {welcome['task']} of {welcome['token']}, not of {meeting.token}"
+        except socket.gaierror:
+            reason = f"the name {other.host} does not resolve"
+        except ConnectionRefusedError:
+            reason = f"nothing listens on {other.address}"
+        except TimeoutError:
+            reason = f"{other.address} does not answer"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = f"{other.address} answers with something else: {error or type(error).__name__}"
+        meeting.missing[other.name] = reason
+        meeting.over.wait(POLL_S * 5)
+
+
+def _say(stream: TextIO, words: dict[str, object]) -> None:
+    stream.write(json.dumps(words) + "\n")
+    stream.flush()

@@ -1,0 +1,183 @@
+"""The cluster as local processes: what an engine does for containers, done by one supervisor process.
+
+    python -m cluster.local RUN_DIR
+
+The supervisor starts an agent for every task listed in the run's `compose.json`, brings back an agent that was killed,
+and ends when all of them have. The kernel kills the agents and their programs if the supervisor dies, so one process
+is enough to end everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from cluster import processes, summary, tf_config
+from cluster.errors import PrerequisiteError, TimedOut
+from cluster.runs import RunFolder, read_json, write_json
+from cluster.spec import ClusterSpec
+
+PORTS = range(20000, 32000)
+"""Below the ports that Linux gives to outgoing connections, which could take a chosen one before its task does."""
+
+TASK_MEMORY_BYTES = 600 * 2**20
+"""What a TensorFlow process holds before it trains anything."""
+
+MAX_AGENT_RESTARTS = 20
+POLL_S = 0.05
+
+
+def free_ports(count: int) -> tuple[int, ...]:
+    """Return `count` ports of 127.0.0.1 on which nothing listens.
+
+    Raises:
+        PrerequisiteError: there are not that many.
+    """
+    start = PORTS.start + os.getpid() * 37 % len(PORTS)  # two clusters started at once look in different places
+    ports: list[int] = []
+    for offset in range(len(PORTS)):
+        port = PORTS.start + (start - PORTS.start + offset) % len(PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            ports.append(port)
+        if len(ports) == count:
+            return tuple(ports)
+    raise PrerequisiteError(
+        f"{count} free ports on 127.0.0.1 from {PORTS.start} to {PORTS.stop - 1}: found {len(ports)}; "
+        "ask for fewer tasks or end what listens there"
+    )
+
+
+def check_memory(num_tasks: int) -> None:
+    """Check that the tasks' TensorFlow processes fit into the free memory.
+
+    Raises:
+        PrerequisiteError: they do not.
+    """
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    if num_tasks * TASK_MEMORY_BYTES > available:
+        raise PrerequisiteError(
+            f"{num_tasks} tasks need about {num_tasks * TASK_MEMORY_BYTES / 2**30:.1f} GiB of memory, "
+            f"{available / 2**30:.1f} GiB are free; use at most {available // TASK_MEMORY_BYTES} tasks here"
+        )
+
+
+def processes_of(spec: ClusterSpec, run_dir: Path, data_dir: Path, command: list[str]) -> dict[str, Any]:
+    """Return the local form of `compose.json`: each task's command and the environment that it gets on top."""
+    tasks = {}
+    for task in spec.tasks:
+        environment = {"RUN_DIR": str(run_dir), "DATA_DIR": str(data_dir), "TASK": task.name}
+        if text := tf_config.dumps(spec, task):
+            environment["TF_CONFIG"] = text
+        tasks[task.name] = {
+            "command": [sys.executable, "-m", "cluster.agent", *command],
+            "environment": environment,
+        }
+    return {"runtime": "local", "tasks": tasks}
+
+
+def start(run: RunFolder) -> None:
+    """Start the run's supervisor in the background, in a session of its own.
+
+    Raises:
+        TimedOut: it did not come up.
+    """
+    root = Path(__file__).resolve().parent.parent
+    with run.log("supervisor").open("ab") as log:
+        supervisor = subprocess.Popen(
+            [sys.executable, "-m", "cluster.local", str(run.path)],
+            cwd=root,
+            env=os.environ | {"RUN_DIR": str(run.path)},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    write_json(_record(run), processes.identity(supervisor.pid))
+    deadline = time.monotonic() + 10
+    while not run.status("chief").exists():
+        if supervisor.poll() is not None or time.monotonic() > deadline:
+            raise TimedOut(f"the supervisor of {run.name} did not start its tasks; see {run.log('supervisor')}")
+        time.sleep(POLL_S)
+
+
+def running(run: RunFolder) -> bool:
+    """Whether the run's supervisor lives."""
+    return processes.alive(read_json(_record(run), None))
+
+
+def kill(run: RunFolder) -> int:
+    """Kill every process of the run; return how many there were."""
+    found = processes.with_environment("RUN_DIR", str(run.path))
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while processes.with_environment("RUN_DIR", str(run.path)):
+        if time.monotonic() > deadline:
+            raise TimedOut(f"processes of {run.name} do not end: {processes.with_environment('RUN_DIR', str(run.path))}")
+        time.sleep(POLL_S)
+    return len(found)
+
+
+def _record(run: RunFolder) -> Path:
+    return run.control / "supervisor.json"
+
+
+class Supervisor:
+    """Starts the agents and brings back the ones that are killed."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self.run = run
+        self.tasks: dict[str, Any] = read_json(run.compose)["tasks"]
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        self.restarts = dict.fromkeys(self.tasks, 0)
+
+    def main(self) -> None:
+        """Return when every agent has ended for good."""
+        signal.signal(signal.SIGTERM, lambda *_: self.run.request_stop("supervisor"))
+        for name in self.tasks:
+            self._start(name)
+        while self.agents:
+            for name, agent in list(self.agents.items()):
+                if (code := agent.poll()) is not None:
+                    self._act_on_exit(name, code)
+            time.sleep(POLL_S)
+        if not self.run.summary.exists():  # the chief's agent writes it, unless it was killed at the very end
+            self.run.end("failed", error="the agents ended without an outcome; see logs/")
+            summary.write(self.run, settle_s=0)
+
+    def _start(self, name: str) -> None:
+        task = self.tasks[name]
+        with self.run.log(name).open("ab") as log:
+            self.agents[name] = subprocess.Popen(
+                task["command"],
+                env=os.environ | task["environment"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # the agent itself writes the program's output to the log
+                stderr=log,
+                preexec_fn=processes.die_with_parent,
+                start_new_session=True,
+            )
+
+    def _act_on_exit(self, name: str, code: int) -> None:
+        del self.agents[name]
+        if code == 0:
+            return
+        self.restarts[name] += 1
+        if self.restarts[name] > MAX_AGENT_RESTARTS:
+            self.run.end("failed", task=name, exit_code=1, error=f"its agent died {MAX_AGENT_RESTARTS + 1} times")
+        elif not (self.run.outcome and self.run.summary.exists()):
+            self._start(name)
+
+
+if __name__ == "__main__":
+    Supervisor(RunFolder(Path(sys.argv[1]))).main()

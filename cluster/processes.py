@@ -1,0 +1,89 @@
+"""Operating-system processes: how one ended in words, which one a recorded id still means, who dies with whom."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+_MEANINGS = {
+    "SIGKILL": "killed, out of memory?",
+    "SIGSEGV": "crashed in native code",
+    "SIGABRT": "aborted in native code",
+    "SIGTERM": "asked to end",
+    "SIGBUS": "bus error, disk or shared memory full?",
+}
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies, so that a killed agent leaves nothing behind.
+
+    For `preexec_fn`: it runs between fork and exec, so it only makes one system call.
+    """
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def as_exit_code(code: int) -> int:
+    """Return what a shell would show: Python's -9 for a process ended by signal 9 is 137."""
+    return 128 - code if code < 0 else code
+
+
+def describe_exit(code: int) -> str:
+    """Return an exit code or signal in words."""
+    code = as_exit_code(code)
+    with contextlib.suppress(ValueError):
+        if code > 128:
+            name = signal.Signals(code - 128).name
+            return f"exit code {code} ({name}{': ' + _MEANINGS[name] if name in _MEANINGS else ''})"
+    return f"exit code {code}"
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return when the process began, in clock ticks since boot; None where there is no such process.
+
+    A process id is used again after its process ended; the id and this together are not.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else int(fields[19])
+
+
+def identity(pid: int) -> dict[str, int | None]:
+    """Return what identifies the process for `alive` and `kill`."""
+    return {"pid": pid, "start_ticks": start_ticks(pid)}
+
+
+def alive(recorded: dict[str, int] | None) -> bool:
+    """Whether the recorded process still runs."""
+    return recorded is not None and start_ticks(recorded["pid"]) == recorded["start_ticks"]
+
+
+def kill(recorded: dict[str, int] | None, number: int) -> bool:
+    """Send a signal to the recorded process if it still runs; return whether it did."""
+    if not recorded or not alive(recorded):
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(recorded["pid"], number)
+    return True
+
+
+def with_environment(name: str, value: str) -> list[int]:
+    """Return the processes that were started with this environment variable, this one excepted.
+
+    It finds what a run started even where the process that started it is gone.
+    """
+    wanted = f"{name}={value}".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
+            pid = int(path.parent.name)
+            if pid != os.getpid() and wanted in path.read_bytes().split(b"\0") and start_ticks(pid) is not None:
+                found.append(pid)
+    return found

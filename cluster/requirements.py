@@ -1,0 +1,34 @@
+"""The hash-locked requirements: which environments there are and the commands that renew their locks.
+
+`requirements/TARGET.in` says what a target needs and why, `constraints.txt` holds the one version of every package that
+all targets share, and `TARGET.lock` holds the hashes that pip checks. No file names a package index: pip's own settings
+choose it.
+"""
+
+from __future__ import annotations
+
+DIRECTORY = "requirements"
+TARGETS = ("host", "train-cpu", "train-gpu", "tensorboard", "dev")
+CONSTRAINTS = f"{DIRECTORY}/constraints.txt"
+
+# Universal: one lock for every platform and every Python from 3.11 on.
+_COMPILE = [
+    "uv", "pip", "compile", "--quiet", "--no-config", "--universal", "--python-version=3.11",
+    "--no-emit-index-url", "--custom-compile-command=invoke requirements.lock",
+]  # fmt: skip
+
+
+def lock_commands(*, upgrade: bool = False) -> list[list[str]]:
+    """Return the commands that renew every lock, in order; run them from the repository root.
+
+    All targets are resolved together first, then each is locked under that result. So any of them can share an
+    environment, and the machine that tests runs the versions that the images hold. Versions stay as they are unless a
+    requirement changed or `upgrade` is set.
+    """
+    sources = [f"{DIRECTORY}/{target}.in" for target in TARGETS]
+    resolve = [*_COMPILE, "--no-annotate", *(["--upgrade"] if upgrade else []), f"--output-file={CONSTRAINTS}"]
+    lock = [*_COMPILE, "--annotation-style=line", "--generate-hashes", f"--constraints={CONSTRAINTS}"]
+    return [
+        [*resolve, *sources],
+        *([*lock, f"--output-file={DIRECTORY}/{target}.lock", f"{DIRECTORY}/{target}.in"] for target in TARGETS),
+    ]

@@ -1,0 +1,296 @@
+"""The run folder: its layout, heartbeats, events, generations and summary.
+
+Every task of a run shares this folder, and nothing else but the network. So each file has one writer at a time, is
+replaced whole (a reader never sees half of one) or appended to in single writes, and a fact that several tasks may
+claim at once (the next generation, the outcome) belongs to whoever creates its file first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import PrerequisiteError
+from cluster.spec import ClusterSpec, Task
+
+HEARTBEAT_S = 1.0
+"""Longest time between two heartbeats of a live task."""
+
+LOST_AFTER_S = 15.0
+"""Age of the last heartbeat after which a task counts as lost."""
+
+FINAL_STATES = frozenset({"done", "failed", "stopped"})
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths and records of one run."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        """The resolved training configuration."""
+        return self.path / "config.json"
+
+    @property
+    def cluster(self) -> Path:
+        """The cluster's description."""
+        return self.path / "cluster.json"
+
+    @property
+    def compose(self) -> Path:
+        """How the tasks were started: the Compose overlay, or the list of local processes."""
+        return self.path / "compose.json"
+
+    @property
+    def summary(self) -> Path:
+        """How the run ended; absent until then."""
+        return self.path / "summary.json"
+
+    @property
+    def events_log(self) -> Path:
+        """The run's life cycle, a JSON object a line."""
+        return self.path / "events.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The shared checkpoint folder."""
+        return self.path / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        """The SavedModel written at the end."""
+        return self.path / "export"
+
+    @property
+    def control(self) -> Path:
+        """What the agents tell each other: generations, the request to stop, the outcome."""
+        return self.path / "control"
+
+    def status(self, task: str) -> Path:
+        """The task's heartbeat."""
+        return self.path / "status" / f"{task}.json"
+
+    def metrics(self, task: str) -> Path:
+        """The task's logged steps, a JSON object a line."""
+        return self.path / "metrics" / f"{task}.jsonl"
+
+    def log(self, task: str) -> Path:
+        """What the task's program printed."""
+        return self.path / "logs" / f"{task}.log"
+
+    def tensorboard(self, task: str) -> Path:
+        """The task's TensorBoard event files."""
+        return self.path / "tensorboard" / task
+
+    def create(self) -> None:
+        """Make the folder and its parts.
+
+        Raises:
+            PrerequisiteError: the folder cannot be written.
+        """
+        try:
+            for part in ("status", "metrics", "logs", "tensorboard", "checkpoints", "control"):
+                (self.path / part).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PrerequisiteError(
+                f"run folder {self.path}: {error.strerror}; free the space or give write access, "
+                "or set RUNS_DIR to a folder that can be written"
+            ) from error
+
+    def load_cluster(self) -> ClusterSpec:
+        """Return the run's cluster."""
+        return ClusterSpec.from_json(read_json(self.cluster))
+
+    # Heartbeats
+
+    def heartbeats(self) -> dict[str, dict[str, Any]]:
+        """Return the last heartbeat of every task that has one, a silent task's state replaced by `lost`."""
+        beats = {}
+        for path in sorted((self.path / "status").glob("*.json")):
+            if not (beat := read_json(path, {})):
+                continue
+            if beat["state"] not in FINAL_STATES and time.time() - beat["updated_at"] > LOST_AFTER_S:
+                beat["state"] = "lost"
+            beats[beat["task"]] = beat
+        return beats
+
+    # Events
+
+    def event(self, task: str, event: str, *, step: int | None = None, **detail: Any) -> None:
+        """Append to the run's life cycle. One write, so that lines of several tasks never mix."""
+        line = {
+            "time": time.time(),
+            "task": task,
+            "event": event,
+            "generation": self.generation,
+            "step": step,
+            "detail": detail,
+        }
+        append_json(self.events_log, line)
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return the run's life cycle so far."""
+        return list(read_json_lines(self.events_log))
+
+    # Generations
+
+    @property
+    def generation(self) -> int:
+        """The gang's current life, counted from 0."""
+        return max((int(path.stem) for path in (self.control / "generations").glob("*.json")), default=0)
+
+    def generations(self) -> list[dict[str, Any]]:
+        """Return why each generation was begun, oldest first."""
+        paths = sorted((self.control / "generations").glob("*.json"), key=lambda path: int(path.stem))
+        return [read_json(path) for path in paths]
+
+    def begin_generation(self, number: int, **why: Any) -> bool:
+        """Begin generation `number` unless another task already did; return whether this call did."""
+        path = self.control / "generations" / f"{number}.json"
+        return create_json(path, {"generation": number, "time": time.time(), **why})
+
+    # The end
+
+    @property
+    def outcome(self) -> dict[str, Any] | None:
+        """How the run ended, as the first task that knew recorded it; None while it goes on."""
+        outcome: dict[str, Any] | None = read_json(self.control / "outcome.json", None)
+        return outcome
+
+    def end(self, state: str, **why: Any) -> bool:
+        """Record the outcome unless another task already did; return whether this call did."""
+        return create_json(self.control / "outcome.json", {"state": state, "time": time.time(), **why})
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the tasks were asked to save and stop."""
+        return (self.control / "stop.json").exists()
+
+    def request_stop(self, by: str) -> None:
+        """Ask every task to save at the same step and stop."""
+        create_json(self.control / "stop.json", {"by": by, "time": time.time()})
+
+    def reopen(self) -> None:
+        """Clear the end of an ended run, so that it can be resumed in a new generation."""
+        for path in (self.summary, *(self.control / f"{name}.json" for name in ("outcome", "stop", "result"))):
+            path.unlink(missing_ok=True)
+
+
+class Heartbeat:
+    """Writes `status/<task>.json`: at once when the state changes, and every second while the process lives."""
+
+    def __init__(self, run: RunFolder, task: Task, generation: int, restarts: int = 0) -> None:
+        self._path = run.status(task.name)
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.values: dict[str, Any] = {
+            "task": task.name,
+            "role": task.role.value,
+            "state": "starting",
+            "generation": generation,
+            "step": 0,
+            "examples_per_s": None,
+            "loss": None,
+            "restarts": restarts,
+            "updated_at": 0.0,
+        }
+
+    def update(self, **values: Any) -> None:
+        """Change what the next heartbeat says; a change of state is written at once."""
+        with self._lock:
+            changed = values.get("state", self.values["state"]) != self.values["state"]
+            self.values.update(values)
+        if changed:
+            self.write()
+
+    def write(self) -> None:
+        """Write the heartbeat now. A full disk must not end the process that reports it."""
+        with self._lock, contextlib.suppress(OSError):
+            self.values["updated_at"] = time.time()
+            write_json(self._path, self.values)
+
+    def start(self) -> Heartbeat:
+        """Go on writing in the background."""
+        self.write()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Stop writing, so that the file can belong to another process."""
+        self._stop.set()
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while not self._stop.wait(HEARTBEAT_S):
+            self.write()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a JSON file whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    scratch.write_text(json.dumps(value, indent=2) + "\n")
+    scratch.replace(path)
+
+
+def create_json(path: Path, value: Any) -> bool:
+    """Create a JSON file, whole, unless it exists; return whether this call created it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    scratch.write_text(json.dumps(value, indent=2) + "\n")
+    try:
+        os.link(scratch, path)  # atomic, and fails where the name is taken, also on NFS
+    except FileExistsError:
+        return False
+    finally:
+        scratch.unlink()
+    return True
+
+
+_MISSING = object()
+
+
+def read_json(path: Path, default: Any = _MISSING) -> Any:
+    """Return a JSON file's value, or `default` where there is none yet."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        if default is _MISSING:
+            raise
+        return default
+
+
+def append_json(path: Path, value: Any) -> None:
+    """Append one line to a JSON Lines file in a single write."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(descriptor, (json.dumps(value) + "\n").encode())
+    finally:
+        os.close(descriptor)
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSON Lines file; a last line cut short by a crash is left out."""
+    if not path.exists():
+        return
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            yield json.loads(line)

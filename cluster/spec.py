@@ -1,0 +1,243 @@
+"""The frozen description of a cluster: its tasks, where they listen, which strategy trains on them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from cluster.errors import UsageError, nearest
+
+TASK_PORT = 2222
+"""Port on which a task's TensorFlow server listens in a container, where each task has an address of its own."""
+
+MAX_TASKS = 512
+"""Largest cluster that is accepted: above it a typo is likelier than a cluster."""
+
+MAX_DEVICES = 64
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+"""A run's name is a folder, a Compose project and a label at once, so it is what all three allow."""
+
+CLASS_NAMES = {
+    "one": "OneDeviceStrategy",
+    "mirrored": "MirroredStrategy",
+    "central": "CentralStorageStrategy",
+    "multiworker": "MultiWorkerMirroredStrategy",
+    "ps": "ParameterServerStrategy",
+}
+"""Each strategy's name on the command line and TensorFlow's name for it."""
+
+
+class Role(StrEnum):
+    """What a task is in the cluster."""
+
+    CHIEF = "chief"
+    WORKER = "worker"
+    PS = "ps"
+    EVALUATOR = "evaluator"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One member of the cluster and the address of its TensorFlow server."""
+
+    role: Role
+    index: int
+    host: str
+    port: int
+
+    @property
+    def name(self) -> str:
+        """`chief`, `worker-0`, `ps-1`, `evaluator`: also its host name in a container and its file names."""
+        return task_name(self.role, self.index)
+
+    @property
+    def address(self) -> str:
+        """`host:port`, as TF_CONFIG wants it."""
+        return f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """The tasks of a run and the strategy that trains on them.
+
+    Attributes:
+        strategy: a key of `CLASS_NAMES`.
+        tasks: chief first, then workers, parameter servers, evaluator.
+        devices: replicas in each training task.
+    """
+
+    strategy: str
+    tasks: tuple[Task, ...]
+    devices: int = 1
+
+    def of(self, role: Role) -> tuple[Task, ...]:
+        """Return the tasks of one role in index order."""
+        return tuple(task for task in self.tasks if task.role == role)
+
+    def task(self, name: str) -> Task:
+        """Return the task called `name`.
+
+        Raises:
+            UsageError: no task of this cluster has that name.
+        """
+        for task in self.tasks:
+            if task.name == name:
+                return task
+        raise UsageError(f"no task {name!r} in this cluster{nearest(name, [task.name for task in self.tasks])}")
+
+    @property
+    def members(self) -> tuple[Task, ...]:
+        """The tasks that form the TensorFlow cluster: all but the evaluator; none where one process trains alone."""
+        members = tuple(task for task in self.tasks if task.role != Role.EVALUATOR)
+        return members if len(members) > 1 else ()
+
+    @property
+    def strategy_class(self) -> str:
+        """TensorFlow's name of the strategy."""
+        return CLASS_NAMES[self.strategy]
+
+    @property
+    def replicas(self) -> int:
+        """How many copies of the model compute gradients at the same time."""
+        if self.strategy == "ps":
+            return len(self.of(Role.WORKER)) * self.devices
+        return (1 + len(self.of(Role.WORKER))) * self.devices
+
+    @property
+    def batch_divisor(self) -> int:
+        """What the global batch is divided by. A parameter-server step is one worker's step on a whole batch."""
+        return self.devices if self.strategy == "ps" else self.replicas
+
+    def serves(self, task: Task) -> bool:
+        """Whether the task only serves others (its program never ends by itself)."""
+        return task.role == Role.PS or (task.role == Role.WORKER and self.strategy == "ps")
+
+    def restarts_alone(self, task: Task) -> bool:
+        """Whether the task may start again while the others go on; every other task takes the gang with it."""
+        return task.role == Role.EVALUATOR or (task.role == Role.WORKER and self.strategy == "ps")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the form saved as `cluster.json`."""
+        return {"strategy": self.strategy, "devices": self.devices, "tasks": [asdict(task) for task in self.tasks]}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> ClusterSpec:
+        """Return the cluster that `to_json` described."""
+        tasks = tuple(Task(Role(t["role"]), t["index"], t["host"], t["port"]) for t in value["tasks"])
+        return cls(value["strategy"], tasks, value["devices"])
+
+
+def task_name(role: Role, index: int) -> str:
+    """Return a task's name. There is one chief and at most one evaluator, so these carry no index."""
+    return role.value if role in (Role.CHIEF, Role.EVALUATOR) else f"{role.value}-{index}"
+
+
+def parse_count(name: str, value: object, low: int, high: int) -> int:
+    """Return `value` as a whole number from `low` to `high`.
+
+    Raises:
+        UsageError: it is not one; the message names the option `name`.
+    """
+    text = str(value).strip()
+    if not re.fullmatch(r"[+-]?\d{1,18}", text) or not low <= int(text) <= high:
+        raise UsageError(f"--{name} {text!r}: expected a whole number from {low} to {high}")
+    return int(text)
+
+
+def check_run_name(name: str) -> str:
+    """Return `name` if it can name a run.
+
+    Raises:
+        UsageError: it holds a slash or anything else that a folder or a Compose project cannot carry.
+    """
+    if not RUN_NAME.fullmatch(name):
+        raise UsageError(
+            f"run name {name!r}: expected letters, digits, '.', '_' or '-', at most 63, the first a letter or digit"
+        )
+    return name
+
+
+def resolve_strategy(requested: str, workers: int, ps: int, devices: int) -> str:
+    """Return the strategy that the topology asks for, or the requested one where it fits the topology.
+
+    Raises:
+        UsageError: the name is unknown, or the topology cannot run it.
+    """
+    if ps and not workers:
+        raise UsageError(f"--ps {ps} with --workers 0: parameter servers need workers; add --workers 2 or drop --ps")
+    if requested == "auto":
+        if ps:
+            return "ps"
+        if workers:
+            return "multiworker"
+        return "mirrored" if devices > 1 else "one"
+    if requested not in CLASS_NAMES:
+        raise UsageError(f"--strategy {requested!r} is not a strategy{nearest(requested, ['auto', *CLASS_NAMES])}")
+    needs = {
+        "one": (not workers and not ps and devices == 1, "--workers 0 --ps 0 --devices 1"),
+        "mirrored": (not workers and not ps, "--workers 0 --ps 0"),
+        "central": (not workers and not ps, "--workers 0 --ps 0"),
+        "multiworker": (workers >= 1 and not ps, "--workers 1 or more and --ps 0"),
+        "ps": (workers >= 1 and ps >= 1, "--workers 1 or more and --ps 1 or more"),
+    }
+    fits, expected = needs[requested]
+    if not fits:
+        raise UsageError(
+            f"--strategy {requested} cannot run on --workers {workers} --ps {ps} --devices {devices}: use {expected}"
+        )
+    return requested
+
+
+def check_global_batch(global_batch: int, divisor: int) -> None:
+    """Check that every replica gets the same number of examples.
+
+    Raises:
+        UsageError: it does not divide; the message names the nearest batches that do.
+    """
+    if global_batch % divisor == 0 and global_batch > 0:
+        return
+    below, above = global_batch // divisor * divisor, (global_batch // divisor + 1) * divisor
+    use = f"{below} or {above}" if below > 0 else str(above)
+    raise UsageError(
+        f"global_batch={global_batch} is not divisible by {divisor} replicas; use {use}: -- --global-batch {above}"
+    )
+
+
+def build(
+    workers: object = 2,
+    ps: object = 0,
+    evaluator: bool = False,
+    strategy: str = "auto",
+    devices: object = 1,
+    ports: tuple[int, ...] | None = None,
+) -> ClusterSpec:
+    """Return the cluster for what was asked on the command line.
+
+    Args:
+        workers: `worker` tasks beside the chief.
+        ps: parameter servers.
+        evaluator: whether a task evaluates every new checkpoint.
+        strategy: `auto` or a key of `CLASS_NAMES`.
+        devices: replicas in each training task.
+        ports: a free port on 127.0.0.1 for each task, for local processes; None for containers, which have a host
+            name each and listen on `TASK_PORT`.
+
+    Raises:
+        UsageError: a count is out of range, or the strategy does not fit the topology.
+    """
+    num_workers = parse_count("workers", workers, 0, MAX_TASKS)
+    num_ps = parse_count("ps", ps, 0, MAX_TASKS)
+    num_devices = parse_count("devices", devices, 1, MAX_DEVICES)
+    resolved = resolve_strategy(strategy, num_workers, num_ps, num_devices)
+    slots = [(Role.CHIEF, 0)]
+    slots += [(Role.WORKER, index) for index in range(num_workers)]
+    slots += [(Role.PS, index) for index in range(num_ps)]
+    slots += [(Role.EVALUATOR, 0)] if evaluator else []
+    tasks = tuple(
+        Task(role, index, "127.0.0.1" if ports else task_name(role, index), ports[at] if ports else TASK_PORT)
+        for at, (role, index) in enumerate(slots)
+    )
+    return ClusterSpec(resolved, tasks, num_devices)

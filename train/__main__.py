@@ -1,0 +1,86 @@
+"""The training program of one task.
+
+    python -m train --run-dir runs/RUN                               train, as cluster.json and config.json there say
+    python -m train --print-config [--preset P] [-- --epochs 1 ...]  check a configuration and print it as JSON
+
+The story: wait at the gate until the cluster is complete; parameter servers and their workers then serve, the
+evaluator evaluates, and everybody else builds the same strategy, model and data, restores the newest checkpoint, and
+trains from that step on. `train/program.py` is that story; this file starts it before TensorFlow is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from cluster.errors import ClusterError
+from cluster.runs import RunFolder, read_json
+from train import config
+
+EXIT_PEER_LOST = 75
+EXIT_BUG = 70
+"""An error that we do not know (EX_SOFTWARE of sysexits.h): the agent tries again."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command line; return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m train", description=__doc__.split("\n")[0])
+    parser.add_argument("--run-dir", type=Path, help="run folder to train in")
+    parser.add_argument("--print-config", action="store_true", help="only check the configuration and print it")
+    parser.add_argument("--preset", default="fashion_mnist", help="complete configuration to start from (%(default)s)")
+    parser.add_argument("--base", type=Path, help="config.json to start from instead of a preset")
+    parser.add_argument("overrides", nargs="*", metavar="-- OVERRIDE", help="such as --epochs 1, see --help after --")
+    options = parser.parse_args(arguments)
+    try:
+        if options.print_config:
+            base = config.TrainConfig.from_json(read_json(options.base)) if options.base else None
+            print(json.dumps(config.resolve(options.preset, options.overrides, base).to_json()))
+            return 0
+        if not options.run_dir or not (options.run_dir / "cluster.json").exists():
+            parser.error("--run-dir must name a run folder; `invoke up` makes one and starts every task of it")
+        return train(RunFolder(options.run_dir))
+    except ClusterError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def train(run: RunFolder) -> int:
+    """Run this task's part of the run; return the exit code that tells the agent what to do next."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+    from train import program  # TensorFlow is imported here, while the agents meet at the start barrier
+
+    wait_at_gate()
+    try:
+        program.Program(run, run.load_cluster().task(os.environ.get("TASK", "chief"))).main()
+    except ClusterError:
+        raise
+    except Exception as error:
+        if program.is_peer_lost(error):
+            print(f"lost contact with the cluster: {str(error).splitlines()[0][:300]}", file=sys.stderr)
+            return EXIT_PEER_LOST
+        traceback.print_exc()
+        if (known := program.explain(error)) is not None:
+            raise known from error
+        return EXIT_BUG
+    return 0
+
+
+def wait_at_gate() -> None:
+    """Wait for the agent's word that the cluster is complete. Without an agent there is no gate."""
+    if "GATE_FD" in os.environ:
+        with open(int(os.environ["GATE_FD"]), "rb") as gate:
+            if not gate.read(1):
+                sys.exit(EXIT_PEER_LOST)  # the agent is gone, or wants this life to end
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # TensorFlow's teardown of a cluster whose other tasks end at the same moment can hang or abort: leave at once.
+    os._exit(code)

@@ -1,0 +1,197 @@
+"""The training configuration: frozen dataclasses, presets that return complete ones, and dotted overrides."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.errors import UsageError, nearest
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """How gradients become updates."""
+
+    name: str = "adam"
+    """`adam` or `sgd`."""
+
+    learning_rate: float = 1e-3
+    """Step size, above 0."""
+
+    momentum: float = 0.9
+    """For `sgd`: share of the last update that is kept, 0 to 1."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything that decides what is computed, but not where."""
+
+    preset: str = "fashion_mnist"
+    """Name of the preset that this configuration started from."""
+
+    dataset: str = "fashion_mnist"
+    """Name of the TFDS dataset, prepared by `invoke data.prepare`."""
+
+    model: str = "two_conv_cnn"
+    """Name of a model in train/models.py."""
+
+    global_batch: int = 192
+    """Examples in one optimizer step, over all replicas; at least 1."""
+
+    epochs: float = 3.0
+    """Passes over the training data; above 0."""
+
+    max_steps: int | None = None
+    """Optimizer steps after which training ends even if epochs remain; at least 1."""
+
+    seed: int = 42
+    """Seed of the weights and of the order of the data, 0 to 2**31 - 1."""
+
+    deterministic: bool = True
+    """Whether TensorFlow's operations must give the same bits every time."""
+
+    steps_per_loop: int = 25
+    """Most optimizer steps that run inside one `tf.function` call; a stop is noticed between two calls. At least 1."""
+
+    log_every: int = 10
+    """Optimizer steps between two rows in metrics/ and two points in TensorBoard; at least 1."""
+
+    checkpoint_every: int = 200
+    """Optimizer steps between two checkpoints; at least 1. One is always written at the end."""
+
+    keep_checkpoints: int = 3
+    """Newest checkpoints that are kept; at least 1."""
+
+    evaluate_every: int = 0
+    """Optimizer steps between two evaluations; 0: at the end of every epoch."""
+
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    """The optimizer."""
+
+    def check(self) -> TrainConfig:
+        """Return this configuration if every value is in its range.
+
+        Raises:
+            UsageError: one is not; the message names it, its value and its range.
+        """
+        whole = {
+            "global_batch": (1, 2**31 - 1),
+            "seed": (0, 2**31 - 1),
+            "steps_per_loop": (1, 10**6),
+            "log_every": (1, 10**9),
+            "checkpoint_every": (1, 10**9),
+            "keep_checkpoints": (1, 1000),
+            "evaluate_every": (0, 10**9),
+        }
+        for name, (low, high) in whole.items():
+            _check_range(name, getattr(self, name), low, high)
+        if self.max_steps is not None:
+            _check_range("max_steps", self.max_steps, 1, 10**12)
+        if not (math.isfinite(self.epochs) and self.epochs > 0):
+            raise UsageError(f"{_option('epochs')} {self.epochs:g}: expected a number above 0")
+        if not (math.isfinite(self.optimizer.learning_rate) and self.optimizer.learning_rate > 0):
+            raise UsageError(
+                f"{_option('optimizer.learning_rate')} {self.optimizer.learning_rate:g}: expected a number above 0"
+            )
+        if self.optimizer.name not in ("adam", "sgd"):
+            raise UsageError(f"--optimizer.name {self.optimizer.name!r}{nearest(self.optimizer.name, ['adam', 'sgd'])}")
+        return self
+
+    def total_steps(self, num_examples: int) -> int:
+        """Return the optimizer steps of the whole training on `num_examples` training examples."""
+        steps = max(1, math.ceil(self.epochs * num_examples / self.global_batch))
+        return steps if self.max_steps is None else min(steps, self.max_steps)
+
+    def epoch(self, step: int, num_examples: int) -> float:
+        """Return how many passes over the data are done after `step` optimizer steps."""
+        return step * self.global_batch / num_examples
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the form saved as `config.json`."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> TrainConfig:
+        """Return the configuration that `to_json` described."""
+        return cls(**{**value, "optimizer": Optimizer(**value["optimizer"])}).check()
+
+
+def fashion_mnist() -> TrainConfig:
+    """Fashion-MNIST with the two-conv CNN: above 0.88 accuracy after 3 epochs."""
+    return TrainConfig()
+
+
+def mnist() -> TrainConfig:
+    """MNIST with the two-conv CNN."""
+    return TrainConfig(preset="mnist", dataset="mnist")
+
+
+PRESETS: dict[str, Callable[[], TrainConfig]] = {preset.__name__: preset for preset in (fashion_mnist, mnist)}
+
+
+def resolve(preset: str, overrides: Sequence[str], base: TrainConfig | None = None) -> TrainConfig:
+    """Return the preset's configuration, or `base`, with dotted overrides applied.
+
+    Args:
+        preset: a key of `PRESETS`.
+        overrides: such as `["--epochs", "3", "--optimizer.learning-rate", "0.001"]`.
+        base: the configuration of a run that is resumed, instead of the preset.
+
+    Raises:
+        UsageError: the preset or an option is unknown (the nearest name is offered), or a value is out of range.
+    """
+    if base is None:
+        if preset not in PRESETS:
+            raise UsageError(f"--preset {preset!r} is not a preset{nearest(preset, PRESETS)}")
+        base = PRESETS[preset]()
+    known = {_option(name): name for name in _field_names(TrainConfig) if name != "preset"}
+    for word in overrides:
+        option = word.split("=", 1)[0].replace("_", "-")
+        if word.startswith("--") and option not in known and not _negates(option, known):
+            raise UsageError(f"override {word!r} is not an option of the training config{nearest(option, known)}")
+    return _parse(base, overrides).check()
+
+
+def _parse(base: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
+    import tyro  # type-checked command line from the dataclasses; imported here because tasks need it only once
+
+    told = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(told), contextlib.redirect_stdout(told):
+            return tyro.cli(TrainConfig, args=list(overrides), default=base, config=(tyro.conf.SuppressFixed,))
+    except SystemExit as error:
+        if not error.code:
+            print(told.getvalue())
+            raise
+        words = " ".join(re.sub(r"[^\x20-\x7e]", " ", told.getvalue()).split())
+        words = re.sub(r"^Parsing error |-{4,}.*$", "", words).strip()
+        raise UsageError(f"override {' '.join(overrides)!r}: {words}; see `python -m train --help`") from None
+
+
+def _field_names(config: type, prefix: str = "") -> list[str]:
+    names = []
+    for item in dataclasses.fields(config):
+        if item.name == "optimizer":
+            names += _field_names(Optimizer, f"{prefix}{item.name}.")
+        else:
+            names.append(prefix + item.name)
+    return names
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _negates(option: str, known: dict[str, str]) -> bool:
+    return option.startswith("--no-") and "--" + option[5:] in known
+
+
+def _check_range(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise UsageError(f"{_option(name)} {value}: expected a whole number from {low} to {high}")

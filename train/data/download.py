@@ -1,0 +1,89 @@
+"""Download the files a TFDS dataset is built from, from the addresses that TFDS records, in bounded time.
+
+TFDS's own downloader retries for minutes where there is no internet. What is downloaded here goes to the real TFDS
+builder as if a person had put it there (`manual_dir`).
+"""
+
+from __future__ import annotations
+
+import http.client
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.errors import PrerequisiteError
+
+PROBE_TIMEOUT_S = 5.0
+SOCKET_TIMEOUT_S = 10.0
+DOWNLOAD_TIMEOUT_S = 600.0
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file that TFDS builds a dataset from."""
+
+    name: str
+    url: str
+    size_bytes: int
+    sha256: str
+
+
+def fetch(dataset: str, files: Sequence[SourceFile], folder: Path, say: Callable[[str], None]) -> None:
+    """Download `files` into `folder`, once the first address has answered within `PROBE_TIMEOUT_S`.
+
+    Raises:
+        PrerequisiteError: no answer, a broken connection, or not done within `DOWNLOAD_TIMEOUT_S`.
+    """
+    _probe(files[0].url)
+    deadline = time.monotonic() + DOWNLOAD_TIMEOUT_S
+    for file in files:
+        say(f"downloading {file.name} ({file.size_bytes / 1e6:.1f} MB) for {dataset}")
+        _download(file.url, folder / file.name, deadline)
+
+
+def _probe(url: str) -> None:
+    """Open and close `url`. In a thread, because no timeout bounds the resolving of a name."""
+    outcome: list[str] = []
+
+    def attempt() -> None:
+        try:
+            urllib.request.urlopen(url, timeout=PROBE_TIMEOUT_S).close()
+            outcome.append("")
+        except (OSError, http.client.HTTPException) as error:
+            outcome.append(_reason(error))
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(PROBE_TIMEOUT_S)
+    failure = outcome[0] if outcome else f"no answer within {PROBE_TIMEOUT_S:g} s"
+    if failure:
+        raise PrerequisiteError(f"{urllib.parse.urlsplit(url).hostname}: {failure}")
+
+
+def _download(url: str, path: Path, deadline: float) -> None:
+    host = urllib.parse.urlsplit(url).hostname
+    with path.open("wb") as file:
+        chunk = b"."
+        try:
+            with urllib.request.urlopen(url, timeout=SOCKET_TIMEOUT_S) as response:
+                while chunk and time.monotonic() < deadline:
+                    chunk = response.read1(_CHUNK_BYTES)
+                    file.write(chunk)
+        except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as error:
+            raise PrerequisiteError(f"{host}: {_reason(error)} while downloading {path.name}") from None
+    if chunk:
+        raise PrerequisiteError(f"{host}: {path.name} not downloaded within {DOWNLOAD_TIMEOUT_S:g} s")
+
+
+def _reason(error: Exception) -> str:
+    """Return what went wrong in a few words: `URLError` and `OSError` wrap it differently."""
+    if isinstance(error, urllib.error.HTTPError):
+        return f"HTTP {error.code} {error.reason}"
+    cause = error.reason if isinstance(error, urllib.error.URLError) else error
+    return str(getattr(cause, "strerror", None) or cause or type(error).__name__)

@@ -1,0 +1,109 @@
+"""The outer loop: calls the inner one again and again, and does the periodic work between two calls."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import keras
+import numpy as np
+
+from cluster.errors import RunFailed
+from train.steps import LoopResult
+
+
+@dataclass(frozen=True)
+class Every:
+    """Periodic work: `action(step)` whenever `steps` more optimizer steps are done."""
+
+    steps: int
+    action: Callable[[int], None]
+
+    def next(self, step: int) -> int:
+        """Return the first step after `step` at which the action is due."""
+        return (step // self.steps + 1) * self.steps
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Some optimizer steps that were just done."""
+
+    first: int
+    """Steps done before them."""
+    result: LoopResult
+    seconds: float
+    compiled: bool
+    """Whether their time holds the tracing and compiling of the step."""
+
+    @property
+    def step(self) -> int:
+        """Steps done after them."""
+        return self.first + len(self.result.losses)
+
+
+def run(
+    inner: Callable[[int, int, bool], LoopResult],
+    first: int,
+    total: int,
+    *,
+    steps_per_loop: int,
+    every: Sequence[Every],
+    report: Callable[[Progress], None],
+    stop: Callable[[], bool],
+) -> tuple[int, bool]:
+    """Train from step `first` to step `total`.
+
+    How many steps an inner call does follows from the step alone, so every task of the cluster does the same.
+
+    Args:
+        inner: does some steps: (steps done before, steps to do, was this task asked to stop?) -> result.
+        first: steps done before.
+        total: steps to be done in all.
+        steps_per_loop: most steps in one inner call.
+        every: periodic work. None is done after the last step, which has work of its own.
+        report: told of every inner call.
+        stop: whether this task was asked to stop.
+
+    Returns:
+        The steps done, and whether training was stopped before `total`.
+
+    Raises:
+        RunFailed: a loss was not finite; names the step.
+    """
+    step = first
+    while step < total:
+        most = steps_per_loop if step > first else 1  # the first call compiles: keep it short
+        until = min([total, step + most, *(periodic.next(step) for periodic in every)])
+        began = time.perf_counter()
+        result = inner(step, until - step, stop())
+        progress = Progress(step, result, time.perf_counter() - began, compiled=step == first)
+        _check_finite(progress)
+        step = until
+        report(progress)
+        if step < total:
+            if result.stop:
+                return step, True
+            for periodic in every:
+                if step % periodic.steps == 0:
+                    periodic.action(step)
+    return step, False
+
+
+def _check_finite(progress: Progress) -> None:
+    bad = np.flatnonzero(~np.isfinite(progress.result.losses))
+    if bad.size:
+        step = progress.first + int(bad[0]) + 1
+        raise RunFailed(
+            f"loss is {progress.result.losses[bad[0]]} at step {step}; lower --optimizer.learning-rate or look at the "
+            "data, then start again (the checkpoints before it are kept)"
+        )
+
+
+def weights_sha256(model: keras.Model) -> str:
+    """Return the hash of the trainable variables' bytes in creation order."""
+    digest = hashlib.sha256()
+    for variable in model.trainable_variables:
+        digest.update(np.ascontiguousarray(variable.numpy()).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,57 @@
+"""The tf.distribute strategy of a cluster, and the servers of tasks that only serve."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from cluster.spec import ClusterSpec, Role, Task
+
+
+def configure_devices(devices: int) -> list[str]:
+    """Give this process `devices` replicas' worth of devices; return their names.
+
+    A machine with fewer GPUs than that gets logical CPU devices: same code path, for tests. Call before anything else
+    of TensorFlow.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    if len(gpus) >= devices:
+        for gpu in gpus:
+            tf.config.experimental.set_memory_growth(gpu, True)  # several tasks may share a GPU
+        return [f"GPU:{index}" for index in range(devices)]
+    if devices > 1:
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices)
+    return [f"CPU:{index}" for index in range(devices)]
+
+
+def build(spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strategy:
+    """Return the strategy, its cluster formed. Reads TF_CONFIG from the environment.
+
+    Every member must be up (the agents' start barrier sees to it): TensorFlow waits for a missing one for ever.
+    """
+    if spec.strategy == "one":
+        return tf.distribute.OneDeviceStrategy(f"/{devices[0]}")
+    if spec.strategy == "mirrored":
+        return tf.distribute.MirroredStrategy([f"/{device}" for device in devices])
+    if spec.strategy == "central":
+        return tf.distribute.experimental.CentralStorageStrategy([f"/{device}" for device in devices])
+    if spec.strategy == "multiworker":
+        implementation = tf.distribute.experimental.CommunicationImplementation
+        options = tf.distribute.experimental.CommunicationOptions(
+            implementation=implementation.NCCL if devices[0].startswith("GPU") else implementation.RING
+        )
+        return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+    return tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+
+
+def serve(task: Task) -> None:
+    """Serve the chief of a parameter-server cluster until this process is ended."""
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    assert task.role in (Role.PS, Role.WORKER)
+    tf.distribute.Server(
+        resolver.cluster_spec(),
+        job_name=resolver.task_type,
+        task_index=resolver.task_id,
+        protocol="grpc",
+        start=True,
+    ).join()
