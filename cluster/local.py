@@ -114,16 +114,21 @@ def running(run: RunFolder) -> bool:
     return processes.alive(read_json(_record(run), None))
 
 
+def processes_left(run: RunFolder) -> list[int]:
+    """Return the ids of the run's processes."""
+    return processes.with_environment("RUN_DIR", str(run.path))
+
+
 def kill(run: RunFolder) -> int:
     """Kill every process of the run; return how many there were."""
-    found = processes.with_environment("RUN_DIR", str(run.path))
+    found = processes_left(run)
     for pid in found:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while processes.with_environment("RUN_DIR", str(run.path)):
+    while left := processes_left(run):
         if time.monotonic() > deadline:
-            raise TimedOut(f"processes of {run.name} do not end: {processes.with_environment('RUN_DIR', str(run.path))}")
+            raise TimedOut(f"processes of {run.name} do not end: {left}")
         time.sleep(POLL_S)
     return len(found)
 

@@ -237,6 +237,7 @@ class Heartbeat:
         if self._thread:
             self._thread.join()
             self._thread = None
+            self.write()
 
     def _run(self) -> None:
         while not self._stop.wait(HEARTBEAT_S):

@@ -7,6 +7,7 @@ apt-get runs with its own lists and cache: it needs no root, no lists from befor
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import struct
@@ -39,21 +40,23 @@ def fetch(dataset: str, files: Sequence[SourceFile], folder: Path, say: Callable
     if missing:
         raise PrerequisiteError(f"no {' and no '.join(missing)} on this machine")
     package = PACKAGES[dataset]
-    scratch = folder / "apt"
+    scratch = folder.resolve() / "apt"  # apt would look for a relative path below its own folders
     for name in ("lists/partial", "cache/archives/partial", "unpacked"):
         (scratch / name).mkdir(parents=True)
     say(f"fetching Debian's package lists and {package}")
     # An unreachable repository of somebody else's fails the update, but not the download: that one decides.
     update = _run([*_apt_get(scratch), "update"], scratch)
     download = _run([*_apt_get(scratch), "download", package], scratch)
-    archives = list(scratch.glob(f"{package}_*.deb"))
-    if not archives:
-        raise PrerequisiteError(f"{package}: {_first_error(update + download)}")
-    unpack = _run(["dpkg-deb", "-x", str(archives[0]), "unpacked"], scratch)
+    if download.returncode != 0:
+        raise PrerequisiteError(f"{package}: {_first_error(download.stdout, update.stdout)}")
+    archive = next(scratch.glob(f"{package}_*.deb"))
+    unpack = _run(["dpkg-deb", "-x", str(archive), "unpacked"], scratch)
+    if unpack.returncode != 0:
+        raise PrerequisiteError(f"{archive.name}: {_first_error(unpack.stdout)}")
     found = {path.name: path for path in (scratch / "unpacked").rglob("*.gz")}
     for file in files:
         if file.name not in found:
-            raise PrerequisiteError(f"{package} holds no {file.name}: {_first_error(unpack)}")
+            raise PrerequisiteError(f"{archive.name} holds no {file.name}")
         content = found[file.name].read_bytes()
         mtime = _MTIMES[file.name.partition("-")[0]]
         (folder / file.name).write_bytes(with_header(content, file.name.removesuffix(".gz"), mtime))
@@ -101,8 +104,8 @@ def _apt_get(scratch: Path) -> list[str]:
     return ["apt-get", "-q", *(word for key, value in options.items() for word in ("-o", f"{key}={value}"))]
 
 
-def _run(command: Sequence[str], cwd: Path) -> str:
-    """Return what `command` printed, whatever its exit code."""
+def _run(command: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run `command`, whatever its exit code, with its two outputs as one."""
     try:
         done = subprocess.run(
             command,
@@ -117,9 +120,16 @@ def _run(command: Sequence[str], cwd: Path) -> str:
         )
     except subprocess.TimeoutExpired:
         raise PrerequisiteError(f"{command[0]} not done within {COMMAND_TIMEOUT_S:g} s") from None
-    return done.stdout
+    if done.returncode != 0 and os.strerror(errno.ENOSPC) in done.stdout:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return done
 
 
-def _first_error(output: str) -> str:
-    lines = [line.strip() for line in output.splitlines()]
-    return next((line for line in lines if line.startswith(("E:", "Err:", "W:", "dpkg-deb: error"))), "no reason given")
+def _first_error(*outputs: str) -> str:
+    """Return the line that says most: what could not be fetched (a warning to apt), else the first error."""
+    lines = [line.strip() for output in outputs for line in output.splitlines()]
+    for mark in ("W: Failed", "E: ", "dpkg-deb: error"):
+        for line in lines:
+            if line.startswith(mark):
+                return line.removeprefix("W: ").removeprefix("E: ")
+    return "no reason given"

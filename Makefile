@@ -1,0 +1,43 @@
+# `make up` and `make test` are all that a new checkout needs; the tasks behind them are in tasks.py.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+LOCKS := $(addprefix requirements/,host.lock train-cpu.lock tensorboard.lock)
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet install --require-hashes
+.DEFAULT_GOAL := help
+
+.PHONY: help setup up test test-all check clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.host ## create .venv from the hash-locked requirements
+
+up: setup ## train Fashion-MNIST on a chief and two workers; `make up UP="--workers 1"` for other options
+	@$(VENV)/bin/invoke up --workers 2 $(UP)
+
+test: check ## run the whole suite on CPU (with the linters first)
+	@$(VENV)/bin/invoke test
+
+test-all: check ## the same with the long matrices
+	@$(VENV)/bin/invoke test --all
+
+check: $(VENV)/.dev ## linters, types, import directions, Dockerfile and Compose files
+	@$(VENV)/bin/invoke check
+
+clean: ## delete .venv and caches; runs/ and data/ stay
+	rm -rf $(VENV) .build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 13) else "error: $(PYTHON) is " + sys.version.split()[0] + ", expected Python 3.11 to 3.13; install one and run make with PYTHON=python3.11")'
+	@$(PYTHON) -m venv $(VENV) || { echo "error: python3 -m venv failed; install it (Debian: apt-get install python3-venv)"; rm -rf $(VENV); exit 3; }
+
+$(VENV)/.host: $(LOCKS) | $(VENV)/bin/python
+	@echo "setting up .venv (TensorFlow and what the tasks need; once, about two minutes)"
+	@$(PIP) $(addprefix -r ,$(LOCKS))
+	@touch $@
+
+$(VENV)/.dev: requirements/dev.lock $(VENV)/.host
+	@echo "adding the test tools to .venv"
+	@$(PIP) -r requirements/dev.lock
+	@touch $@

@@ -1,0 +1,112 @@
+"""The cluster as containers: spec -> Compose overlay, and the Compose commands that run it.
+
+`compose/templates.yaml` holds how a task runs, `compose/compose.yaml` what all runs share; the overlay adds one
+explicit service a task. A scaled service would not do: its replicas have no index of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster import tf_config
+from cluster.spec import ClusterSpec, Task
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = ROOT / "compose"
+RUNS_MOUNT = "/runs"
+DATA_MOUNT = "/data"
+UNPRIVILEGED = 10001
+"""User and group of the images, for tasks that root starts."""
+
+
+@dataclass(frozen=True)
+class Containers:
+    """What the containers of a run need from the host."""
+
+    run_dir: Path
+    data_dir: Path
+    image: str
+    user: str
+    """`uid:gid`."""
+
+
+def project(run_dir: Path) -> str:
+    """Return the Compose project of a run: readable, legal, and another one for each run folder of this machine."""
+    slug = re.sub(r"[^a-z0-9_-]+", "-", run_dir.name.lower()).strip("-_")[:32]
+    return f"tf-cluster-{slug}-{_digest(run_dir)}"
+
+
+def tensorboard_project(runs_dir: Path) -> str:
+    """Return the Compose project of the TensorBoard that shows a folder of runs."""
+    return f"tf-cluster-tensorboard-{_digest(runs_dir)}"
+
+
+def task_user() -> str:
+    """Return whom the tasks run as: the caller, so that the run folder is theirs; but never root."""
+    return f"{os.getuid() or UNPRIVILEGED}:{os.getgid() or UNPRIVILEGED}"
+
+
+def overlay(spec: ClusterSpec, containers: Containers, command: list[str]) -> dict[str, Any]:
+    """Return the overlay that adds the run's tasks to `compose/compose.yaml`.
+
+    Args:
+        spec: the cluster.
+        containers: what the containers need from the host.
+        command: what the agents start; empty for the built-in trainer.
+    """
+    return {
+        "name": project(containers.run_dir),
+        "services": {task.name: _service(spec, task, containers, command) for task in spec.tasks},
+    }
+
+
+def _service(spec: ClusterSpec, task: Task, containers: Containers, command: list[str]) -> dict[str, Any]:
+    run = f"{RUNS_MOUNT}/{containers.run_dir.name}"
+    environment = {"TASK": task.name, "RUN_DIR": run, "DATA_DIR": DATA_MOUNT}
+    if text := tf_config.dumps(spec, task):
+        environment["TF_CONFIG"] = text.replace("$", "$$")  # Compose would read a dollar sign as a variable
+    service: dict[str, Any] = {
+        "extends": {"file": str(FILES / "templates.yaml"), "service": task.role.value},
+        "image": containers.image,
+        "hostname": task.host,
+        "user": containers.user,
+        "environment": environment,
+        "volumes": [
+            {"type": "bind", "source": str(containers.run_dir), "target": run},
+            {"type": "bind", "source": str(containers.data_dir), "target": DATA_MOUNT, "read_only": True},
+        ],
+        "labels": {"tf-cluster.run": containers.run_dir.name, "tf-cluster.task": task.name},
+    }
+    if command:
+        service["command"] = command
+    return service
+
+
+def command(overlay_path: Path, *words: str) -> str:
+    """Return a `docker compose` command on a run's services."""
+    files = ["-f", str(FILES / "compose.yaml"), "-f", str(overlay_path)]
+    return shlex.join(["docker", "compose", "--project-directory", str(ROOT), *files, *words])
+
+
+def up(overlay_path: Path, spec: ClusterSpec) -> str:
+    """Return the command that starts the tasks."""
+    names = [task.name for task in spec.tasks]
+    return command(overlay_path, "up", "--detach", "--no-build", "--pull", "never", *names)
+
+
+def tensorboard(runs_dir: Path, port: int, *words: str) -> str:
+    """Return a command on the TensorBoard that shows `runs_dir` on 127.0.0.1:`port`."""
+    settings = {"RUNS_DIR": str(runs_dir), "TENSORBOARD_PORT": str(port), "TASK_USER": task_user()}
+    compose = ["docker", "compose", "--project-directory", str(ROOT), "-f", str(FILES / "compose.yaml")]
+    compose += ["-p", tensorboard_project(runs_dir), "--profile", "tensorboard", *words]
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items()) + " " + shlex.join(compose)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]

@@ -1,0 +1,70 @@
+"""The Docker Engine: whether one answers, asked with a bound so that a wedged one cannot hang a command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass
+
+from cluster.errors import PrerequisiteError, UsageError, nearest
+
+RUNTIMES = ("auto", "docker", "local")
+ANSWER_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the engine said."""
+
+    ready: bool
+    detail: str
+    """Its version, or why it cannot be used."""
+
+
+def ask(*words: str, timeout_s: float = ANSWER_TIMEOUT_S) -> tuple[int, str]:
+    """Run a docker command; return its exit code and its output, or the reason why there is none."""
+    try:
+        done = subprocess.run(["docker", *words], capture_output=True, text=True, timeout=timeout_s, check=False)
+    except FileNotFoundError:
+        return 127, "docker is not installed"
+    except subprocess.TimeoutExpired:
+        return 124, f"docker {words[0]} did not answer in {timeout_s:g} s"
+    return done.returncode, (done.stdout.strip() or done.stderr.strip())
+
+
+def probe() -> Answer:
+    """Return whether a Docker Engine with Compose v2 answers."""
+    code, text = ask("info", "--format", "{{json .ServerVersion}}")
+    version = ""
+    if code == 0:
+        try:
+            version = json.loads(text.splitlines()[0])
+        except (ValueError, IndexError):
+            code = 1
+    if code != 0 or not version:
+        return Answer(False, f"no Docker Engine answers ({text.splitlines()[-1] if text else 'no output'})")
+    code, compose_version = ask("compose", "version", "--short")
+    if code != 0:
+        return Answer(False, f"Docker Engine {version} has no Compose plugin (`docker compose version` fails)")
+    return Answer(True, f"Docker Engine {version}, Compose {compose_version}")
+
+
+def choose_runtime(requested: str) -> tuple[str, str]:
+    """Return `docker` or `local`, and in words why.
+
+    Raises:
+        UsageError: `requested` is neither these nor `auto`.
+        PrerequisiteError: containers were asked for and no engine answers.
+    """
+    if requested not in RUNTIMES:
+        raise UsageError(f"--runtime {requested!r} is not a runtime{nearest(requested, RUNTIMES)}")
+    if requested == "local":
+        return "local", "local processes, as asked"
+    answer = probe()
+    if answer.ready:
+        return "docker", f"containers: {answer.detail}"
+    if requested == "docker":
+        raise PrerequisiteError(
+            f"--runtime docker: {answer.detail}; install and start Docker Engine with Compose v2, or use --runtime local"
+        )
+    return "local", f"local processes: {answer.detail}"

@@ -1,0 +1,26 @@
+"""The container health check: whether this task's heartbeat is fresh. Exit code 0 or 1, one line.
+
+    python -m cluster.health     RUN_DIR and TASK in the environment
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from cluster.runs import RunFolder
+
+
+def check(run: RunFolder, task: str) -> tuple[bool, str]:
+    """Return whether the task is healthy, and its state in words."""
+    beat = run.heartbeats().get(task)
+    if beat is None:
+        return False, f"{task} has no heartbeat yet"
+    return beat["state"] not in ("lost", "failed"), f"{task} is {beat['state']} at step {beat['step']}"
+
+
+if __name__ == "__main__":
+    healthy, told = check(RunFolder(Path(os.environ["RUN_DIR"])), os.environ["TASK"])
+    print(told)
+    sys.exit(0 if healthy else 1)

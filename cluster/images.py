@@ -1,0 +1,186 @@
+"""The images: their names, what they are built from, and the shell commands that build them.
+
+Nothing here builds. `invoke image.build` and `invoke up` run the commands; `--dry` prints them to be pasted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from cluster import engine
+from cluster.errors import PrerequisiteError, UsageError, nearest
+
+ROOT = Path(__file__).resolve().parent.parent
+ACCELERATORS = ("cpu", "gpu")
+TENSORBOARD_IMAGE = "tf-cluster/tensorboard:latest"
+
+PYTHON_BASE = "python:3.11-slim-bookworm"
+DEBIAN_BASE = "tf-cluster/base:bookworm"
+"""Stands in for `PYTHON_BASE` where no image can be pulled: made on the spot from Debian's packages."""
+
+REGISTRY_TIMEOUT_S = 20.0
+_BASE_TAR = ".build/base.tar"
+_CA_BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
+_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
+
+
+@dataclass(frozen=True)
+class Base:
+    """The image that the others are built from."""
+
+    name: str
+    digest: str = ""
+    """Its digest in a registry; empty for one that was made on this machine."""
+    missing: bool = False
+    """Whether `base_commands` must run first."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The commit that an image is built from."""
+
+    revision: str
+    """The commit, with `-dirty` behind it where files differ from it; empty outside of a git checkout."""
+    epoch_s: int
+    """The commit's time: every date in an image is this one."""
+
+
+def train_image(accelerator: str) -> str:
+    """Return the name of the image that tasks run in.
+
+    Raises:
+        UsageError: there is none for this accelerator.
+    """
+    if accelerator not in ACCELERATORS:
+        raise UsageError(f"accelerator {accelerator!r} has no image{nearest(accelerator, ACCELERATORS)}")
+    return f"tf-cluster/train:{accelerator}"
+
+
+def default_base() -> Base:
+    """Return what to build from: $BASE_IMAGE, or else the first of these that there is.
+
+    Images on this engine come first, so that a machine without a registry waits for one only once; then the official
+    Python image, pinned to the digest that its tag has now; then a Debian base that `base_commands` makes.
+
+    Raises:
+        PrerequisiteError: $BASE_IMAGE cannot be had, or a base must be made and mmdebstrap is not installed.
+    """
+    asked = os.environ.get("BASE_IMAGE", "")
+    for name in [asked] if asked else [PYTHON_BASE, DEBIAN_BASE]:
+        code, digests = engine.ask("image", "inspect", "--format={{json .RepoDigests}}", name)
+        if code == 0:
+            return Base(name, *(entry.partition("@")[2] for entry in json.loads(digests)[:1]))
+    name = asked or PYTHON_BASE
+    code, answer = engine.ask(
+        "buildx", "imagetools", "inspect", "--format={{.Manifest.Digest}}", name, timeout_s=REGISTRY_TIMEOUT_S
+    )
+    if code == 0:
+        return Base(f"{name.partition('@')[0]}@{answer}", answer)
+    reason = _last_line(answer)
+    if asked:
+        raise PrerequisiteError(
+            f"BASE_IMAGE={asked} is neither on this engine nor in a registry that answers ({reason}); "
+            "set it to an image with Python 3.11, or unset it"
+        )
+    if shutil.which("mmdebstrap") is None:
+        raise PrerequisiteError(
+            f"{PYTHON_BASE} cannot be pulled ({reason}) and mmdebstrap, which makes a base from "
+            "Debian's packages, is not installed; install it, or set BASE_IMAGE to an image with Python 3.11"
+        )
+    return Base(DEBIAN_BASE, missing=True)
+
+
+def base_commands() -> list[str]:
+    """Return the commands that make `DEBIAN_BASE`. The same packages make the same bytes."""
+    left_out = ["path-exclude=/usr/share/doc/*", "path-include=/usr/share/doc/*/copyright"]
+    left_out += ["path-exclude=/usr/share/man/*", "path-exclude=/usr/share/locale/*"]
+    bootstrap = ["mmdebstrap", "--quiet", "--variant=minbase", "--include=python3,python3-venv,ca-certificates"]
+    bootstrap += [f"--dpkgopt={rule}" for rule in left_out]
+    return [
+        f"mkdir -p {Path(_BASE_TAR).parent}",
+        f"SOURCE_DATE_EPOCH={source().epoch_s} {shlex.join([*bootstrap, 'bookworm', _BASE_TAR])}",
+        shlex.join(["docker", "import", "--change=CMD [\"python3\"]", _BASE_TAR, DEBIAN_BASE]),
+        f"rm {_BASE_TAR}",
+    ]
+
+
+def build_commands(accelerator: str, base: Base) -> list[str]:
+    """Return the commands that build both images, after the base where it is missing; run them from the root.
+
+    Raises:
+        UsageError: there is no image for this accelerator.
+    """
+    image = train_image(accelerator)
+    commit = source()
+    shared = ["docker", "build", "--file=docker/Dockerfile", f"--build-arg=BASE_IMAGE={base.name}"]
+    # BuildKit dates the image with it, so that the same commit on the same base makes the same image.
+    shared += [f"--build-arg=SOURCE_DATE_EPOCH={commit.epoch_s}"]
+    # Without a value: passed on from the environment, and neither printed nor kept in the image.
+    shared += [f"--build-arg={name}" for name in _PROXIES if name in os.environ]
+    shared += [f"--label=org.opencontainers.image.{name}={value}" for name, value in _labels(base, commit).items()]
+    bundle = os.environ.get("SSL_CERT_FILE", _CA_BUNDLE)
+    if Path(bundle).is_file():
+        shared += [f"--secret=id=ca,src={bundle}"]
+    return [
+        *(base_commands() if base.missing else []),
+        shlex.join([*shared, f"--build-arg=ACCELERATOR={accelerator}", "--target=train", f"--tag={image}", "."]),
+        shlex.join([*shared, "--target=tensorboard", f"--tag={TENSORBOARD_IMAGE}", "."]),
+    ]
+
+
+def _labels(base: Base, commit: Source) -> dict[str, str]:
+    """Return the OCI annotations that are known only when building; the Dockerfile has the others."""
+    labels = {
+        "revision": commit.revision,
+        "created": datetime.fromtimestamp(commit.epoch_s, UTC).isoformat(),
+        "base.name": base.name.partition("@")[0],
+        "base.digest": base.digest,
+    }
+    return {name: value for name, value in labels.items() if value}
+
+
+def source() -> Source:
+    """Return the commit of this checkout, or the start of time outside of one."""
+    revision = _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    return Source(revision, int(_git("log", "-1", "--format=%ct") or 0))
+
+
+def _git(*words: str) -> str:
+    try:
+        done = subprocess.run(["git", "--no-optional-locks", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def inspect(image: str) -> dict[str, str]:
+    """Return what the manifest records of an image: its name, id, revision, base and the base's digest.
+
+    A base that was never in a registry has no digest there; the digest of its content stands for it.
+
+    Raises:
+        PrerequisiteError: the image is not on this engine.
+    """
+    code, text = engine.ask("image", "inspect", "--format={{json .}}", image)
+    if code != 0:
+        raise PrerequisiteError(f"image {image} is not on this engine ({_last_line(text)}); run `invoke image.build`")
+    details = json.loads(text)
+    labels = details["Config"]["Labels"] or {}
+    return {
+        "image": image,
+        "id": details["Id"],
+        "revision": labels.get("org.opencontainers.image.revision", ""),
+        "base": labels.get("org.opencontainers.image.base.name", ""),
+        "base_digest": labels.get("org.opencontainers.image.base.digest", details["RootFS"]["Layers"][0]),
+    }
+
+
+def _last_line(text: str) -> str:
+    return text.splitlines()[-1] if text else "no output"

@@ -1,0 +1,141 @@
+"""TensorBoard, one for all runs of a folder: in its container, or as a local process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cluster import compose, engine, processes
+from cluster.errors import PrerequisiteError, TimedOut
+from cluster.runs import read_json, write_json
+
+PORT = 6006
+START_TIMEOUT_S = 60.0
+
+
+def address(port: int) -> str:
+    """Return where a browser finds it."""
+    return f"http://127.0.0.1:{port}"
+
+
+def running(runs_dir: Path) -> int | None:
+    """Return the port of the TensorBoard that shows this folder of runs, or None where none runs."""
+    record = _record(runs_dir)
+    if record and record["runtime"] == "local":
+        return int(record["port"]) if processes.alive(record["process"]) else None
+    if record and _container(runs_dir):
+        return int(record["port"])
+    return None
+
+
+def check_port(runs_dir: Path, port: int) -> None:
+    """Check that the port is free, or is our own TensorBoard's.
+
+    Raises:
+        PrerequisiteError: another program listens there.
+    """
+    if running(runs_dir) == port:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise PrerequisiteError(
+                f"port 127.0.0.1:{port} is in use by another program ({error.strerror}); end it, or choose another "
+                "port: --tensorboard-port 6007"
+            ) from error
+
+
+def start(runs_dir: Path, port: int, runtime: str, sh: Callable[[str], object]) -> None:
+    """Start TensorBoard unless it runs, and wait until it answers.
+
+    Raises:
+        PrerequisiteError: another program listens on the port.
+        TimedOut: it does not answer.
+    """
+    if (other := running(runs_dir)) is not None:
+        if other == port:
+            return
+        stop(runs_dir, sh)
+    check_port(runs_dir, port)
+    record: dict[str, Any] = {"runtime": runtime, "port": port}
+    if runtime == "docker":
+        sh(compose.tensorboard(runs_dir, port, "up", "--detach", "--no-build", "--pull", "never", "tensorboard"))
+    else:
+        record["process"] = processes.identity(_start_process(runs_dir, port))
+    write_json(runs_dir / ".tensorboard.json", record)
+    _await_answer(runs_dir, port)
+
+
+def stop(runs_dir: Path, sh: Callable[[str], object]) -> bool:
+    """End our TensorBoard; return whether one ran."""
+    record = _record(runs_dir)
+    if not record:
+        return False
+    if record["runtime"] == "docker":
+        ended = _container(runs_dir)
+        sh(compose.tensorboard(runs_dir, int(record["port"]), "down", "--timeout", "5", "--volumes"))
+    else:
+        ended = _end_process(record["process"])
+    (runs_dir / ".tensorboard.json").unlink(missing_ok=True)
+    return ended
+
+
+def _record(runs_dir: Path) -> dict[str, Any] | None:
+    record: dict[str, Any] | None = read_json(runs_dir / ".tensorboard.json", None)
+    return record
+
+
+def _container(runs_dir: Path) -> bool:
+    label = f"label=com.docker.compose.project={compose.tensorboard_project(runs_dir)}"
+    code, text = engine.ask("ps", "--quiet", "--filter", label)
+    return code == 0 and bool(text)
+
+
+def _start_process(runs_dir: Path, port: int) -> int:
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(runs_dir), "--host", "127.0.0.1"]
+    with (runs_dir / ".tensorboard.log").open("wb") as log:
+        process = subprocess.Popen(
+            [*command, "--port", str(port), "--reload_interval", "5"],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=os.environ | {"TENSORBOARD_RUNS": str(runs_dir)},
+            start_new_session=True,
+        )
+    return process.pid
+
+
+def _end_process(recorded: dict[str, int]) -> bool:
+    if not processes.kill(recorded, signal.SIGTERM):
+        return False
+    deadline = time.monotonic() + 5
+    while processes.alive(recorded):
+        if time.monotonic() > deadline:
+            processes.kill(recorded, signal.SIGKILL)
+        time.sleep(0.05)
+    return True
+
+
+def _await_answer(runs_dir: Path, port: int) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(f"{address(port)}/data/logdir", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.1)
+    raise TimedOut(
+        f"TensorBoard did not answer on {address(port)} in {START_TIMEOUT_S:g} s; see {runs_dir / '.tensorboard.log'} "
+        "or `docker logs` of its container, then `invoke tensorboard`"
+    )

@@ -1,0 +1,196 @@
+"""What a run looks like in a terminal: its status, its live view, and how it ended."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from typing import Any
+
+from cluster import tensorboard
+from cluster.processes import describe_exit
+from cluster.runs import RunFolder, read_json
+
+
+def status(run: RunFolder) -> dict[str, Any]:
+    """Return the run's status, as `invoke status --json` shows it."""
+    beats = run.heartbeats()
+    summary = read_json(run.summary, None)
+    spec = run.load_cluster()
+    chief = beats.get("chief", {})
+    step, total, rate = chief.get("step", 0), chief.get("steps_total"), chief.get("examples_per_s")
+    batch = read_json(run.config)["global_batch"]
+    port = tensorboard.running(run.path.parent)
+    return {
+        "run": run.name,
+        "state": summary["state"] if summary else chief.get("state", "starting"),
+        "strategy": spec.strategy_class,
+        "generation": run.generation,
+        "step": step,
+        "steps_total": total,
+        "eta_s": round((total - step) * batch / rate, 1) if total and rate and not summary else None,
+        "examples_per_s": rate,
+        "checkpoint": _checkpoint(run),
+        "tensorboard": tensorboard.address(port) if port else None,
+        "tasks": [beats[task.name] for task in spec.tasks if task.name in beats],
+    }
+
+
+def _checkpoint(run: RunFolder) -> dict[str, Any] | None:
+    saved = [event for event in run.events() if event["event"] == "checkpoint"]
+    return {"step": saved[-1]["step"], "age_s": round(time.time() - saved[-1]["time"], 1)} if saved else None
+
+
+def table(value: dict[str, Any]) -> list[str]:
+    """Return a status as lines of text."""
+    head = f"{value['run']}  {value['state']}  {value['strategy']}  {progress(value)}"
+    lines = [head, f"{'TASK':<12}{'STATE':<12}{'STEP':>8}{'EXAMPLES/S':>12}{'LOSS':>10}{'RESTARTS':>10}{'AGE':>7}"]
+    for beat in value["tasks"]:
+        lines.append(
+            f"{beat['task']:<12}{beat['state']:<12}{beat['step']:>8}{_number(beat['examples_per_s'], 0):>12}"
+            f"{_number(beat['loss'], 4):>10}{beat['restarts']:>10}{time.time() - beat['updated_at']:>6.0f}s"
+        )
+    return lines
+
+
+def plan(value: dict[str, Any]) -> list[str]:
+    """Return a plan as lines of text."""
+    lines = [
+        f"run {value['run']}: {value['strategy']}, {value['replicas']} replicas, runtime {value['runtime']}",
+        f"global batch {value['global_batch']}: {value['replica_batch']} a replica and step",
+    ]
+    for task in value["tasks"]:
+        shown = json.dumps(task["tf_config"]) if task["tf_config"] else "no TF_CONFIG: it trains alone"
+        lines.append(f"{task['task']:<12}{task['address']:<18}{shown}")
+    return lines
+
+
+def findings(value: dict[str, Any]) -> list[str]:
+    """Return what the doctor found as lines of text."""
+    lines = []
+    for found in value["findings"]:
+        fix = f"; {found['fix']}" if found["fix"] else ""
+        lines.append(f"{found['state']:<9}{found['check']:<18}{found['detail']}{fix}")
+    return lines
+
+
+def progress(value: dict[str, Any]) -> str:
+    """Return a status' progress in one line."""
+    total = f"/{value['steps_total']}" if value["steps_total"] else ""
+    parts = [f"step {value['step']}{total}"]
+    loss = next((beat["loss"] for beat in value["tasks"] if beat["task"] == "chief"), None)
+    if loss is not None:
+        parts.append(f"loss {loss:.4f}")
+    if value["examples_per_s"]:
+        parts.append(f"{value['examples_per_s']:,.0f} examples/s")
+    if value["eta_s"] is not None:
+        parts.append(f"{value['eta_s']:.0f} s left")
+    if value["checkpoint"]:
+        parts.append(f"checkpoint at {value['checkpoint']['step']}")
+    return "  ".join(parts)
+
+
+class Live:
+    """Shows a run while it trains: a table that redraws itself in a terminal, otherwise a line when there is news."""
+
+    LINE_EVERY_S = 5.0
+
+    def __init__(self) -> None:
+        self._drawn = 0
+        self._terminal = sys.stdout.isatty()
+        self._states: dict[str, str] = {}
+        self._told_at = 0.0
+
+    def show(self, value: dict[str, Any]) -> None:
+        """Show the newest status."""
+        if self._terminal:
+            width = shutil.get_terminal_size().columns
+            lines = [line[: width - 1] for line in table(value)]
+            self.clear()
+            sys.stdout.write("".join(line + "\n" for line in lines))
+            self._drawn = len(lines)
+        else:
+            states = {beat["task"]: beat["state"] for beat in value["tasks"]}
+            settled = {name: state for name, state in states.items() if state not in ("saving", "evaluating")}
+            if any(self._states.get(name) != state for name, state in settled.items()):
+                print("  ".join(f"{name} {state}" for name, state in states.items()), flush=True)
+                self._states |= settled
+            if value["step"] and time.monotonic() - self._told_at > self.LINE_EVERY_S:
+                print(progress(value), flush=True)
+                self._told_at = time.monotonic()
+        sys.stdout.flush()
+
+    def clear(self) -> None:
+        """Take the table off the terminal, so that a line can follow."""
+        if self._drawn:
+            sys.stdout.write(f"\x1b[{self._drawn}F\x1b[J")
+            self._drawn = 0
+
+
+def ended(run: RunFolder, shown_path: str) -> list[str]:
+    """Return the last lines of a run that has a summary: how it ended, where it is, what to do next."""
+    summary = read_json(run.summary)
+    port = tensorboard.running(run.path.parent)
+    lines = []
+    if summary["state"] == "failed":
+        lines += _failure(run, summary)
+    else:
+        accuracy = summary["metrics"].get("eval_accuracy")
+        told = f", accuracy {accuracy:.4f} on the test set" if accuracy is not None else ""
+        restarts = f", {len(summary['restarts'])} restarts" if summary["restarts"] else ""
+        start = f" (start {summary['startup_s']:.1f} s)" if summary["startup_s"] else ""
+        lines += [f"{summary['state']}: {summary['steps']} steps in {summary['wall_s']:.1f} s{start}{told}{restarts}"]
+    lines += [f"run folder   {shown_path}"]
+    if port:
+        lines += [f"TensorBoard  {tensorboard.address(port)}"]
+    further = f"invoke up --resume {run.name}"
+    after = {
+        "succeeded": "invoke down (ends TensorBoard), or train on: " + further + " -- --epochs 6",
+        "stopped": further,
+        "failed": f"mend the cause, then {further}",
+    }
+    return [*lines, f"next         {after[summary['state']]}"]
+
+
+def logs(run: RunFolder, names: list[str], follow: bool) -> None:
+    """Print what some tasks' programs printed, each line behind its task's name where there are several."""
+    width = max(len(name) for name in names)
+    offsets = dict.fromkeys(names, 0)
+    while True:
+        ended = run.summary.exists()  # before reading: what was printed until then is still shown
+        for name in names:
+            if not run.log(name).exists():
+                continue
+            with run.log(name).open("rb") as log:
+                log.seek(offsets[name])
+                whole = log.read().rpartition(b"\n")[0]
+            if whole:
+                offsets[name] += len(whole) + 1
+            for line in whole.decode(errors="replace").splitlines():
+                print(f"{name:<{width}} | {line}" if len(names) > 1 else line)
+        sys.stdout.flush()
+        if ended or not follow:
+            return
+        time.sleep(0.2)
+
+
+def _failure(run: RunFolder, summary: dict[str, Any]) -> list[str]:
+    """Return the failures in a box, the root cause last."""
+    cause = summary["cause"]
+    inside = [f"run {run.name} failed after {summary['steps']} steps"]
+    for name, code in summary["tasks"].items():
+        if name != cause["task"] and code:
+            inside.append(f"{name}: {describe_exit(code)}, ended because of the other")
+    for restart in summary["restarts"]:
+        inside.append(f"restart {restart['generation']}: {restart['task']}, {restart['cause']}")
+    task = cause["task"] or "the run"
+    inside.append(f"root cause: {task}, {cause['error']}")
+    if cause["task"]:
+        inside.append(f"its log: invoke logs {cause['task']}")
+    rule = "-" * min(100, max(len(line) for line in inside))
+    return [rule, *inside, rule]
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"

@@ -1,0 +1,119 @@
+"""Waiting for a run on the host: until it trains, until it ends, until it has stopped. Nothing here waits for ever."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from cluster import launch, summary, tensorboard, view
+from cluster.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_TIMEOUT,
+    ClusterError,
+    TimedOut,
+)
+from cluster.runs import RunFolder, read_json
+
+POLL_S = 0.2
+START_TIMEOUT_S = 90.0
+"""Longest time without any heartbeat after a start: pulling images and preparing data come before it."""
+STOP_TIMEOUT_S = 75.0
+"""Longest time for a graceful stop; the engine's grace period and the agents' are shorter."""
+
+
+def follow(run: RunFolder, on_status: Callable[[dict[str, Any]], None], timeout_s: float = float("inf")) -> dict[str, Any]:
+    """Watch a run until it has a summary; return that.
+
+    Raises:
+        TimedOut: it has none after `timeout_s`.
+    """
+    deadline, began = time.monotonic() + timeout_s, time.time()
+    while not run.summary.exists():
+        on_status(view.status(run))
+        _notice_silence(run, began)
+        if time.monotonic() > deadline:
+            raise TimedOut(f"run {run.name} has not ended after {timeout_s:g} s; it goes on, see `invoke status`")
+        time.sleep(POLL_S)
+    ended: dict[str, Any] = read_json(run.summary)
+    return ended
+
+
+def until_training(run: RunFolder, on_status: Callable[[dict[str, Any]], None]) -> bool:
+    """Watch a run until every task trains; return False where it ended before."""
+    began = time.time()
+    names = {task.name for task in run.load_cluster().tasks}
+    while not run.summary.exists():
+        value = view.status(run)
+        on_status(value)
+        under_way = {"training", "saving", "evaluating", "done"}
+        if {beat["task"] for beat in value["tasks"] if beat["state"] in under_way} == names and value["step"]:
+            return True
+        _notice_silence(run, began)
+        time.sleep(POLL_S)
+    return False
+
+
+def stop(run: RunFolder, by: str) -> dict[str, Any]:
+    """Ask a run to save and stop; return its summary.
+
+    Raises:
+        TimedOut: it did not stop.
+    """
+    run.request_stop(by)
+    try:
+        return follow(run, lambda value: None, STOP_TIMEOUT_S)
+    except TimedOut:
+        raise TimedOut(f"run {run.name} did not stop in {STOP_TIMEOUT_S:g} s; `invoke down` ends it at once") from None
+
+
+def attend(run: RunFolder, runtime: str, port: int, detach: bool, sh: launch.Shell) -> int:
+    """Show a run that was started until it ends or, detached, until it trains; return the exit code."""
+    live = view.Live()
+    print(f"run folder {launch.shown(run.path)}; Ctrl-C saves and stops, a second one kills", flush=True)
+    try:
+        try:
+            if until_training(run, live.show):
+                live.clear()
+                tensorboard.start(run.path.parent, port, runtime, sh)
+                print(f"TensorBoard {tensorboard.address(port)}", flush=True)
+                if detach:
+                    print("training in the background; next: invoke status --watch, invoke wait, invoke stop")
+                    return EXIT_DONE
+            ended = follow(run, live.show)
+        except KeyboardInterrupt:
+            live.clear()
+            print("stopping: every task saves at the same step; Ctrl-C again kills", flush=True)
+            ended = stop(run, "Ctrl-C")
+    except KeyboardInterrupt:
+        print("killing every task", flush=True)
+        launch.kill(run, sh)
+        ended = follow(run, lambda value: None, STOP_TIMEOUT_S)
+    live.clear()
+    launch.remove(run, sh)
+    print("\n".join(view.ended(run, launch.shown(run.path))))
+    return exit_code(ended)
+
+
+def exit_code(ended: dict[str, Any]) -> int:
+    """Return the exit code that tells how a run ended."""
+    if ended["state"] == "failed":
+        code = ended.get("cause", {}).get("exit_code")
+        return code if code in (2, 3, EXIT_TIMEOUT) else EXIT_FAILED
+    return EXIT_INTERRUPTED if ended["state"] == "stopped" else EXIT_DONE
+
+
+def _notice_silence(run: RunFolder, began: float) -> None:
+    """End a run in whose place nothing lives any more: its engine stopped, or somebody killed everything."""
+    beats = run.heartbeats()
+    if not beats and time.time() - began < START_TIMEOUT_S:
+        return
+    if beats and not all(beat["state"] == "lost" for beat in beats.values()):
+        return
+    told = "no task gives a sign of life: the engine or the supervisor stopped"
+    if run.end("failed", error=told, exit_code=EXIT_FAILED) or run.outcome:
+        summary.write(run, settle_s=0)
+
+

@@ -1,0 +1,242 @@
+"""The tasks: `invoke --list` shows them, `invoke --help TASK` one of them. What they do lives in `cluster/`."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from invoke import Collection, Context, Exit, task
+from invoke.exceptions import UnexpectedExit
+
+from cluster import doctor as checks
+from cluster import launch, requirements, spec, view
+try:
+    from cluster import images
+except ImportError: pass
+from cluster import tensorboard as board
+from cluster import watch as watching
+from cluster.errors import EXIT_INTERRUPTED, EXIT_PREREQUISITE, ClusterError
+
+TASK_HELP = "task such as chief or worker-0 (default: every task)"
+RUN_HELP = "run folder's name (default: the current run)"
+
+
+def told(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Tell an expected error in one line with its exit code, instead of a traceback."""
+
+    @functools.wraps(body)
+    def wrapped(*arguments: Any, **options: Any) -> None:
+        try:
+            body(*arguments, **options)
+        except ClusterError as error:
+            raise Exit(f"error: {error}", code=error.exit_code) from None
+        except UnexpectedExit as error:  # the command itself has told what was wrong
+            code = error.result.exited
+            raise Exit(f"error: {error.result.command!r} ended with exit code {code}", code=code) from None
+        except KeyboardInterrupt:
+            raise Exit("interrupted", code=EXIT_INTERRUPTED) from None
+
+    return wrapped
+
+
+def shell(c: Context) -> Callable[[str], object]:
+    """Return what runs a command in the checkout and shows what it prints."""
+
+    def sh(command: str) -> object:
+        with c.cd(str(launch.ROOT)):
+            return c.run(command)
+
+    return sh
+
+
+UP_HELP = {
+    "workers": "worker tasks beside the chief; 0: the chief alone (default: 2)",
+    "ps": "parameter servers; 1 or more: ParameterServerStrategy (default: 0)",
+    "evaluator": "add a task that evaluates every new checkpoint (default: no)",
+    "preset": "training configuration to start from: fashion_mnist or mnist (default: fashion_mnist)",
+    "strategy": "auto, one, mirrored, central, multiworker or ps (default: auto, from the topology)",
+    "devices": "replicas in each training task; logical CPUs where there is no GPU (default: 1)",
+    "runtime": "auto, docker or local (default: auto: containers where a Docker Engine answers)",
+    "checkpoint-every": "optimizer steps between two checkpoints (default: 200)",
+    "name": "name of the run (default: preset, date and time)",
+    "resume": "go on with this run from its newest checkpoint",
+    "fresh": "start a run of this --name again, its old folder is deleted (default: no)",
+    "tensorboard-port": "port of TensorBoard on 127.0.0.1 (default: 6006)",
+    "detach": "return once every task is training (default: stay until the end)",
+    "dry": "only print the commands (default: no)",
+    "json": "print as JSON (default: no)",
+}
+
+
+def _request(c: Context, options: dict[str, Any]) -> launch.Request:
+    """Return what a task's options and the words after `--` ask for."""
+    asked = {name: value for name, value in options.items() if name in launch.Request.__dataclass_fields__}
+    return launch.Request(**asked, overrides=tuple(shlex.split(c.remainder)))
+
+
+def _dumps(value: object) -> str:
+    return json.dumps(value, indent=2)
+
+
+@task(auto_shortflags=False, help={name: text for name, text in UP_HELP.items() if name != "json"})
+@told
+def up(
+    c, workers="2", ps="0", evaluator=False, preset="fashion_mnist", strategy="auto", devices="1", runtime="auto",
+    checkpoint_every="", name="", resume="", fresh=False, tensorboard_port=str(board.PORT), detach=False, dry=False,
+):  # fmt: skip
+    """Bring up a cluster and train; overrides follow --, such as: invoke up -- --epochs 1 --global-batch 96"""
+    began = time.time()
+    planned = launch.plan(_request(c, locals()))
+    print(f"{planned.cluster.strategy_class} on {len(planned.cluster.tasks)} tasks as {planned.why_runtime}", flush=True)
+    if dry:
+        print("\n".join(launch.commands(planned)))
+        return
+    launch.start(planned, shell(c), began=began)
+    raise Exit(code=watching.attend(planned.run, planned.runtime, planned.tensorboard_port, detach, shell(c)))
+
+
+@task(auto_shortflags=False, help={name: text for name, text in UP_HELP.items() if name not in ("detach", "dry")})
+@told
+def plan(
+    c, workers="2", ps="0", evaluator=False, preset="fashion_mnist", strategy="auto", devices="1", runtime="auto",
+    checkpoint_every="", name="", resume="", fresh=False, tensorboard_port=str(board.PORT), json=False,
+):  # fmt: skip
+    """Show what `up` would start with the same options, and start nothing."""
+    value = launch.plan(_request(c, locals())).to_json()
+    print(_dumps(value) if json else "\n".join(view.plan(value)))
+
+
+@task(auto_shortflags=False, help={"run": RUN_HELP, "watch": "redraw until the run ends (default: no)", "json": UP_HELP["json"]})
+@told
+def status(c, run="", watch=False, json=False):
+    """Show every task's state, step, speed, loss and restarts."""
+    folder = launch.find_run(run)
+    if watch:
+        live = view.Live()
+        watching.follow(folder, live.show)
+        live.clear()
+    value = view.status(folder)
+    print(_dumps(value) if json else "\n".join(view.table(value)))
+
+
+@task(auto_shortflags=False, positional=["task"], help={"task": TASK_HELP, "run": RUN_HELP, "follow": "go on until the run ends (default: no)"})
+@told
+def logs(c, task="", run="", follow=False):
+    """Show what the tasks' programs printed."""
+    folder = launch.find_run(run)
+    cluster = folder.load_cluster()
+    view.logs(folder, [cluster.task(task).name] if task else [member.name for member in cluster.tasks], follow)
+
+
+@task(auto_shortflags=False, positional=["run"], help={"run": RUN_HELP, "timeout": "seconds to wait (default: as long as it takes)"})
+@told
+def wait(c, run="", timeout=""):
+    """Wait for a run to end and tell how; exit code 0 done, 1 failed, 4 timed out, 130 stopped."""
+    folder = launch.find_run(run)
+    bound = spec.parse_count("timeout", timeout, 1, 10**9) if timeout else float("inf")
+    ended = watching.follow(folder, lambda value: None, bound)
+    print("\n".join(view.ended(folder, launch.shown(folder.path))))
+    raise Exit(code=watching.exit_code(ended))
+
+
+@task(auto_shortflags=False, positional=["run"], help={"run": RUN_HELP})
+@told
+def stop(c, run=""):
+    """Save a checkpoint at the same step on every task and stop; go on with `up --resume`."""
+    folder = launch.find_run(run)
+    watching.stop(folder, "invoke stop")
+    launch.remove(folder, shell(c))
+    print("\n".join(view.ended(folder, launch.shown(folder.path))))
+
+
+@task(auto_shortflags=False, positional=["run"], help={"run": "run to take down (default: every run of this checkout, and TensorBoard)"})
+@told
+def down(c, run=""):
+    """End every process, container and network that `up` started. Run folders stay."""
+    sh = shell(c)
+    for folder in [launch.find_run(run)] if run else launch.leftovers():
+        if launch.in_progress(folder):
+            watching.stop(folder, "invoke down")
+        launch.remove(folder, sh)
+        print(f"{folder.name} is down; its folder is {launch.shown(folder.path)}")
+    if not run and board.stop(launch.runs_dir(), sh):
+        print("TensorBoard is down")
+
+
+@task(auto_shortflags=False, help={"port": UP_HELP["tensorboard-port"], "runtime": UP_HELP["runtime"]})
+@told
+def tensorboard(c, port=str(board.PORT), runtime="auto"):
+    """Start TensorBoard over all runs, unless it runs, and say where."""
+    chosen = launch.tensorboard_runtime(runtime, shell(c))
+    board.start(launch.runs_dir(), spec.parse_count("port", port, 1, 65535), chosen, shell(c))
+    print(board.address(int(port)))
+
+
+@task(auto_shortflags=False, help={"json": UP_HELP["json"]})
+@told
+def doctor(c, json=False):
+    """Check what this machine has and lacks, each with its fix; exit code 3 where something must be mended."""
+    value = checks.report(checks.examine())
+    print(_dumps(value) if json else "\n".join(view.findings(value)))
+    raise Exit(code=0 if value["ok"] else EXIT_PREREQUISITE)
+
+
+@task(auto_shortflags=False, help={"all": "the long matrices too (default: no)", "select": "only tests whose name matches this expression"})
+@told
+def test(c, all=False, select=""):
+    """Run the tests on this machine's CPU; container tests are skipped where no Docker Engine answers."""
+    words = [sys.executable, "-m", "pytest", *(["-m", ""] if all else []), *(["-k", select] if select else [])]
+    with c.cd(str(launch.ROOT)):
+        raise Exit(code=c.run(shlex.join(words), warn=True).exited)
+
+
+@task(auto_shortflags=False, help={"accelerator": "cpu or gpu (default: cpu)", "base": "image to build on (default: the pinned python image)"})
+@told
+def build(c, accelerator="cpu", base=""):
+    """Build the training image and the TensorBoard image."""
+    for command in images.build_commands(accelerator, base or images.default_base()):
+        shell(c)(command)
+
+
+@task
+@told
+def base(c):
+    """Make a Debian base image from Debian's packages, on a machine that can pull none."""
+    for command in images.base_commands():
+        shell(c)(command)
+
+
+NAME_HELP = {"name": "fashion_mnist or mnist (default: fashion_mnist)"}
+
+
+@task(auto_shortflags=False, help={**NAME_HELP, "fresh": "prepare it again, even if it is (default: no)"})
+@told
+def prepare(c, name="fashion_mnist", fresh=False):
+    """Get a dataset: as prepared before, else from TFDS, else from Debian's package."""
+    launch.prepare_data(name, shell(c), fresh=fresh)
+
+
+@task(auto_shortflags=False, help=NAME_HELP)
+@told
+def verify_data(c, name="fashion_mnist"):
+    """Check every prepared file of a dataset against its recorded sha256."""
+    shell(c)(launch.data_command("verify", name))
+
+
+@task(auto_shortflags=False, help={"upgrade": "take the newest versions that the requirements allow (default: no)"})
+@told
+def lock(c, upgrade=False):
+    """Renew requirements/*.lock from requirements/*.in."""
+    for command in requirements.lock_commands(upgrade=upgrade):
+        shell(c)(shlex.join(command))
+
+
+ns = Collection(up, plan, status, logs, wait, stop, down, tensorboard, doctor, test)
+ns.add_collection(Collection("image", build, base))
+ns.add_collection(Collection("data", prepare, verify=verify_data))
+ns.add_collection(Collection("requirements", lock))
