@@ -14,10 +14,7 @@ from invoke import Collection, Context, Exit, task
 from invoke.exceptions import UnexpectedExit
 
 from cluster import doctor as checks
-from cluster import launch, requirements, spec, view
-try:
-    from cluster import images
-except ImportError: pass
+from cluster import images, launch, locks, spec, view
 from cluster import tensorboard as board
 from cluster import watch as watching
 from cluster.errors import EXIT_INTERRUPTED, EXIT_PREREQUISITE, ClusterError
@@ -66,7 +63,7 @@ UP_HELP = {
     "name": "name of the run (default: preset, date and time)",
     "resume": "go on with this run from its newest checkpoint",
     "fresh": "start a run of this --name again, its old folder is deleted (default: no)",
-    "tensorboard-port": "port of TensorBoard on 127.0.0.1 (default: 6006)",
+    "tensorboard-port": "port of TensorBoard on 127.0.0.1; 0: none (default: 6006)",
     "detach": "return once every task is training (default: stay until the end)",
     "dry": "only print the commands (default: no)",
     "json": "print as JSON (default: no)",
@@ -89,10 +86,12 @@ def up(
     c, workers="2", ps="0", evaluator=False, preset="fashion_mnist", strategy="auto", devices="1", runtime="auto",
     checkpoint_every="", name="", resume="", fresh=False, tensorboard_port=str(board.PORT), detach=False, dry=False,
 ):  # fmt: skip
-    """Bring up a cluster and train; overrides follow --, such as: invoke up -- --epochs 1 --global-batch 96"""
+    """Bring up a cluster and train; overrides follow --, such as: invoke up -- --epochs 1."""
     began = time.time()
     planned = launch.plan(_request(c, locals()))
-    print(f"{planned.cluster.strategy_class} on {len(planned.cluster.tasks)} tasks as {planned.why_runtime}", flush=True)
+    print(
+        f"{planned.cluster.strategy_class} on {len(planned.cluster.tasks)} tasks as {planned.why_runtime}", flush=True
+    )
     if dry:
         print("\n".join(launch.commands(planned)))
         return
@@ -111,7 +110,10 @@ def plan(
     print(_dumps(value) if json else "\n".join(view.plan(value)))
 
 
-@task(auto_shortflags=False, help={"run": RUN_HELP, "watch": "redraw until the run ends (default: no)", "json": UP_HELP["json"]})
+@task(
+    auto_shortflags=False,
+    help={"run": RUN_HELP, "watch": "redraw until the run ends (default: no)", "json": UP_HELP["json"]},
+)
 @told
 def status(c, run="", watch=False, json=False):
     """Show every task's state, step, speed, loss and restarts."""
@@ -124,7 +126,11 @@ def status(c, run="", watch=False, json=False):
     print(_dumps(value) if json else "\n".join(view.table(value)))
 
 
-@task(auto_shortflags=False, positional=["task"], help={"task": TASK_HELP, "run": RUN_HELP, "follow": "go on until the run ends (default: no)"})
+@task(
+    auto_shortflags=False,
+    positional=["task"],
+    help={"task": TASK_HELP, "run": RUN_HELP, "follow": "go on until the run ends (default: no)"},
+)
 @told
 def logs(c, task="", run="", follow=False):
     """Show what the tasks' programs printed."""
@@ -133,7 +139,11 @@ def logs(c, task="", run="", follow=False):
     view.logs(folder, [cluster.task(task).name] if task else [member.name for member in cluster.tasks], follow)
 
 
-@task(auto_shortflags=False, positional=["run"], help={"run": RUN_HELP, "timeout": "seconds to wait (default: as long as it takes)"})
+@task(
+    auto_shortflags=False,
+    positional=["run"],
+    help={"run": RUN_HELP, "timeout": "seconds to wait (default: as long as it takes)"},
+)
 @told
 def wait(c, run="", timeout=""):
     """Wait for a run to end and tell how; exit code 0 done, 1 failed, 4 timed out, 130 stopped."""
@@ -154,7 +164,11 @@ def stop(c, run=""):
     print("\n".join(view.ended(folder, launch.shown(folder.path))))
 
 
-@task(auto_shortflags=False, positional=["run"], help={"run": "run to take down (default: every run of this checkout, and TensorBoard)"})
+@task(
+    auto_shortflags=False,
+    positional=["run"],
+    help={"run": "run to take down (default: every run of this checkout, and TensorBoard)"},
+)
 @told
 def down(c, run=""):
     """End every process, container and network that `up` started. Run folders stay."""
@@ -186,7 +200,10 @@ def doctor(c, json=False):
     raise Exit(code=0 if value["ok"] else EXIT_PREREQUISITE)
 
 
-@task(auto_shortflags=False, help={"all": "the long matrices too (default: no)", "select": "only tests whose name matches this expression"})
+@task(
+    auto_shortflags=False,
+    help={"all": "the long matrices too (default: no)", "select": "only tests whose name matches this expression"},
+)
 @told
 def test(c, all=False, select=""):
     """Run the tests on this machine's CPU; container tests are skipped where no Docker Engine answers."""
@@ -195,7 +212,10 @@ def test(c, all=False, select=""):
         raise Exit(code=c.run(shlex.join(words), warn=True).exited)
 
 
-@task(auto_shortflags=False, help={"accelerator": "cpu or gpu (default: cpu)", "base": "image to build on (default: the pinned python image)"})
+@task(
+    auto_shortflags=False,
+    help={"accelerator": "cpu or gpu (default: cpu)", "base": "image to build on (default: the pinned python image)"},
+)
 @told
 def build(c, accelerator="cpu", base=""):
     """Build the training image and the TensorBoard image."""
@@ -232,7 +252,7 @@ def verify_data(c, name="fashion_mnist"):
 @told
 def lock(c, upgrade=False):
     """Renew requirements/*.lock from requirements/*.in."""
-    for command in requirements.lock_commands(upgrade=upgrade):
+    for command in locks.lock_commands(upgrade=upgrade):
         shell(c)(shlex.join(command))
 
 

@@ -106,7 +106,7 @@ class Program:
     def last_line(self) -> str:
         """The last line that the program printed; of a traceback that is the error."""
         self.log.join(1.0)
-        return self.last_lines[-1] if self.last_lines else ""
+        return self.last_lines[-1].removeprefix("error: ") if self.last_lines else ""
 
 
 class Agent:
@@ -210,7 +210,7 @@ class Agent:
         asked_to_stop = False
         while True:
             if self._over(generation):
-                return
+                return None
             if self.run.stop_requested and not asked_to_stop and not self.serves:
                 asked_to_stop = True
                 program.signal(signal.SIGTERM)
@@ -237,7 +237,7 @@ class Agent:
             self._begin_next(generation, "lost contact with the cluster", error)
 
     def _await_outcome(self, generation: int) -> None:
-        """The program did its part. The chief's agent says how the run ended, the others wait to hear it."""
+        """Wait to hear how the run ended; the chief's agent says it."""
         if self.task.role == Role.CHIEF:
             stopped = read_json(self.run.status(self.task.name))["state"] == "stopped"
             self.run.end("stopped" if stopped else "succeeded", task=self.task.name)
@@ -337,7 +337,7 @@ def main(arguments: list[str]) -> int:
         command = arguments[1:] if arguments[:1] == ["--"] else [sys.executable, "-m", "train", "--run-dir", run_dir]
         if text := os.environ.get("TF_CONFIG"):
             tf_config.parse(text)
-        timeout_s = float(os.environ.get("BARRIER_TIMEOUT_S", BARRIER_TIMEOUT_S))
+        timeout_s = float(os.environ.get("BARRIER_TIMEOUT_S", str(BARRIER_TIMEOUT_S)))
         return Agent(RunFolder(Path(run_dir)), task, command, timeout_s).main()
     except ClusterError as error:
         print(f"error: {error}", file=sys.stderr)

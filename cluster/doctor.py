@@ -102,7 +102,9 @@ def _data() -> Finding:
     ready = sorted(path.parent.name for path in folder.glob("*/arrays.json"))
     if ready:
         return Finding("data", "ok", ", ".join(ready))
-    return Finding("data", "warning", f"nothing is prepared in {launch.shown(launch.data_dir())}", "invoke data.prepare")
+    return Finding(
+        "data", "warning", f"nothing is prepared in {launch.shown(launch.data_dir())}", "invoke data.prepare"
+    )
 
 
 def _port(port: int) -> Finding:
@@ -117,4 +119,6 @@ def _engine() -> Finding:
     answer = engine.probe()
     if answer.ready:
         return Finding("docker", "ok", answer.detail)
-    return Finding("docker", "warning", answer.detail, "install Docker Engine with Compose v2; until then runs are local")
+    return Finding(
+        "docker", "warning", answer.detail, "install Docker Engine with Compose v2; until then runs are local"
+    )

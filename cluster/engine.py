@@ -65,6 +65,6 @@ def choose_runtime(requested: str) -> tuple[str, str]:
         return "docker", f"containers: {answer.detail}"
     if requested == "docker":
         raise PrerequisiteError(
-            f"--runtime docker: {answer.detail}; install and start Docker Engine with Compose v2, or use --runtime local"
+            f"--runtime docker: {answer.detail}; install and start Docker with Compose v2, or use --runtime local"
         )
     return "local", f"local processes: {answer.detail}"

@@ -1,6 +1,6 @@
 """The container health check: whether this task's heartbeat is fresh. Exit code 0 or 1, one line.
 
-    python -m cluster.health     RUN_DIR and TASK in the environment
+python -m cluster.health     RUN_DIR and TASK in the environment
 """
 
 from __future__ import annotations

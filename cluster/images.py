@@ -106,7 +106,7 @@ def base_commands() -> list[str]:
     return [
         f"mkdir -p {Path(_BASE_TAR).parent}",
         f"SOURCE_DATE_EPOCH={source().epoch_s} {shlex.join([*bootstrap, 'bookworm', _BASE_TAR])}",
-        shlex.join(["docker", "import", "--change=CMD [\"python3\"]", _BASE_TAR, DEBIAN_BASE]),
+        shlex.join(["docker", "import", '--change=CMD ["python3"]', _BASE_TAR, DEBIAN_BASE]),
         f"rm {_BASE_TAR}",
     ]
 
@@ -154,7 +154,9 @@ def source() -> Source:
 
 def _git(*words: str) -> str:
     try:
-        done = subprocess.run(["git", "--no-optional-locks", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["git", "--no-optional-locks", "-C", str(ROOT), *words], capture_output=True, text=True, check=False
+        )
     except FileNotFoundError:
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

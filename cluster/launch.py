@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster import compose, engine, local, spec, tensorboard, tf_config
+from cluster import compose, engine, images, local, spec, tensorboard, tf_config
 from cluster.errors import ClusterError, PrerequisiteError, UsageError, nearest
 from cluster.runs import RunFolder, read_json, write_json
 
@@ -69,7 +69,7 @@ class Plan:
             "replicas": self.cluster.replicas,
             "global_batch": self.config["global_batch"],
             "replica_batch": self.config["global_batch"] // divisor,
-            "tensorboard": tensorboard.address(self.tensorboard_port),
+            "tensorboard": tensorboard.address(self.tensorboard_port) if self.tensorboard_port else None,
             "tasks": [
                 {"task": task.name, "address": task.address, "tf_config": tf_config.render(self.cluster, task)}
                 for task in self.cluster.tasks
@@ -115,7 +115,7 @@ def plan(request: Request) -> Plan:
         PrerequisiteError: something that this machine must have is missing.
     """
     asked = spec.build(request.workers, request.ps, request.evaluator, request.strategy, request.devices)
-    port = spec.parse_count("tensorboard-port", request.tensorboard_port, 1, 65535)
+    port = spec.parse_count("tensorboard-port", request.tensorboard_port, 0, 65535)
     run = _run_folder(request)
     config = _resolve_config(request, run)
     spec.check_global_batch(config["global_batch"], asked.batch_divisor)
@@ -130,7 +130,9 @@ def plan(request: Request) -> Plan:
         cluster = asked
         containers = compose.Containers(run.path, data_dir(), images.train_image("cpu"), compose.task_user())
         how = {"x-runtime": "docker", **compose.overlay(cluster, containers, [])}
-    return Plan(run, cluster, config, runtime, why, how, port, bool(request.resume), request.fresh and run.path.exists())
+    return Plan(
+        run, cluster, config, runtime, why, how, port, bool(request.resume), request.fresh and run.path.exists()
+    )
 
 
 def start(plan: Plan, sh: Shell, *, began: float) -> None:
@@ -185,7 +187,8 @@ def check_machine(plan: Plan) -> None:
             f"{free / 2**20:.0f} MiB are free for {shown(runs_dir())}, a run needs {MIN_FREE_BYTES / 2**20:.0f}; "
             "free space, or set RUNS_DIR to another disk"
         )
-    tensorboard.check_port(runs_dir(), plan.tensorboard_port)
+    if plan.tensorboard_port:
+        tensorboard.check_port(runs_dir(), plan.tensorboard_port)
 
 
 def prepare_data(name: str, sh: Shell, *, fresh: bool = False) -> None:
@@ -216,8 +219,10 @@ def shown(path: Path) -> str:
 
 def in_progress(run: RunFolder) -> bool:
     """Whether the run still trains, or should."""
-    return run.cluster.exists() and not run.summary.exists() and not all(
-        beat["state"] == "lost" for beat in run.heartbeats().values()
+    return (
+        run.cluster.exists()
+        and not run.summary.exists()
+        and not all(beat["state"] == "lost" for beat in run.heartbeats().values())
     )
 
 
@@ -275,7 +280,9 @@ def _run_folder(request: Request) -> RunFolder:
     name = request.name or f"{request.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
     run = RunFolder(runs_dir() / spec.check_run_name(name))
     if run.path.exists() and not request.fresh:
-        raise UsageError(f"run {name!r} exists; go on with --resume {name}, or start it again with --name {name} --fresh")
+        raise UsageError(
+            f"run {name!r} exists; go on with --resume {name}, or start it again with --name {name} --fresh"
+        )
     if run.path.exists() and in_progress(run):
         raise UsageError(f"run {name!r} is still in progress; `invoke down {name}` before it is started again")
     return run
@@ -317,6 +324,5 @@ def _write_folder(plan: Plan, began: float) -> None:
 def _hand_over(path: Path) -> None:
     """Give the run folder to the user that the containers run as, where root starts them."""
     if os.getuid() == 0:
-        for folder, _, files in os.walk(path):
-            for name in (folder, *(os.path.join(folder, file) for file in files)):
-                os.chown(name, compose.UNPRIVILEGED, compose.UNPRIVILEGED, follow_symlinks=False)
+        for name in (path, *path.rglob("*")):
+            os.chown(name, compose.UNPRIVILEGED, compose.UNPRIVILEGED, follow_symlinks=False)

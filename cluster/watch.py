@@ -12,7 +12,6 @@ from cluster.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_TIMEOUT,
-    ClusterError,
     TimedOut,
 )
 from cluster.runs import RunFolder, read_json
@@ -24,7 +23,9 @@ STOP_TIMEOUT_S = 75.0
 """Longest time for a graceful stop; the engine's grace period and the agents' are shorter."""
 
 
-def follow(run: RunFolder, on_status: Callable[[dict[str, Any]], None], timeout_s: float = float("inf")) -> dict[str, Any]:
+def follow(
+    run: RunFolder, on_status: Callable[[dict[str, Any]], None], timeout_s: float = float("inf")
+) -> dict[str, Any]:
     """Watch a run until it has a summary; return that.
 
     Raises:
@@ -77,8 +78,9 @@ def attend(run: RunFolder, runtime: str, port: int, detach: bool, sh: launch.She
         try:
             if until_training(run, live.show):
                 live.clear()
-                tensorboard.start(run.path.parent, port, runtime, sh)
-                print(f"TensorBoard {tensorboard.address(port)}", flush=True)
+                if port:
+                    tensorboard.start(run.path.parent, port, runtime, sh)
+                    print(f"TensorBoard {tensorboard.address(port)}", flush=True)
                 if detach:
                     print("training in the background; next: invoke status --watch, invoke wait, invoke stop")
                     return EXIT_DONE
@@ -115,5 +117,3 @@ def _notice_silence(run: RunFolder, began: float) -> None:
     told = "no task gives a sign of life: the engine or the supervisor stopped"
     if run.end("failed", error=told, exit_code=EXIT_FAILED) or run.outcome:
         summary.write(run, settle_s=0)
-
-

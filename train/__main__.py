@@ -73,7 +73,7 @@ def train(run: RunFolder) -> int:
 def wait_at_gate() -> None:
     """Wait for the agent's word that the cluster is complete. Without an agent there is no gate."""
     if "GATE_FD" in os.environ:
-        with open(int(os.environ["GATE_FD"]), "rb") as gate:
+        with os.fdopen(int(os.environ["GATE_FD"]), "rb") as gate:
             if not gate.read(1):
                 sys.exit(EXIT_PEER_LOST)  # the agent is gone, or wants this life to end
 

@@ -35,11 +35,12 @@ class Program:
         self.spec = run.load_cluster()
         self.config = TrainConfig.from_json(read_json(run.config))
         self.chief = task.role == Role.CHIEF
-        generation, restarts = int(os.environ.get("GENERATION", 0)), int(os.environ.get("RESTARTS", 0))
+        generation, restarts = int(os.environ.get("GENERATION", "0")), int(os.environ.get("RESTARTS", "0"))
         self.heartbeat = Heartbeat(run, task, generation, restarts)
         self.stop = threading.Event()
         self.train_seconds = 0.0
         self.timed_steps = 0
+        self.results: dict[str, float] = {}
 
     def main(self) -> None:
         """Do this task's part of the run."""
@@ -71,8 +72,8 @@ class Program:
         return strategy.build(self.spec, strategy.configure_devices(self.spec.devices))
 
     def _build_model(self) -> keras.Model:
-        _, *image_shape = self.data.train.images.shape
-        return models.build(self.config.model, tuple(image_shape), len(self.data.classes))
+        _, height, width, channels = self.data.train.images.shape
+        return models.build(self.config.model, (height, width, channels), len(self.data.classes))
 
     def _train(self) -> None:
         """Train from the newest checkpoint to the end, or until a stop."""
@@ -155,7 +156,7 @@ class Program:
 
     def _serving_graph(self) -> tf.types.experimental.ConcreteFunction:
         specification = tf.TensorSpec([None, *self.data.train.images.shape[1:]], tf.float32, name="image")
-        return tf.function(lambda image: self.model(image)).get_concrete_function(specification)
+        return tf.function(self.model.__call__).get_concrete_function(specification)
 
     def _save(self, step: int) -> None:
         self.heartbeat.update(state="saving")
@@ -164,14 +165,13 @@ class Program:
             self.run.event(self.task.name, "checkpoint", step=step)
         self.heartbeat.update(state="training")
 
-    def _evaluate(self, step: int) -> dict[str, float]:
+    def _evaluate(self, step: int) -> None:
         self.heartbeat.update(state="evaluating")
-        results = self.evaluate()
+        self.results = self.evaluate()
         if self.chief:
-            self.metrics.log(step, self._epoch(step), self.total, dict(results))
+            self.metrics.log(step, self._epoch(step), self.total, dict(self.results))
             self._show_predictions(step)
         self.heartbeat.update(state="training")
-        return results
 
     def _show_predictions(self, step: int) -> None:
         images_BHWC = self.test[0][:SHOWN_PREDICTIONS].numpy()
@@ -183,40 +183,47 @@ class Program:
     def _end(self, step: int, stopped: bool) -> None:
         """Save; at the end of the training also evaluate and export. Then leave the cluster, the chief last."""
         self._save(step)
-        results = {} if stopped else self._evaluate(step)
+        if not stopped:
+            self._evaluate(step)
         if self.chief:
             if not stopped:
                 self.heartbeat.update(state="saving")
                 export(self.model, self._build_model(), self.run.export)
                 self.run.event(self.task.name, "exported", step=step)
-                self.metrics.hparams(self.config, results)
-            write_json(self.run.control / "result.json", self._result(step, results))
+                self.metrics.hparams(self.config, self.results)
+            write_json(self.run.control / "result.json", self._result(step))
         self.metrics.flush()
         self.heartbeat.update(state="stopped" if stopped else "done", step=step)
         while not self.chief and not (self.run.control / "result.json").exists() and not self.run.outcome:
             time.sleep(0.02)  # the chief's coordination service counts a task that left early as lost
 
-    def _result(self, step: int, results: dict[str, float]) -> dict[str, object]:
+    def _result(self, step: int) -> dict[str, object]:
         rate = self.timed_steps * self.config.global_batch / self.train_seconds if self.train_seconds else None
         return {
             "steps": step,
             "epochs": round(self._epoch(step), 4),
             "examples_per_s": rate and round(rate, 1),
-            "metrics": results,
+            "metrics": self.results,
             "weights_sha256": loops.weights_sha256(self.model),
         }
 
 
 def build_optimizer(settings: Optimizer) -> keras.optimizers.Optimizer:
     """Return the optimizer; call it inside the strategy's scope."""
+    rate: float | keras.optimizers.schedules.LearningRateSchedule = settings.learning_rate
+    if settings.warmup_steps:
+        rate = keras.optimizers.schedules.PolynomialDecay(
+            settings.learning_rate / settings.warmup_steps, settings.warmup_steps, settings.learning_rate
+        )
     if settings.name == "sgd":
-        return keras.optimizers.SGD(settings.learning_rate, settings.momentum)
-    return keras.optimizers.Adam(settings.learning_rate)
+        return keras.optimizers.SGD(rate, settings.momentum)
+    return keras.optimizers.Adam(rate)
 
 
 def is_peer_lost(error: Exception) -> bool:
     """Whether the error says that another task of the cluster is gone, rather than that something is wrong here."""
-    lost = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError)
+    errors = tf.errors
+    lost = (errors.UnavailableError, errors.AbortedError, errors.CancelledError, errors.DeadlineExceededError)
     return isinstance(error, lost)
 
 

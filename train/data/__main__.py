@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("error: interrupted; what was prepared so far is removed", file=sys.stderr)
+        print("error: interrupted; nothing half prepared is left", file=sys.stderr)
         return EXIT_INTERRUPTED
     return EXIT_DONE
 

@@ -109,6 +109,7 @@ def _run(command: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]:
     try:
         done = subprocess.run(
             command,
+            check=False,
             cwd=cwd,
             env={**os.environ, "LC_ALL": "C"},
             stdin=subprocess.DEVNULL,

@@ -44,7 +44,7 @@ def fetch(dataset: str, files: Sequence[SourceFile], folder: Path, say: Callable
     deadline = time.monotonic() + DOWNLOAD_TIMEOUT_S
     for file in files:
         say(f"downloading {file.name} ({file.size_bytes / 1e6:.1f} MB) for {dataset}")
-        _download(file.url, folder / file.name, deadline)
+        _download(file, folder / file.name, deadline)
 
 
 def _probe(url: str) -> None:
@@ -66,19 +66,20 @@ def _probe(url: str) -> None:
         raise PrerequisiteError(f"{urllib.parse.urlsplit(url).hostname}: {failure}")
 
 
-def _download(url: str, path: Path, deadline: float) -> None:
-    host = urllib.parse.urlsplit(url).hostname
+def _download(source: SourceFile, path: Path, deadline: float) -> None:
+    host = urllib.parse.urlsplit(source.url).hostname
     with path.open("wb") as file:
-        chunk = b"."
         try:
-            with urllib.request.urlopen(url, timeout=SOCKET_TIMEOUT_S) as response:
-                while chunk and time.monotonic() < deadline:
-                    chunk = response.read1(_CHUNK_BYTES)
+            with urllib.request.urlopen(source.url, timeout=SOCKET_TIMEOUT_S) as response:
+                while chunk := response.read1(_CHUNK_BYTES):
                     file.write(chunk)
+                    if time.monotonic() > deadline:
+                        raise TimeoutError(f"not done within {DOWNLOAD_TIMEOUT_S:g} s")
         except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as error:
-            raise PrerequisiteError(f"{host}: {_reason(error)} while downloading {path.name}") from None
-    if chunk:
-        raise PrerequisiteError(f"{host}: {path.name} not downloaded within {DOWNLOAD_TIMEOUT_S:g} s")
+            raise PrerequisiteError(f"{host}: {source.name}: {_reason(error)}") from None
+        size_bytes = file.tell()
+    if size_bytes != source.size_bytes:  # a connection that ends early is no error to read1
+        raise PrerequisiteError(f"{host}: {source.name}: got {size_bytes} bytes of {source.size_bytes}")
 
 
 def _reason(error: Exception) -> str:

@@ -5,8 +5,8 @@ that share a global batch see the same global batches in the same order.
 
 Shapes: N examples, B replica batch, H height, W width, C channels.
 
-Everything runs on the host's CPU: TensorFlow has no GPU kernel for the shuffle nor for gathering uint8, and a batch
-of bytes is small to send. Under a strategy, `CPU:0` is the CPU of the task that runs the step.
+Everything runs on the host's CPU: TensorFlow has the shuffle for the CPU alone, and a batch of bytes is small to send.
+Under a strategy, `CPU:0` is the CPU of the task that runs the step.
 """
 
 from __future__ import annotations

@@ -96,7 +96,9 @@ def _prepare(
     with _scratch(data_dir / f".{name}.partial") as scratch:
         source, (classes, splits) = _decode_first(name, dataset, fetchers, scratch, data_dir)
         source_files = {str(path.relative_to(data_dir)): arrays.sha256(path) for path in dataset.files()}
-        array_set = arrays.write(scratch, data_dir, name, classes, splits, source, source_files)
+        array_set = arrays.write(
+            scratch, data_dir, name, classes=classes, splits=splits, source=source, source_files=source_files
+        )
     for split in (array_set.train, array_set.test):
         say(f"wrote {split.images.path} {list(split.images.shape)} and its labels")
     say(f"{name} is ready, from: {source} ({time.monotonic() - started:.0f} s)")

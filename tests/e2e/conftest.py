@@ -1,0 +1,31 @@
+"""Fixtures of the scenarios: real commands, real processes, real containers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster import local
+from cluster.runs import RunFolder
+from tests.e2e.scenario import DATA, ROOT, Clusters
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    """Fashion-MNIST, prepared once for all runs of the tests."""
+    subprocess.run([sys.executable, "-m", "train.data", "prepare", "--data-dir", str(DATA)], cwd=ROOT, check=True)
+    return DATA
+
+
+@pytest.fixture(scope="module")
+def clusters(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters]:
+    """Commands on a fresh folder of runs; what they leave behind is ended, and that nothing is left is checked."""
+    cluster = Clusters(tmp_path_factory.mktemp("runs"))
+    yield cluster
+    cluster.invoke("down")
+    for path in cluster.runs_dir.glob("*/cluster.json"):
+        assert [] == local.processes_left(RunFolder(path.parent))

@@ -1,0 +1,101 @@
+"""What scenarios do: bring up clusters with the project's own commands, wait for conditions, read run folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cluster.runs import RunFolder, read_json, read_json_lines
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = Path(os.environ.get("DATA_DIR", ROOT / "data"))
+STEPS = 100
+TRAINING = ("--max-steps", str(STEPS), "--log-every", "1", "--steps-per-loop", "5", "--evaluate-every", "1000")
+"""A short training whose every step is logged and that comes back to Python every 5 steps."""
+
+
+@dataclass
+class Clusters:
+    """Runs the project's own commands on a folder of runs that belongs to the tests."""
+
+    runs_dir: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def popen(self, *words: str) -> subprocess.Popen[str]:
+        """Start `invoke` with these words."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "invoke", *words],
+            cwd=ROOT,
+            env=os.environ | {"RUNS_DIR": str(self.runs_dir), "DATA_DIR": str(DATA)} | self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+
+    def invoke(self, *words: str, expect: int = 0, timeout_s: float = 240) -> str:
+        """Run `invoke` with these words to its end; return what it printed."""
+        process = self.popen(*words)
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise AssertionError(f"invoke {' '.join(words)} hangs: {process.communicate()[0]}\n{self.logs()}") from None
+        assert expect == process.returncode, f"{output}\n{self.logs()}"
+        return output
+
+    def up(self, name: str, *words: str, runtime: str = "local", expect: int = 0) -> RunFolder:
+        """Bring up a cluster for the short training, without TensorBoard; return its run folder."""
+        options, _, more = " ".join(words).partition(" -- ")
+        training = [*TRAINING, *more.split()]
+        self.invoke(
+            "up", f"--name={name}", f"--runtime={runtime}", "--tensorboard-port=0", *options.split(), "--", *training,
+            expect=expect,
+        )  # fmt: skip
+        return self.run(name)
+
+    def run(self, name: str) -> RunFolder:
+        """Return a run's folder."""
+        return RunFolder(self.runs_dir / name)
+
+    def logs(self) -> str:
+        """Return the end of every task's log, for the report of a failure."""
+        paths = sorted(self.runs_dir.glob("*/logs/*.log"), key=lambda path: path.stat().st_mtime)[-6:]
+        return "\n".join(f"--- {path}\n" + "\n".join(path.read_text().splitlines()[-15:]) for path in paths)
+
+
+def summary(run: RunFolder) -> dict[str, Any]:
+    """Return a run's summary."""
+    return read_json(run.summary)
+
+
+def losses(run: RunFolder, task: str = "chief") -> dict[int, float]:
+    """Return the loss of every logged step."""
+    return {row["step"]: row["loss"] for row in read_json_lines(run.metrics(task)) if "loss" in row}
+
+
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 90) -> Any:
+    """Return the condition's value once it is true; fail naming `what` where it never is."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
+        time.sleep(0.05)
+    return value
+
+
+def step_of(run: RunFolder) -> int:
+    """Return the chief's newest step."""
+    return run.heartbeats().get("chief", {}).get("step", 0)
+
+
+def read(path: Path) -> Any:
+    """Return a JSON file's value."""
+    return json.loads(path.read_text())

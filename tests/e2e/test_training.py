@@ -1,0 +1,215 @@
+"""The main job: topologies train, repeat themselves bit for bit, and agree with each other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster import local
+from cluster.runs import RunFolder, read_json_lines
+from tests.e2e.scenario import DATA, ROOT, STEPS, TRAINING, Clusters, losses, read, step_of, summary, wait_for
+
+pytestmark = pytest.mark.usefixtures("data")
+
+
+@pytest.fixture(scope="module")
+def three(clusters: Clusters) -> RunFolder:
+    """Chief and two workers, as local processes, undisturbed."""
+    return clusters.up("three")
+
+
+def test_chief_and_two_workers_must_train_under_multi_worker_mirrored(three: RunFolder) -> None:
+    ended = summary(three)
+    assert ("succeeded", "MultiWorkerMirroredStrategy", 3, STEPS) == (
+        ended["state"],
+        ended["strategy"],
+        ended["replicas"],
+        ended["steps"],
+    )
+    assert {"chief": 0, "worker-0": 0, "worker-1": 0} == ended["tasks"]
+    assert ended["metrics"]["eval_loss"] < 2.2  # it was 2.3, the logarithm of 10 classes
+    assert 0 < ended["startup_s"] < ended["wall_s"]
+    assert [] == ended["restarts"]
+
+
+def test_a_run_must_leave_everything_that_the_contract_lists(three: RunFolder) -> None:
+    for part in ("config.json", "cluster.json", "compose.json", "events.jsonl", "export/saved_model.pb"):
+        assert (three.path / part).exists(), part
+    assert list(three.tensorboard("chief").glob("events.out.tfevents.*"))
+    assert list(three.checkpoints.glob(f"ckpt-{STEPS}.index"))
+    heartbeat = read(three.status("worker-1"))
+    fields = {"task", "role", "state", "generation", "step", "examples_per_s", "loss", "restarts", "updated_at"}
+    assert fields <= set(heartbeat)
+    assert ("worker-1", "worker", "done", STEPS) == tuple(heartbeat[key] for key in ("task", "role", "state", "step"))
+    row = next(read_json_lines(three.metrics("chief")))
+    assert {"step", "epoch", "loss", "accuracy", "examples_per_s", "time"} == set(row)
+
+
+def test_every_task_must_log_the_same_loss(three: RunFolder) -> None:
+    assert list(range(1, STEPS + 1)) == list(losses(three))
+    assert losses(three) == losses(three, "worker-0") == losses(three, "worker-1")
+
+
+def test_the_same_seed_must_give_the_same_bits_again(clusters: Clusters, three: RunFolder) -> None:
+    again = clusters.up("again")
+    assert summary(three)["weights_sha256"] == summary(again)["weights_sha256"]
+    assert losses(three) == losses(again)
+
+
+def test_chief_alone_must_agree_with_chief_and_workers(clusters: Clusters, three: RunFolder) -> None:
+    alone = clusters.up("alone", "--workers=0 -- --max-steps 20")
+    assert "OneDeviceStrategy" == summary(alone)["strategy"]
+    apart = {step: abs(losses(three)[step] / loss - 1) for step, loss in losses(alone).items()}
+    assert max(apart[step] for step in range(1, 11)) <= 1e-6
+    assert max(apart[step] for step in range(1, 21)) <= 1e-4
+
+
+def test_several_devices_in_one_process_must_agree_with_several_tasks(clusters: Clusters, three: RunFolder) -> None:
+    mirrored = clusters.up("mirrored", "--workers=0 --devices=3 -- --max-steps 10")
+    assert ("MirroredStrategy", 3) == (summary(mirrored)["strategy"], summary(mirrored)["replicas"])
+    apart = [abs(losses(mirrored)[step] / losses(three)[step] - 1) for step in range(1, 11)]
+    assert max(apart) <= 1e-6
+
+
+def test_parameter_server_must_train_with_an_evaluator_beside_it(clusters: Clusters) -> None:
+    run = clusters.up("ps", "--workers=2 --ps=1 --evaluator --checkpoint-every=20 -- --max-steps 60")
+    ended = summary(run)
+    assert ("succeeded", "ParameterServerStrategy", 60) == (ended["state"], ended["strategy"], ended["steps"])
+    assert {"chief": 0, "worker-0": 0, "worker-1": 0, "ps-0": 0, "evaluator": 0} == ended["tasks"]
+    assert losses(run)[60] < losses(run)[1]
+    evaluated = [event["step"] for event in run.events() if event["event"] == "evaluated"]
+    assert 60 == evaluated[-1]
+    assert pytest.approx(ended["metrics"]["eval_loss"], rel=1e-5) == run.heartbeats()["evaluator"]["loss"]
+
+
+def test_a_stopped_run_must_go_on_as_if_it_had_not_stopped(clusters: Clusters, three: RunFolder) -> None:
+    clusters.invoke("up", "--name=stopped", "--runtime=local", "--tensorboard-port=0", "--detach", "--", *TRAINING)
+    run = clusters.run("stopped")
+    wait_for(lambda: step_of(run) >= 6, "step 6")
+    clusters.invoke("stop")
+    stopped_at = summary(run)["steps"]
+    assert "stopped" == summary(run)["state"]
+    assert 6 <= stopped_at < STEPS
+    assert [stopped_at] * 3 == [beat["step"] for beat in run.heartbeats().values()]
+    clusters.invoke("up", "--resume=stopped", "--runtime=local", "--tensorboard-port=0")
+    assert ("succeeded", STEPS) == (summary(run)["state"], summary(run)["steps"])
+    assert summary(three)["weights_sha256"] == summary(run)["weights_sha256"]
+    assert losses(three) == losses(run)
+
+
+def test_sigterm_to_one_task_must_stop_all_at_the_same_step(clusters: Clusters) -> None:
+    clusters.invoke("up", "--name=term", "--runtime=local", "--tensorboard-port=0", "--detach", "--", *TRAINING)
+    run = clusters.run("term")
+    agent = next(pid for pid in local.processes_left(run) if is_agent(pid, "worker-1"))
+    os.kill(agent, signal.SIGTERM)
+    clusters.invoke("wait", "--timeout=60", expect=130)
+    assert 1 == len({beat["step"] for beat in run.heartbeats().values()})
+    assert {"stopped"} == {beat["state"] for beat in run.heartbeats().values()}
+
+
+def test_killing_a_worker_must_restart_the_gang_and_end_with_the_same_bits(
+    clusters: Clusters, three: RunFolder
+) -> None:
+    words = ("up", "--name=killed", "--runtime=local", "--tensorboard-port=0", "--detach", "--checkpoint-every=5")
+    clusters.invoke(*words, "--", *TRAINING)
+    run = clusters.run("killed")
+    wait_for(lambda: step_of(run) >= 10, "step 10")
+    victim = next(pid for pid in local.processes_left(run) if is_program(pid, "worker-1"))
+    os.kill(victim, signal.SIGKILL)
+    clusters.invoke("wait", "--timeout=120")
+    (restart,) = summary(run)["restarts"]
+    assert ("worker-1", 1) == (restart["task"], restart["generation"])
+    assert "SIGKILL" in restart["cause"]
+    assert restart["detected_s"] < 1
+    assert restart["steps_lost"] <= 5
+    assert summary(three)["weights_sha256"] == summary(run)["weights_sha256"]
+    assert losses(three) == losses(run)
+
+
+def test_first_ctrl_c_must_stop_with_a_checkpoint(clusters: Clusters) -> None:
+    process = clusters.popen("up", "--name=interrupted", "--runtime=local", "--tensorboard-port=0", "--", *TRAINING)
+    run = clusters.run("interrupted")
+    wait_for(lambda: step_of(run) >= 2, "step 2")
+    os.kill(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=90)
+    assert 130 == process.returncode, output
+    assert "stopped" == summary(run)["state"]
+    assert f"ckpt-{summary(run)['steps']}.index" in [path.name for path in run.checkpoints.iterdir()]
+    assert "invoke up --resume interrupted" in output
+
+
+def test_second_ctrl_c_must_kill(clusters: Clusters) -> None:
+    process = clusters.popen("up", "--name=killed-twice", "--runtime=local", "--tensorboard-port=0", "--", *TRAINING)
+    run = clusters.run("killed-twice")
+    wait_for(lambda: "waiting" in str(run.heartbeats()) or step_of(run), "the tasks to start")
+    frozen = [pid for pid in local.processes_left(run) if is_program(pid, "worker-0")]
+    for pid in frozen:
+        os.kill(pid, signal.SIGSTOP)  # so that the graceful stop cannot succeed
+    os.kill(process.pid, signal.SIGINT)
+    wait_for(lambda: run.stop_requested, "the first Ctrl-C")
+    os.kill(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert 130 == process.returncode, output
+    assert [] == local.processes_left(run)
+
+
+def test_nan_loss_must_fail_the_run_at_once_naming_the_step(clusters: Clusters) -> None:
+    run = clusters.up("nan", "--workers=1 -- --optimizer.name sgd --optimizer.learning-rate 1e30", expect=1)
+    ended = summary(run)
+    assert "failed" == ended["state"]
+    assert [] == ended["restarts"]
+    assert "loss is" in ended["cause"]["error"]
+    assert "at step" in ended["cause"]["error"]
+
+
+def test_truncated_data_must_end_in_one_line(clusters: Clusters, tmp_path: Path) -> None:
+    arrays = tmp_path / "arrays" / "fashion_mnist-3.0.1"
+    arrays.mkdir(parents=True)
+    for path in (DATA / "arrays" / "fashion_mnist-3.0.1").iterdir():
+        (arrays / path.name).write_bytes(path.read_bytes())
+    with (arrays / "train_images.bin").open("r+b") as file:
+        file.truncate(1000)
+    done = subprocess.run(
+        [sys.executable, "-m", "invoke", "up", "--name=truncated", "--runtime=local", "--tensorboard-port=0"],
+        cwd=ROOT,
+        env=os.environ | {"RUNS_DIR": str(clusters.runs_dir), "DATA_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert 0 != done.returncode
+    assert "train_images.bin" in done.stderr
+    assert "--fresh" in done.stderr
+    assert not clusters.run("truncated").path.exists()
+
+
+@pytest.mark.long
+def test_three_epochs_must_end_above_088(clusters: Clusters) -> None:
+    clusters.invoke("up", "--name=full", "--runtime=local", "--tensorboard-port=0", timeout_s=500)
+    ended = summary(clusters.run("full"))
+    assert ended["metrics"]["eval_accuracy"] > 0.88
+    assert ended["startup_s"] < 15
+
+
+def is_program(pid: int, task: str) -> bool:
+    """Whether the process is the training program of this task."""
+    return _is(pid, task, b"train")
+
+
+def is_agent(pid: int, task: str) -> bool:
+    """Whether the process is the agent of this task."""
+    return _is(pid, task, b"cluster.agent")
+
+
+def _is(pid: int, task: str, module: bytes) -> bool:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return module in command and f"TASK={task}".encode() in environment

@@ -1,0 +1,173 @@
+"""In-memory data: the same global batches at any replica count, each example once an epoch, in graphs too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from train.data import arrays, memory
+
+GLOBAL_BATCH = 96
+NUM_EXAMPLES = 1000  # neither a power of two nor a multiple of the global batch
+
+
+def global_batches(num_replicas: int, steps: int, seed: int = 7, num_examples: int = NUM_EXAMPLES) -> np.ndarray:
+    """Return the indices of all replicas of each step, laid end to end: `[steps * GLOBAL_BATCH] int64`."""
+    replica_batch = GLOBAL_BATCH // num_replicas
+
+    @tf.function
+    def indices(step: tf.Tensor, replica: tf.Tensor) -> tf.Tensor:
+        return memory.train_indices(
+            step, replica, replica_batch=replica_batch, num_replicas=num_replicas, num_examples=num_examples, seed=seed
+        )
+
+    parts = [indices(tf.constant(s), tf.constant(r)) for s in range(steps) for r in range(num_replicas)]
+    assert {(tf.int64, (replica_batch,))} == {(part.dtype, tuple(part.shape)) for part in parts}
+    return np.concatenate(parts)
+
+
+def epoch(number: int, seed: int, num_examples: int) -> np.ndarray:
+    """Return one whole epoch: it is the global batch of step `number` where that is as large as an epoch."""
+    return memory.train_indices(
+        tf.constant(number),
+        tf.constant(0),
+        replica_batch=num_examples,
+        num_replicas=1,
+        num_examples=num_examples,
+        seed=seed,
+    ).numpy()
+
+
+@pytest.fixture
+def split(tmp_path: Path) -> arrays.Split:
+    """Ten examples; every pixel of example i is i, its label 100 + i."""
+    images = np.repeat(np.arange(10, dtype=np.uint8), 6).reshape(10, 2, 3, 1)
+    labels = np.arange(100, 110, dtype=np.int64)
+    (tmp_path / "scratch").mkdir()
+    splits = {"train": (images, labels), "test": (images[:7], labels[:7])}
+    return arrays.write(
+        tmp_path / "scratch", tmp_path, "mnist", classes=("a",), splits=splits, source="a test", source_files={}
+    ).train
+
+
+def test_each_example_comes_once_an_epoch() -> None:
+    epochs = 3
+    order = global_batches(1, steps=-(-epochs * NUM_EXAMPLES // GLOBAL_BATCH))[: epochs * NUM_EXAMPLES]
+    for one in order.reshape(epochs, NUM_EXAMPLES):
+        np.testing.assert_array_equal(np.arange(NUM_EXAMPLES), np.sort(one))
+
+
+@pytest.mark.parametrize("num_examples", [1, 2, 3, 10, 257, 65_535, 65_536, 65_538])
+def test_every_epoch_is_a_permutation_at_any_size(num_examples: int) -> None:
+    for number in range(3):
+        one = epoch(number, 7, num_examples)
+        np.testing.assert_array_equal(np.arange(num_examples), np.sort(one))
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3, 6])
+def test_any_replica_count_makes_the_same_global_batches(num_replicas: int) -> None:
+    steps = 25  # crosses two ends of an epoch
+    np.testing.assert_array_equal(global_batches(1, steps), global_batches(num_replicas, steps))
+
+
+def test_the_order_is_the_same_for_ever() -> None:
+    assert [22_251, 26_678, 15_416, 5_932, 35_144] == epoch(0, 7, 60_000)[:5].tolist()
+    assert [52_375, 58_519, 56_251, 38_255, 34_766] == epoch(1, 7, 60_000)[:5].tolist()
+
+
+def test_seeds_that_share_their_low_bits_shuffle_differently() -> None:
+    orders = {epoch(0, seed, NUM_EXAMPLES).tobytes() for seed in (7, 8, 7 + 2**8, 7 + 2**16, 7 + 2**32)}
+    assert 5 == len(orders)
+
+
+def test_orders_are_as_unrelated_as_random_permutations() -> None:
+    orders = [epoch(number, 7, 60_000) for number in range(10)]
+    for i, order in enumerate(orders):
+        # Random permutations of 60,000 correlate by 1 / sqrt(60,000) = 0.004; four rounds of the shuffle by up to 0.9.
+        others = [np.arange(60_000), np.roll(order, 1), *orders[:i]]
+        assert max(abs(np.corrcoef(order, other)[0, 1]) for other in others) < 0.025
+
+
+def test_a_replica_batch_larger_than_an_epoch_is_refused() -> None:
+    with pytest.raises(ValueError, match="replica_batch=11 is not between 1 and the 10 examples"):
+        memory.train_indices(tf.constant(0), tf.constant(0), replica_batch=11, num_replicas=1, num_examples=10, seed=7)
+
+
+def test_a_size_that_tensorflow_cannot_permute_is_refused() -> None:
+    with pytest.raises(ValueError, match="no permutation of 65537 examples"):
+        epoch(0, 7, 2**16 + 1)
+
+
+def test_a_split_is_loaded_as_it_was_written(split: arrays.Split) -> None:
+    images_NHWC, labels_N = memory.load(split)
+    assert (tf.uint8, (10, 2, 3, 1)) == (images_NHWC.dtype, tuple(images_NHWC.shape))
+    assert (tf.int64, (10,)) == (labels_N.dtype, tuple(labels_N.shape))
+    np.testing.assert_array_equal(np.arange(10), images_NHWC.numpy()[:, 1, 2, 0])
+    np.testing.assert_array_equal(np.arange(100, 110), labels_N.numpy())
+
+
+def test_batches_work_in_a_loop_under_a_strategy(split: arrays.Split) -> None:
+    examples = memory.load(split)
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+
+    def replica_step(step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        return memory.train_batch(examples, step, replica, replica_batch=4, num_replicas=1, seed=7)
+
+    @tf.function
+    def run(first: tf.Tensor, steps: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        labels, pixels = tf.TensorArray(tf.int64, steps), tf.TensorArray(tf.uint8, steps)
+        for i in tf.range(steps):
+            images_BHWC, labels_B = strategy.run(replica_step, args=(first + i,))
+            labels, pixels = labels.write(i, labels_B), pixels.write(i, images_BHWC[:, 0, 0, 0])
+        return labels.concat(), pixels.concat()
+
+    labels, pixels = run(tf.constant(0), tf.constant(5))
+    np.testing.assert_array_equal(np.repeat(np.arange(100, 110), 2), np.sort(labels))  # 5 steps of 4: two epochs of 10
+    np.testing.assert_array_equal(labels - 100, tf.cast(pixels, tf.int64))
+    resumed, _ = run(tf.constant(3), tf.constant(2))
+    np.testing.assert_array_equal(labels[12:], resumed)
+
+
+def test_a_dataset_can_load_and_batch_in_its_own_graph(split: arrays.Split) -> None:
+    """As a parameter-server worker does: everything inside the dataset function."""
+
+    @tf.function
+    def first_batches() -> tf.Tensor:
+        examples = memory.load(split)
+        dataset = tf.data.Dataset.range(3).map(
+            lambda step: memory.train_batch(examples, step, tf.constant(1), replica_batch=2, num_replicas=2, seed=7)
+        )
+        assert ((2, 2, 3, 1), (2,)) == tuple(tuple(spec.shape) for spec in dataset.element_spec)
+        return dataset.batch(3).get_single_element()[1]
+
+    indices = [
+        memory.train_indices(
+            tf.constant(step), tf.constant(1), replica_batch=2, num_replicas=2, num_examples=10, seed=7
+        ).numpy()
+        for step in range(3)
+    ]
+    np.testing.assert_array_equal(100 + np.array(indices), first_batches())
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 6])
+@pytest.mark.parametrize("replica_batch", [1, 4])
+def test_evaluation_weighs_each_example_once(split: arrays.Split, num_replicas: int, replica_batch: int) -> None:
+    examples = memory.load(split)
+    sizes = {"replica_batch": replica_batch, "num_replicas": num_replicas}
+    seen: list[int] = []
+    batches = memory.eval_batches(10, **sizes)
+    for batch in range(batches):
+        for replica in range(num_replicas):
+            images_BHWC, labels_B, weights_B = memory.eval_batch(
+                examples, tf.constant(batch), tf.constant(replica), **sizes
+            )
+            assert ((replica_batch, 2, 3, 1), tf.float32) == (tuple(images_BHWC.shape), weights_B.dtype)
+            np.testing.assert_array_equal(labels_B - 100, tf.cast(images_BHWC[:, 0, 0, 0], tf.int64))
+            assert set(weights_B.numpy()) <= {0.0, 1.0}
+            seen += labels_B.numpy()[weights_B.numpy() == 1].tolist()
+    assert list(range(100, 110)) == seen
+    assert (batches - 1) * replica_batch * num_replicas < 10

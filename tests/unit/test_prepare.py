@@ -1,0 +1,230 @@
+"""Preparing a dataset: the order of the sources, once for all processes, whole or not at all. Sources are stubs."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cluster.errors import PrerequisiteError, RunFailed, UsageError
+from train.data import arrays, prepare
+from train.data.download import SourceFile
+
+ROOT = Path(__file__).parents[2]
+CONTENT = b"the original file"
+SOURCE = SourceFile("train.gz", "http://x", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
+IMAGES = np.arange(48, dtype=np.uint8).reshape(3, 4, 4, 1)
+LABELS = np.array([0, 1, 2], np.int64)
+
+
+class FakeDataset:
+    """Is built by writing one file, which is all it decodes."""
+
+    def __init__(self, name: str, version: str, data_dir: Path) -> None:
+        self.record = data_dir / name / version / "x.tfrecord"
+
+    def source_files(self) -> tuple[SourceFile, ...]:
+        return (SOURCE,)
+
+    def build(self, sources: Path, scratch: Path) -> None:
+        assert CONTENT == (sources / SOURCE.name).read_bytes()
+        self.record.parent.mkdir(parents=True)
+        self.record.write_bytes(b"built")
+
+    def decode(self) -> tuple[tuple[str, ...], dict[str, tuple[np.ndarray, np.ndarray]]]:
+        if not self.record.exists():
+            raise PrerequisiteError("none there")
+        return ("a", "b", "c"), {"train": (IMAGES, LABELS), "test": (IMAGES[:1], LABELS[:1])}
+
+    def files(self) -> tuple[Path, ...]:
+        return (self.record,)
+
+
+class Fetcher:
+    """A source that gives `content`, or fails with `reason`; counts its calls."""
+
+    def __init__(self, content: bytes = CONTENT, reason: str = "") -> None:
+        self.content, self.reason, self.calls = content, reason, 0
+
+    def __call__(self, dataset: str, files: Sequence[SourceFile], folder: Path, say: Callable[[str], None]) -> None:
+        self.calls += 1
+        assert [] == list(folder.iterdir())
+        for file in files:
+            (folder / file.name).write_bytes(self.content)
+        if self.reason:
+            raise PrerequisiteError(self.reason)
+
+
+def run(data_dir: Path, fresh: bool = False, **fetchers: Fetcher) -> arrays.ArraySet:
+    return prepare.prepare("mnist", data_dir, fresh, open_dataset=FakeDataset, fetchers=fetchers)
+
+
+def test_the_first_source_that_works_is_used(tmp_path: Path) -> None:
+    offline, good, unused = Fetcher(reason="offline"), Fetcher(), Fetcher()
+    array_set = run(tmp_path, web=offline, package=good, third=unused)
+    assert (1, 1, 0) == (offline.calls, good.calls, unused.calls)
+    assert "package" == array_set.source
+    assert IMAGES.tobytes() == array_set.train.images.path.read_bytes()
+    assert {"mnist/3.0.1/x.tfrecord": hashlib.sha256(b"built").hexdigest()} == array_set.source_files
+    assert {".prepare.lock", "arrays", "mnist"} == {path.name for path in tmp_path.iterdir()}
+
+
+def test_what_is_prepared_is_not_prepared_again(tmp_path: Path) -> None:
+    first = run(tmp_path, web=Fetcher())
+    web = Fetcher()
+    assert first == run(tmp_path, web=web)
+    assert 0 == web.calls
+
+
+def test_a_dataset_in_place_needs_no_source(tmp_path: Path) -> None:
+    run(tmp_path, web=Fetcher())
+    web = Fetcher()
+    assert "TFDS dataset in place" == run(tmp_path, fresh=True, web=web).source
+    assert 0 == web.calls
+
+
+def test_a_file_with_another_sha256_is_not_built_from(tmp_path: Path) -> None:
+    array_set = run(tmp_path, web=Fetcher(content=b"<html>log in first</html>"), package=Fetcher())
+    assert "package" == array_set.source
+
+
+def test_no_source_at_all_says_why_each_failed_and_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(PrerequisiteError) as error:
+        run(tmp_path, web=Fetcher(reason="no such host"), package=Fetcher(content=b"?"))
+    message = str(error.value)
+    assert "\n" not in message
+    assert (
+        "no source has mnist 3.0.1: TFDS dataset in place: none there; web: no such host; "
+        "package: train.gz not with the sha256 that TFDS records. " in message
+    )
+    assert f"copy the folder {tmp_path}/arrays/mnist-3.0.1 from a machine that has it" in message
+    assert 3 == error.value.exit_code
+    assert [".prepare.lock"] == [path.name for path in tmp_path.iterdir()]
+
+
+def test_a_truncated_file_is_told_and_fresh_repairs_it(tmp_path: Path) -> None:
+    path = run(tmp_path, web=Fetcher()).train.labels.path
+    path.write_bytes(b"")
+    with pytest.raises(RunFailed, match=r"train_labels\.bin has 0 bytes, expected 24 .* --fresh`"):
+        run(tmp_path, web=Fetcher())
+    arrays.verify(run(tmp_path, fresh=True, web=Fetcher()), lambda line: None)
+    assert 24 == path.stat().st_size
+
+
+def test_processes_at_once_prepare_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = threading.Semaphore(0)
+
+    def say(message: str) -> None:
+        if "another process prepares data in" in message:
+            waiting.release()
+
+    class SlowFetcher(Fetcher):
+        """Gives its file only once the two others wait for it."""
+
+        def __call__(self, *arguments: Any) -> None:
+            assert waiting.acquire(timeout=10) and waiting.acquire(timeout=10)
+            super().__call__(*arguments)
+
+    monkeypatch.setattr(prepare, "say", say)
+    web = SlowFetcher()
+    # flock separates two openings of a file, so threads meet here as processes do.
+    threads = [threading.Thread(target=run, args=(tmp_path,), kwargs={"web": web}) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert 1 == web.calls
+    assert 3 == arrays.find(tmp_path, "mnist").train.num_examples
+
+
+def test_a_killed_prepare_leaves_nothing_half_and_the_next_one_works(tmp_path: Path) -> None:
+    script = f"""
+        import os, signal, sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import test_prepare
+        from pathlib import Path
+        from train.data import arrays
+        def replace(source, target):
+            os.kill(os.getpid(), signal.SIGKILL)
+        arrays.os = type("os", (), {{"replace": replace}})
+        test_prepare.run(Path({str(tmp_path)!r}), web=test_prepare.Fetcher())
+    """
+    killed = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, capture_output=True, timeout=60, check=False
+    )
+    assert -signal.SIGKILL == killed.returncode, killed.stderr
+    assert (tmp_path / ".mnist.partial" / "arrays" / "arrays.json").exists()
+    with pytest.raises(PrerequisiteError, match="is not prepared"):
+        arrays.find(tmp_path, "mnist")
+    run(tmp_path, web=Fetcher())
+    assert {".prepare.lock", "arrays", "mnist"} == {path.name for path in tmp_path.iterdir()}
+
+
+def test_an_unknown_name_starts_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="unknown dataset 'mnits'; did you mean 'mnist'"):
+        prepare.prepare("mnits", tmp_path / "data", open_dataset=FakeDataset)
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_full_disk_is_told_before_anything_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "NEEDED_BYTES", 10**18)
+    web = Fetcher()
+    with pytest.raises(RunFailed, match=rf"^the disk of {tmp_path} is full \(\d+ MB free\)"):
+        run(tmp_path, web=web)
+    assert 0 == web.calls
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("a file")
+    with pytest.raises(UsageError, match=r"data cannot be used \(File exists\); name another folder: --data-dir"):
+        run(tmp_path / "data", web=Fetcher())
+
+
+def command_line(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m train.data`, and fail if that imported TensorFlow."""
+    script = """
+        import sys
+        from train.data.__main__ import main
+        code = main(sys.argv[1:])
+        assert "tensorflow" not in sys.modules and "numpy" not in sys.modules
+        sys.exit(code)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_command_finds_and_verifies_without_tensorflow(tmp_path: Path) -> None:
+    run(tmp_path, web=Fetcher())
+    options = ["--name", "mnist", "--data-dir", str(tmp_path)]
+    found = command_line("prepare", *options)
+    assert (0, "data: mnist 3.0.1: 3 examples to train, 1 to test, 3 classes\n") == (found.returncode, found.stdout)
+    verified = command_line("verify", *options)
+    assert (0, ["ok"] * 5) == (verified.returncode, [line.split()[1] for line in verified.stdout.splitlines()])
+    (tmp_path / "mnist" / "3.0.1" / "x.tfrecord").write_bytes(b"BUILT")
+    verified = command_line("verify", *options)
+    assert 1 == verified.returncode
+    assert verified.stderr.startswith(f"error: {tmp_path}/mnist/3.0.1/x.tfrecord: not the bytes")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["prepare", "--name", "mnits"], 2, "unknown dataset 'mnits'; did you mean 'mnist'?"),
+        (["prepare", "--frehs"], 2, "unrecognized arguments: --frehs; see `python -m train.data --help`"),
+        ([], 2, "the following arguments are required: command; see `python -m train.data --help`"),
+        (["verify", "--data-dir", "/nowhere"], 3, "fashion_mnist 3.0.1 is not prepared in /nowhere; run "),
+    ],
+)
+def test_the_command_fails_in_one_line(arguments: list[str], code: int, message: str) -> None:
+    done = command_line(*arguments)
+    assert code == done.returncode
+    assert done.stderr.startswith(f"error: {message}") and 1 == done.stderr.count("\n")
