@@ -52,6 +52,10 @@ class Program:
             strategy.serve(self.task)
         self.heartbeat.start()
         self.strategy = self._strategy()  # before any other use of TensorFlow: collectives are set up at its start
+        # Again: a TensorFlow server takes SIGTERM for its own notice of preemption, which nothing here reads.
+        signal.signal(signal.SIGTERM, lambda *_: self.stop.set())
+        if self.run.stop_requested:
+            self.stop.set()  # it came while that handler was in place
         keras.utils.set_random_seed(self.config.seed)
         if self.config.deterministic:
             tf.config.experimental.enable_op_determinism()
