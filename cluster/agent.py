@@ -7,7 +7,8 @@ gate (the pipe whose descriptor is `GATE_FD`) until the cluster is complete. Wha
 
     chief, worker (synchronous), ps      a new generation: every agent ends its program and starts it again
     worker (parameter server), evaluator only that program starts again
-    exit code 1 to 4                     the program knows that trying again is useless: the run fails
+    exit code 1 to 4                     the program knows that trying again is useless: the run fails (never the
+                                         evaluator's doing: it starts again, and gives up at the third time)
     the same step failing 3 times        the run fails
 
 Agents know each other only through the run folder, so this works the same under any engine that restarts a task whose
@@ -53,6 +54,7 @@ class Program:
     gate: int | None
     log: threading.Thread
     last_lines: list[str] = field(default_factory=list)
+    asked_to_end: bool = False
 
     @classmethod
     def start(cls, command: list[str], environment: dict[str, str], log: Path) -> Program:
@@ -88,10 +90,16 @@ class Program:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
+    def ask_to_end(self) -> None:
+        """Ask once: a second SIGTERM would cut short what the program does about the first."""
+        if not self.asked_to_end:
+            self.asked_to_end = True
+            self.signal(signal.SIGTERM)
+
     def end(self, grace_s: float) -> int:
         """End the program, politely first; return its exit code."""
         if self.process.poll() is None and grace_s > 0:
-            self.signal(signal.SIGTERM)
+            self.ask_to_end()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(grace_s)
         self.signal(signal.SIGKILL)
@@ -136,12 +144,16 @@ class Agent:
     def _notice_own_death(self) -> None:
         """An agent that finds itself already in this generation was brought back by the engine: the task died."""
         beat = read_json(self.run.status(self.task.name), None)
-        if not beat or self.run.outcome or beat["generation"] != self.run.generation:
-            return
-        if beat["state"] in ("done", "stopped"):
+        if not beat or beat["generation"] != self.run.generation:
             return
         self.restarts = beat["restarts"]
-        if self.run.stop_requested:
+        finished = beat["state"] in ("done", "stopped")
+        self.exit_code = beat.get("exit_code", 0 if finished else as_exit_code(-signal.SIGKILL))
+        if self.run.outcome:
+            return
+        if finished:
+            self._await_outcome(beat["generation"])
+        elif self.run.stop_requested:
             self.run.end("stopped", task=self.task.name)
         elif self.alone:
             self.restarts += 1
@@ -173,7 +185,7 @@ class Agent:
 
     def _meet(self, program: Program, heartbeat: Heartbeat, generation: int) -> bool:
         """Pass the start barrier; return whether the program may go on."""
-        if self.task.role == Role.EVALUATOR or (self.alone and self.restarts):
+        if self.task.role == Role.EVALUATOR or (self.alone and self._has_met(generation)):
             return True  # the others are long past the barrier, their TensorFlow servers hold the ports
         heartbeat.update(state="waiting")
         try:
@@ -192,7 +204,13 @@ class Agent:
         except ClusterError as error:
             self.run.end("failed", task=self.task.name, exit_code=error.exit_code, error=str(error))
             return False
+        self.run.event(self.task.name, "cluster complete", generation=generation)
         return True
+
+    def _has_met(self, generation: int) -> bool:
+        """Whether an earlier life of this task passed the barrier of this generation."""
+        mine = [e for e in self.run.events() if e["task"] == self.task.name and e["event"] == "cluster complete"]
+        return generation in [e["generation"] for e in mine]
 
     def _act_on_end_before_start(self, program: Program, generation: int) -> None:
         """A stop that comes before the first step has nothing to save; a program that ended is the policy's."""
@@ -207,13 +225,11 @@ class Agent:
 
     def _watch(self, program: Program, generation: int) -> None:
         """Return once the program is no longer wanted or its end was acted on."""
-        asked_to_stop = False
         while True:
             if self._over(generation):
                 return None
-            if self.run.stop_requested and not asked_to_stop and not self.serves:
-                asked_to_stop = True
-                program.signal(signal.SIGTERM)
+            if self.run.stop_requested and not self.serves:
+                program.ask_to_end()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 program.process.wait(POLL_S)
                 return self._act_on_exit(program, generation)
@@ -223,9 +239,10 @@ class Agent:
         code = program.process.wait()
         error = program.last_line
         ended = read_json(self.run.status(self.task.name))["state"] in ("done", "stopped")
-        if code == 0 or ended:  # its work was done, even if TensorFlow's teardown then lost the cluster
-            self._await_outcome(generation)
-        elif EXIT_FAILED <= code <= EXIT_TIMEOUT:
+        side_car = self.task.role == Role.EVALUATOR
+        if code == 0 or ended or (side_car and self.run.stop_requested):
+            self._await_outcome(generation)  # its work was done, even if TensorFlow's teardown then lost the cluster
+        elif EXIT_FAILED <= code <= EXIT_TIMEOUT and not side_car:
             self.run.end("failed", task=self.task.name, exit_code=code, error=error)
         elif self.run.stop_requested:
             self.run.end("stopped", task=self.task.name)

@@ -103,7 +103,15 @@ def up(overlay_path: Path, spec: ClusterSpec) -> str:
 def tensorboard(runs_dir: Path, port: int, *words: str) -> str:
     """Return a command on the TensorBoard that shows `runs_dir` on 127.0.0.1:`port`."""
     settings = {"RUNS_DIR": str(runs_dir), "TENSORBOARD_PORT": str(port), "TASK_USER": task_user()}
-    compose = ["docker", "compose", "--progress=quiet", "--project-directory", str(ROOT), "-f", str(FILES / "compose.yaml")]
+    compose = [
+        "docker",
+        "compose",
+        "--progress=quiet",
+        "--project-directory",
+        str(ROOT),
+        "-f",
+        str(FILES / "compose.yaml"),
+    ]
     compose += ["-p", tensorboard_project(runs_dir), "--profile", "tensorboard", *words]
     return " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items()) + " " + shlex.join(compose)
 

@@ -209,7 +209,12 @@ def build_images(sh: Shell) -> None:
 
 def image_commands() -> list[str]:
     """Return the commands that build the images of this checkout."""
-    return images.build_commands("cpu", images.default_base())
+    commands = images.build_commands("cpu", images.default_base())
+    built = all(
+        engine.ask("image", "inspect", name)[0] == 0 for name in (images.train_image("cpu"), images.TENSORBOARD_IMAGE)
+    )
+    # A rebuild with little or nothing changed takes seconds: then only what goes wrong is worth reading.
+    return [command.replace("docker build", "docker build --quiet", 1) for command in commands] if built else commands
 
 
 def shown(path: Path) -> str:

@@ -130,13 +130,18 @@ class RunFolder:
 
     # Events
 
-    def event(self, task: str, event: str, *, step: int | None = None, **detail: Any) -> None:
-        """Append to the run's life cycle. One write, so that lines of several tasks never mix."""
+    def event(
+        self, task: str, event: str, *, step: int | None = None, generation: int | None = None, **detail: Any
+    ) -> None:
+        """Append to the run's life cycle; `generation` is the newest where none is given.
+
+        One write, so that lines of several tasks never mix.
+        """
         line = {
             "time": time.time(),
             "task": task,
             "event": event,
-            "generation": self.generation,
+            "generation": self.generation if generation is None else generation,
             "step": step,
             "detail": detail,
         }

@@ -29,3 +29,9 @@ def clusters(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
     cluster.invoke("down")
     for path in cluster.runs_dir.glob("*/cluster.json"):
         assert [] == local.processes_left(RunFolder(path.parent))
+
+
+@pytest.fixture(scope="session")
+def images() -> None:
+    """Both images, built from this checkout with the project's own task."""
+    subprocess.run([sys.executable, "-m", "invoke", "image.build"], cwd=ROOT, check=True, timeout=900)

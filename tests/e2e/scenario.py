@@ -6,8 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,15 +78,6 @@ def summary(run: RunFolder) -> dict[str, Any]:
 def losses(run: RunFolder, task: str = "chief") -> dict[int, float]:
     """Return the loss of every logged step."""
     return {row["step"]: row["loss"] for row in read_json_lines(run.metrics(task)) if "loss" in row}
-
-
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 90) -> Any:
-    """Return the condition's value once it is true; fail naming `what` where it never is."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
-        time.sleep(0.05)
-    return value
 
 
 def step_of(run: RunFolder) -> int:

@@ -12,7 +12,8 @@ import pytest
 
 from cluster import local
 from cluster.runs import RunFolder, read_json_lines
-from tests.e2e.scenario import DATA, ROOT, STEPS, TRAINING, Clusters, losses, read, step_of, summary, wait_for
+from tests.e2e.scenario import DATA, ROOT, STEPS, TRAINING, Clusters, losses, read, step_of, summary
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("data")
 

@@ -1,0 +1,26 @@
+# Makes the Python environment VENV from the hash lock LOCK, for use in an image: fill-venv.sh VENV LOCK
+#
+# Runs in a build stage that has pip in /opt/pip. The result is the same to the byte for the same lock and interpreter.
+set -eu
+venv=$1 lock=$2
+
+# Where builds go through a proxy with its own certificate authority, the host lends its bundle for this step.
+if [ -s /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca SSL_CERT_FILE=/run/secrets/ca; fi
+
+# promise, of tensorflow-datasets, has no wheel. setuptools comes first, so that what builds it is hash-checked too.
+python3 -m venv --without-pip "$venv"
+sed -n '/^setuptools==/,/^ *#/p' "$lock" >/build/setuptools.lock
+for requirements in /build/setuptools.lock "$lock"; do
+  /opt/pip/bin/pip --python "$venv/bin/python" install --quiet --no-compile --require-hashes \
+    --use-pep517 --no-build-isolation --requirement "$requirements"
+done
+
+# A third of what was installed serves to build or test against it, and nothing imports libclang.
+packages=$(echo "$venv"/lib/python3*/site-packages)
+find "$packages" -type d \( -name '*.dist-info' -prune -o \( -name include -o -name tests \) -prune -exec rm -rf {} + \)
+find "$packages" \( -name '*.h' -o -name libclang.so \) -type f -delete
+
+# The root is read-only in a container: without bytecode here, every start would compile TensorFlow again. Checked
+# against neither time nor source, so that no date gets in.
+"$venv/bin/python" -m compileall -q -j 0 --invalidation-mode unchecked-hash "$packages"
+find "$venv" -exec touch --no-dereference --date=@0 {} +

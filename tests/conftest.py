@@ -1,0 +1,104 @@
+"""What every test shares: folders of its own, run folders, the engine, and the logs of the run that a test failed on."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from cluster import engine, local, spec
+from cluster.runs import RunFolder, write_json
+
+LAST_LINES = 15
+
+
+@pytest.fixture(autouse=True)
+def isolation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs and data in the test's own folder, and none of the variables that tasks are started with."""
+    monkeypatch.setenv("RUNS_DIR", str(tmp_path / "runs"))
+    monkeypatch.setenv("DATA_DIR", str(tmp_path / "data"))
+    for name in ("RUN_DIR", "TASK", "TF_CONFIG", "GENERATION", "RESTARTS", "GATE_FD", "BARRIER_TIMEOUT_S"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., RunFolder]:
+    """Makes a run folder as `invoke up` leaves it before the first task starts; takes `spec.build`'s options."""
+
+    def make(name: str = "run", **topology: Any) -> RunFolder:
+        num_tasks = len(spec.build(**topology).tasks)
+        run = RunFolder(tmp_path / "runs" / name)
+        run.create()
+        write_json(run.cluster, spec.build(**topology, ports=local.free_ports(num_tasks)).to_json())
+        write_json(run.config, {"global_batch": 96})
+        write_json(run.compose, {"runtime": "local", "tasks": {}})
+        write_json(run.control / "started.json", {"time": time.time(), "runtime": "local"})
+        run.begin_generation(0, resumed=False)
+        return run
+
+    return make
+
+
+# What a machine may lack
+
+
+def unavailable(reason: str) -> NoReturn:
+    """Skip the test; where CI=true fail it, so that a broken engine cannot pass for a green run."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"CI=true and {reason}", pytrace=False)
+    pytest.skip(reason)
+
+
+@functools.cache
+def _engine() -> engine.Answer:
+    return engine.probe()
+
+
+@pytest.fixture(scope="session")
+def require_engine() -> engine.Answer:
+    """The Docker Engine; a test that asks for it is skipped with the reason where none answers."""
+    if not _engine().ready:
+        unavailable(_engine().detail)
+    return _engine()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Ask for the engine before any fixture of a test marked `docker` uses it."""
+    if item.get_closest_marker("docker") and not _engine().ready:
+        unavailable(_engine().detail)
+
+
+# What is shown of a failure
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show the end of the events and logs of the runs that a failed test had. pytest keeps their folders."""
+    report = yield
+    if report.failed:
+        report.sections += [(f"run folder {path}", _last_words(path)) for path in _run_folders(item)]
+    return report
+
+
+def _run_folders(item: pytest.Item) -> Iterator[Path]:
+    """Yield the run folders in the folders that the test's fixtures gave it."""
+    found = set()
+    for value in getattr(item, "funcargs", {}).values():
+        folder = value.path if isinstance(value, RunFolder) else getattr(value, "runs_dir", value)
+        if isinstance(folder, Path) and folder.is_dir():
+            found |= {path.parent for depth in ("", "*/", "*/*/") for path in folder.glob(f"{depth}cluster.json")}
+    yield from sorted(found)
+
+
+def _last_words(run: Path) -> str:
+    told = []
+    for path in [run / "events.jsonl", *sorted(run.glob("logs/*.log"))]:
+        if path.exists():
+            told += [f"--- {path.relative_to(run)}", *path.read_text(errors="replace").splitlines()[-LAST_LINES:]]
+    return "\n".join(told)

@@ -1,0 +1,124 @@
+"""The same clusters in containers: same bits, closed door, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cluster import compose, engine, local
+from cluster.runs import RunFolder
+from tests.e2e.scenario import STEPS, TRAINING, Clusters, losses, step_of, summary
+from tests.waiting import wait_for
+
+pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("require_engine", "images")]
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    """A free port for TensorBoard."""
+    return local.free_ports(1)[0]
+
+
+@pytest.fixture(scope="module")
+def training(clusters: Clusters, port: int) -> Iterator[RunFolder]:
+    """Chief and two workers in containers, training for longer than any test looks at them."""
+    words = ["up", "--name=contained", "--runtime=docker", f"--tensorboard-port={port}", "--detach"]
+    clusters.invoke(*words, "--", *TRAINING, "--max-steps", "5000", timeout_s=400)
+    yield clusters.run("contained")
+    clusters.invoke("down")
+
+
+def containers(run: RunFolder) -> dict[str, dict[str, Any]]:
+    """Return what the engine says of a run's containers, by task."""
+    label = f"label=com.docker.compose.project={compose.project(run.path)}"
+    _, ids = engine.ask("ps", "--all", "--quiet", "--filter", label)
+    if not ids:
+        return {}
+    _, text = engine.ask("inspect", *ids.split())
+    return {each["Config"]["Labels"]["tf-cluster.task"]: each for each in json.loads(text)}
+
+
+def test_containers_must_give_the_same_bits_as_processes(clusters: Clusters) -> None:
+    contained = clusters.up("same-docker", runtime="docker")
+    processes = clusters.up("same-local", runtime="local")
+    assert "succeeded" == summary(contained)["state"]
+    assert STEPS == summary(contained)["steps"]
+    assert summary(processes)["weights_sha256"] == summary(contained)["weights_sha256"]
+    assert losses(processes) == losses(contained)
+    assert {} == containers(contained)
+
+
+@pytest.mark.parametrize("task", ["chief", "worker-0", "worker-1"])
+def test_a_task_must_hold_no_privilege(training: RunFolder, task: str) -> None:
+    found = containers(training)[task]
+    host = found["HostConfig"]
+    assert found["Config"]["User"] == compose.task_user()
+    assert not found["Config"]["User"].startswith("0:")
+    assert host["ReadonlyRootfs"] is True
+    assert ["ALL"] == host["CapDrop"]
+    assert not host["CapAdd"]
+    assert "no-new-privileges:true" in host["SecurityOpt"]
+    assert host["Privileged"] is False
+    assert not host["PortBindings"]
+    assert {"max-size": "10m", "max-file": "3"} == host["LogConfig"]["Config"]
+    assert host["Init"] is True
+    writable = {mount["Destination"] for mount in found["Mounts"] if mount["RW"]}
+    assert {"/runs/contained"} == writable
+
+
+def test_a_task_must_become_healthy(training: RunFolder) -> None:
+    wait_for(
+        lambda: {each["State"]["Health"]["Status"] for each in containers(training).values()} == {"healthy"},
+        "every container to be healthy",
+    )
+
+
+def test_the_network_must_be_internal(training: RunFolder) -> None:
+    (network,) = containers(training)["chief"]["NetworkSettings"]["Networks"]
+    _, text = engine.ask("network", "inspect", network)
+    assert json.loads(text)[0]["Internal"] is True
+
+
+def test_tf_config_must_name_the_services(training: RunFolder) -> None:
+    environment = dict(entry.split("=", 1) for entry in containers(training)["worker-1"]["Config"]["Env"])
+    cluster = {"chief": ["chief:2222"], "worker": ["worker-0:2222", "worker-1:2222"]}
+    assert {"cluster": cluster, "task": {"type": "worker", "index": 1}} == json.loads(environment["TF_CONFIG"])
+
+
+def test_tensorboard_must_show_the_run_on_loopback_only(training: RunFolder, port: int) -> None:
+    _, ids = engine.ask("ps", "--quiet", "--filter", f"publish={port}")
+    _, text = engine.ask("inspect", ids)
+    bindings = json.loads(text)[0]["HostConfig"]["PortBindings"]
+    assert {"6006/tcp": [{"HostIp": "127.0.0.1", "HostPort": str(port)}]} == bindings
+
+    def shown() -> list[str]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/data/runs", timeout=10) as answer:
+            return json.load(answer)
+
+    wait_for(lambda: "contained/tensorboard/chief" in shown(), "TensorBoard to show the run")
+
+
+def test_stop_must_save_and_down_must_leave_nothing(clusters: Clusters, training: RunFolder) -> None:
+    wait_for(lambda: step_of(training) >= 10, "step 10")
+    clusters.invoke("stop", "contained")
+    assert "stopped" == summary(training)["state"]
+    assert list(training.checkpoints.glob(f"ckpt-{summary(training)['steps']}.index"))
+    clusters.invoke("down")
+    assert {} == containers(training)
+    _, networks = engine.ask("network", "ls", "--format", "{{.Name}}")
+    assert not [name for name in networks.split() if name.startswith(compose.project(training.path))]
+    _, boards = engine.ask(
+        "ps", "--all", "--quiet", "--filter", f"name={compose.tensorboard_project(clusters.runs_dir)}"
+    )
+    assert "" == boards
+    assert training.path.exists()
+
+
+def test_parameter_servers_must_train_in_containers(clusters: Clusters) -> None:
+    run = clusters.up("ps-docker", "--workers=2 --ps=1 --evaluator -- --max-steps 40", runtime="docker")
+    assert "succeeded" == summary(run)["state"]
+    assert {"chief": 0, "worker-0": 0, "worker-1": 0, "ps-0": 0, "evaluator": 0} == summary(run)["tasks"]

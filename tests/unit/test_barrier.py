@@ -1,0 +1,181 @@
+"""The start barrier: it opens when everybody answers everybody, and otherwise ends in time saying who is missing."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+
+from cluster import barrier, local, spec
+from cluster.errors import EXIT_TIMEOUT, TimedOut
+from cluster.spec import ClusterSpec
+
+
+@pytest.fixture
+def three() -> ClusterSpec:
+    """A chief and two workers."""
+    return spec.build(2, ports=local.free_ports(3))
+
+
+@dataclass
+class Arrival:
+    """A task at the barrier, in a thread of its own."""
+
+    thread: threading.Thread
+    ended: list[Exception | None]
+
+    def end(self) -> Exception | None:
+        """Return the error that it left with, or None where it passed."""
+        self.thread.join(10)
+        return self.ended[0]
+
+
+def arrive(cluster: ClusterSpec, name: str, token: str = "run/0", timeout_s: float = 8, **more: Callable) -> Arrival:
+    """Have a task come to the barrier."""
+    ended: list[Exception | None] = []
+
+    def come() -> None:
+        try:
+            barrier.wait(cluster, cluster.task(name), token=token, timeout_s=timeout_s, **more)
+        except Exception as error:
+            ended.append(error)
+        else:
+            ended.append(None)
+
+    thread = threading.Thread(target=come, daemon=True)
+    thread.start()
+    return Arrival(thread, ended)
+
+
+@contextlib.contextmanager
+def listening(cluster: ClusterSpec, name: str, says: bytes = b"") -> Iterator[socket.socket]:
+    """Somebody else listens on a task's address, and says the same to all who come."""
+    with socket.create_server(("127.0.0.1", cluster.task(name).port)) as server:
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    with connection:
+                        connection.recv(4096)
+                        connection.sendall(says)
+
+        threading.Thread(target=answer, daemon=True).start()
+        yield server
+        with contextlib.suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_complete_cluster_passes_and_frees_its_ports(three: ClusterSpec) -> None:
+    assert [None] * 3 == [arrival.end() for arrival in [arrive(three, task.name) for task in three.tasks]]
+    for task in three.tasks:  # TensorFlow's servers come next
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind(("127.0.0.1", task.port))
+
+
+def test_nobody_passes_before_the_last_has_come(three: ClusterSpec) -> None:
+    early = [arrive(three, "chief"), arrive(three, "worker-0")]
+    deadline = time.monotonic() + 0.5
+    while time.monotonic() < deadline:
+        assert [True, True] == [arrival.thread.is_alive() for arrival in early]
+    assert [None] * 3 == [arrival.end() for arrival in [*early, arrive(three, "worker-1")]]
+
+
+def test_the_chief_alone_does_not_wait() -> None:
+    cluster = spec.build(0, evaluator=True)
+    barrier.wait(cluster, cluster.task("chief"), token="run/0", timeout_s=0)
+
+
+def test_a_missing_task_is_named_with_what_else_is_known(three: ClusterSpec) -> None:
+    began = time.monotonic()
+    here = [
+        arrive(three, name, timeout_s=0.5, explain=lambda name: f"{name}: exit code 1")
+        for name in ("chief", "worker-0")
+    ]
+    for error in (arrival.end() for arrival in here):
+        assert isinstance(error, TimedOut)
+        assert EXIT_TIMEOUT == error.exit_code
+        reason = f"nothing listens on {three.task('worker-1').address}; worker-1: exit code 1"
+        assert f"the cluster was not complete after 0.5 s: missing worker-1 ({reason})" == str(error)
+    assert time.monotonic() - began < 3
+
+
+def test_a_name_that_does_not_resolve_is_told_apart(three: ClusterSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = tuple(replace(task, host="gone") if task.name == "worker-1" else task for task in three.tasks)
+    connect = socket.create_connection
+
+    def resolve(address: tuple[str, int], timeout: float) -> socket.socket:
+        if address[0] == "gone":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return connect(address, timeout)
+
+    monkeypatch.setattr(barrier.socket, "create_connection", resolve)
+    error = arrive(replace(three, tasks=moved), "chief", timeout_s=0.5).end()
+    assert "worker-1 (the name gone does not resolve)" in str(error)
+    assert f"worker-0 (nothing listens on {three.task('worker-0').address})" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("says", "told"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "answers with something else"),
+        (b"", "answers with something else"),
+        (b'{"task": "worker-0"}\n', "answers with something else: 'token'"),
+        (b'{"task": "worker-0", "token": "run/7"}\n', "is worker-0 of run/7, not of run/0"),
+        (b'{"task": "ps-0", "token": "run/0"}\n', "is ps-0 of run/0, not of run/0"),
+    ],
+)
+def test_somebody_else_on_a_task_s_address_is_not_that_task(says: bytes, told: str) -> None:
+    cluster = spec.build(1, ports=local.free_ports(2))
+    with listening(cluster, "worker-0", says):
+        error = arrive(cluster, "chief", timeout_s=0.4).end()
+    assert f"worker-0 ({cluster.task('worker-0').address} {told}" in str(error)
+
+
+def test_tasks_of_different_generations_do_not_meet() -> None:
+    cluster = spec.build(1, ports=local.free_ports(2))
+    chief, worker = arrive(cluster, "chief", "run/1", 0.5), arrive(cluster, "worker-0", "run/0", 0.5)
+    assert "is worker-0 of run/0, not of run/1" in str(chief.end())
+    assert "is chief of run/1, not of run/0" in str(worker.end())
+
+
+def test_a_task_that_cannot_be_reached_is_not_called_missing_by_itself() -> None:
+    cluster = spec.build(1, ports=local.free_ports(2))
+    with listening(cluster, "worker-0", b'{"task": "worker-0", "token": "run/0"}\n'):
+        error = arrive(cluster, "chief", timeout_s=0.4).end()
+    assert "worker-0 (answers, but cannot reach this task)" in str(error)
+
+
+def test_a_taken_port_is_told_at_once(three: ClusterSpec) -> None:
+    with listening(three, "worker-0"):
+        error = arrive(three, "worker-0").end()
+    assert isinstance(error, barrier.PortTaken)
+    assert f"worker-0 cannot listen on {three.task('worker-0').address}: Address already in use" in str(error)
+
+
+def test_the_barrier_is_left_when_waiting_lost_its_purpose(three: ClusterSpec) -> None:
+    over = threading.Event()
+    chief = arrive(three, "chief", abandon=over.is_set)
+    over.set()
+    assert isinstance(chief.end(), barrier.Abandoned)
+
+
+def test_strangers_do_not_keep_the_cluster_from_meeting(three: ClusterSpec) -> None:
+    chief = arrive(three, "chief")
+    strangers = []
+    for words in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"\xff\xff\n", b""):
+        while True:
+            with contextlib.suppress(ConnectionRefusedError):
+                strangers.append(socket.create_connection(("127.0.0.1", three.task("chief").port)))
+                break
+        strangers[-1].sendall(words)
+    others = [arrive(three, "worker-0"), arrive(three, "worker-1")]
+    assert [None] * 3 == [arrival.end() for arrival in [chief, *others]]
+    for stranger in strangers:
+        stranger.close()

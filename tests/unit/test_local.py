@@ -1,0 +1,129 @@
+"""Local processes: free ports, the plan of processes, and a supervisor that leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster import local, processes, spec
+from cluster.errors import PrerequisiteError, TimedOut
+from cluster.runs import RunFolder, read_json, write_json
+from tests.unit.conftest import Gang
+from tests.waiting import wait_for
+
+StartGang = Callable[..., Gang]
+
+
+def test_free_ports_are_free_and_different() -> None:
+    ports = local.free_ports(20)
+    assert 20 == len(set(ports))
+    for port in ports:
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", port))
+
+
+def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = local.free_ports(2)
+    monkeypatch.setattr(local, "PORTS", range(first, second + 1))
+    with socket.create_server(("127.0.0.1", first)):
+        assert first not in local.free_ports(1)
+
+
+def test_too_few_free_ports_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "PORTS", range(20000, 20002))
+    with pytest.raises(PrerequisiteError, match=r"3 free ports on 127\.0\.0\.1 from 20000 to 20001: found [0-2]"):
+        local.free_ports(3)
+
+
+def test_more_tasks_than_memory_are_refused() -> None:
+    local.check_memory(0)
+    with pytest.raises(PrerequisiteError, match=r"1000000 tasks need about \d+\.\d GiB of memory, .* use at most \d+"):
+        local.check_memory(10**6)
+
+
+def test_each_task_gets_its_command_and_environment() -> None:
+    cluster = spec.build(1, ports=(7001, 7002))
+    planned = local.processes_of(cluster, Path("/runs/r"), Path("/data"), ["--", "true"])
+    tf_config = (
+        '{"cluster":{"chief":["127.0.0.1:7001"],"worker":["127.0.0.1:7002"]},"task":{"type":"worker","index":0}}'
+    )
+    expected = {
+        "command": [sys.executable, "-m", "cluster.agent", "--", "true"],
+        "environment": {"RUN_DIR": "/runs/r", "DATA_DIR": "/data", "TASK": "worker-0", "TF_CONFIG": tf_config},
+    }
+    assert ("local", ["chief", "worker-0"]) == (planned["runtime"], list(planned["tasks"]))
+    assert expected == planned["tasks"]["worker-0"]
+
+
+def test_the_chief_alone_gets_no_tf_config() -> None:
+    planned = local.processes_of(spec.build(0, ports=(7001,)), Path("/runs/r"), Path("/data"), [])
+    assert "TF_CONFIG" not in planned["tasks"]["chief"]["environment"]
+
+
+def test_the_supervisor_ends_when_the_run_does(start_gang: StartGang) -> None:
+    gang = start_gang("train(2), finish()", workers=0)
+    assert local.running(gang.run)
+    assert "succeeded" == gang.summary()["state"]
+    assert not local.running(gang.run)
+
+
+def test_the_supervisor_brings_back_a_killed_agent(start_gang: StartGang) -> None:
+    gang = start_gang("train(2)\nif not GENERATION: work()\nfinish()", workers=0)
+    gang.await_step("chief", 2)
+    killed = gang.pid("chief", "agent")
+    os.kill(killed, signal.SIGKILL)
+    assert "succeeded" == gang.summary()["state"]
+    assert killed != gang.pid("chief", "agent")
+
+
+def test_killing_a_run_leaves_no_process(start_gang: StartGang) -> None:
+    gang = start_gang("train(2), work()", workers=1)
+    other = start_gang("train(2), work()", name="other", workers=0)
+    for started, tasks in ((gang, ("chief", "worker-0")), (other, ("chief",))):
+        for task in tasks:
+            started.await_step(task, 2)
+    assert 5 == len(local.processes_left(gang.run))  # the supervisor, two agents and their programs
+    assert 5 == local.kill(gang.run)
+    assert [] == local.processes_left(gang.run)
+    assert 3 == len(local.processes_left(other.run))
+
+
+def test_everything_dies_with_the_supervisor(start_gang: StartGang) -> None:
+    gang = start_gang("train(2), work()", workers=1)
+    for task in ("chief", "worker-0"):
+        gang.await_step(task, 2)
+    processes.kill(read_json(gang.run.control / "supervisor.json"), signal.SIGKILL)
+    wait_for(lambda: not local.processes_left(gang.run), "the end of all processes", timeout_s=3)
+
+
+def test_sigterm_to_the_supervisor_stops_the_run(start_gang: StartGang) -> None:
+    gang = start_gang("train(2), work()", workers=0)
+    gang.await_step("chief", 2)
+    processes.kill(read_json(gang.run.control / "supervisor.json"), signal.SIGTERM)
+    assert ("stopped", 2) == (gang.summary()["state"], gang.summary()["steps"])
+
+
+def test_an_agent_that_keeps_dying_ends_the_run(
+    make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(workers=0)
+    dies = {"command": ["sh", "-c", "kill -9 $$"], "environment": {}}
+    write_json(run.compose, {"runtime": "local", "tasks": {"chief": dies}})
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the supervisor runs in this very process
+    local.Supervisor(run).main()
+    summary = read_json(run.summary)
+    assert "failed" == summary["state"]
+    assert ("chief", "its agent died 21 times") == (summary["cause"]["task"], summary["cause"]["error"])
+
+
+def test_a_supervisor_that_cannot_start_its_tasks_is_told(make_run: Callable[..., RunFolder]) -> None:
+    run = make_run(workers=0)
+    run.compose.write_text("{}")
+    with pytest.raises(TimedOut, match="the supervisor of run did not start its tasks; see .*/logs/supervisor.log"):
+        local.start(run)

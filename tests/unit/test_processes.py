@@ -1,0 +1,91 @@
+"""Processes: how they ended in words, which one an id still means, who dies with whom."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster import processes
+from tests.waiting import wait_for
+
+SLEEP = ["sleep", "60"]
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that would live for a minute."""
+    with subprocess.Popen(SLEEP) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (0, "exit code 0"),
+        (3, "exit code 3"),
+        (-9, "exit code 137 (SIGKILL: killed, out of memory?)"),
+        (137, "exit code 137 (SIGKILL: killed, out of memory?)"),
+        (-11, "exit code 139 (SIGSEGV: crashed in native code)"),
+        (-1, "exit code 129 (SIGHUP)"),
+        (255, "exit code 255"),
+    ],
+)
+def test_an_exit_is_told_in_words(code: int, told: str) -> None:
+    assert told == processes.describe_exit(code)
+
+
+def test_a_live_process_is_the_recorded_one(child: subprocess.Popen[bytes]) -> None:
+    assert processes.alive(processes.identity(child.pid))
+
+
+def test_another_process_with_the_same_id_is_not_the_recorded_one(child: subprocess.Popen[bytes]) -> None:
+    recorded = processes.identity(child.pid)
+    earlier = recorded | {"start_ticks": recorded["start_ticks"] - 1}
+    assert not processes.alive(earlier)
+    assert not processes.kill(earlier, signal.SIGKILL)
+    assert child.poll() is None
+
+
+def test_an_ended_process_that_nobody_waited_for_is_not_alive(child: subprocess.Popen[bytes]) -> None:
+    recorded = processes.identity(child.pid)
+    assert processes.kill(recorded, signal.SIGKILL)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, and still there as a zombie
+    assert Path(f"/proc/{child.pid}").exists()
+    assert not processes.alive(recorded)
+
+
+def test_nothing_recorded_is_not_alive() -> None:
+    assert not processes.alive(None)
+    assert not processes.kill(None, signal.SIGKILL)
+
+
+def test_processes_are_found_by_what_they_were_started_with(tmp_path: Path) -> None:
+    with subprocess.Popen(SLEEP, env=os.environ | {"RUN_DIR": str(tmp_path)}) as child:
+        wait_for(lambda: processes.with_environment("RUN_DIR", str(tmp_path)), "the child's environment")
+        assert [child.pid] == processes.with_environment("RUN_DIR", str(tmp_path))
+        assert [] == processes.with_environment("RUN_DIR", str(tmp_path)[:-1])
+        child.kill()
+
+
+def test_a_process_dies_with_its_parent(tmp_path: Path) -> None:
+    lines = """
+import subprocess, sys, time
+from cluster.processes import die_with_parent
+child = subprocess.Popen(["sleep", "60"], preexec_fn=die_with_parent)
+open(sys.argv[1], "w").write(str(child.pid) + "\\n")
+time.sleep(60)
+"""
+    told = tmp_path / "pid"
+    with subprocess.Popen([sys.executable, "-c", lines, str(told)]) as parent:
+        wait_for(lambda: told.exists() and told.read_text().endswith("\n"), "the grandchild")
+        grandchild = processes.identity(int(told.read_text()))
+        assert processes.alive(grandchild)
+        parent.kill()
+    wait_for(lambda: not processes.alive(grandchild), "the grandchild's end")

@@ -1,0 +1,202 @@
+"""The run folder: many tasks write, none sees half of anything, and what only one may claim has one owner."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster import runs
+from cluster.errors import PrerequisiteError
+from cluster.runs import Heartbeat, RunFolder, append_json, create_json, read_json, read_json_lines, write_json
+from tests.waiting import wait_for
+
+MakeRun = Callable[..., RunFolder]
+
+
+@pytest.fixture
+def run(make_run: MakeRun) -> RunFolder:
+    return make_run(workers=1)
+
+
+def together(body: Callable[[int], None], count: int = 8) -> None:
+    """Run `body` in several threads at the same moment."""
+    start = threading.Barrier(count)
+    threads = [threading.Thread(target=lambda at=at: (start.wait(), body(at))) for at in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+# Files
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
+    path, over = tmp_path / "value.json", threading.Event()
+    write_json(path, [0] * 5000)
+
+    def write() -> None:
+        number = 0
+        while not over.is_set():
+            number += 1
+            write_json(path, [number] * 5000)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(50):
+            value = read_json(path)
+            assert [value[0]] * 5000 == value
+    finally:
+        over.set()
+        writer.join()
+    assert [path] == list(tmp_path.iterdir())  # and no scratch file is left
+
+
+def test_what_several_claim_belongs_to_one(tmp_path: Path) -> None:
+    path, claims = tmp_path / "owner.json", {}
+    together(lambda at: claims.update({at: create_json(path, {"owner": at})}))
+    (owner,) = [at for at, got_it in claims.items() if got_it]
+    assert {"owner": owner} == read_json(path)
+    assert [path] == list(tmp_path.iterdir())
+
+
+def test_lines_of_several_writers_do_not_mix(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    together(lambda at: [append_json(path, {"writer": at, "text": str(at) * 500}) for _ in range(20)])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert 8 * 20 == len(lines)
+    assert all(line["text"] == str(line["writer"]) * 500 for line in lines)
+
+
+def test_a_line_cut_short_by_a_crash_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert [{"step": 1}, {"step": 2}] == list(read_json_lines(path))
+
+
+def test_an_absent_file_is_its_default(tmp_path: Path) -> None:
+    assert {} == read_json(tmp_path / "absent.json", {})
+    assert [] == list(read_json_lines(tmp_path / "absent.jsonl"))
+    with pytest.raises(FileNotFoundError):
+        read_json(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize("parent", ["a file", "/proc"])
+def test_a_folder_that_cannot_be_written_is_a_missing_prerequisite(tmp_path: Path, parent: str) -> None:
+    (tmp_path / "a file").touch()
+    with pytest.raises(PrerequisiteError, match="set RUNS_DIR to a folder that can be written"):
+        RunFolder(tmp_path / parent / "run").create()
+
+
+# Heartbeats
+
+
+def test_a_heartbeat_holds_what_the_contract_lists(run: RunFolder) -> None:
+    beat = Heartbeat(run, run.load_cluster().task("worker-0"), generation=2, restarts=1)
+    beat.update(state="training", step=7, loss=0.5, examples_per_s=100.0)
+    written = read_json(run.status("worker-0"))
+    assert abs(time.time() - written.pop("updated_at")) < 5
+    assert {
+        "task": "worker-0",
+        "role": "worker",
+        "state": "training",
+        "generation": 2,
+        "step": 7,
+        "examples_per_s": 100.0,
+        "loss": 0.5,
+        "restarts": 1,
+    } == written
+
+
+def test_a_heartbeat_goes_on_by_itself_until_it_is_stopped(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "HEARTBEAT_S", 0.02)
+    beat = Heartbeat(run, run.load_cluster().task("chief"), generation=0).start()
+    first = read_json(run.status("chief"))["updated_at"]
+    wait_for(lambda: read_json(run.status("chief"))["updated_at"] > first, "the next heartbeat")
+    beat.update(step=3)
+    beat.stop()
+    assert 3 == read_json(run.status("chief"))["step"]
+    run.status("chief").unlink()
+    assert "heartbeat" not in {thread.name for thread in threading.enumerate()}
+    assert not run.status("chief").exists()
+
+
+@pytest.mark.parametrize(
+    ("state", "age_s", "expected"),
+    [
+        ("training", 0, "training"),
+        ("training", 14, "training"),
+        ("training", 16, "lost"),
+        ("waiting", 16, "lost"),
+        ("done", 1000, "done"),
+        ("failed", 1000, "failed"),
+        ("stopped", 1000, "stopped"),
+    ],
+)
+def test_a_silent_task_is_lost_unless_it_had_ended(run: RunFolder, state: str, age_s: float, expected: str) -> None:
+    write_json(run.status("chief"), {"task": "chief", "state": state, "updated_at": time.time() - age_s})
+    assert expected == run.heartbeats()["chief"]["state"]
+
+
+def test_a_full_disk_does_not_end_the_task_that_reports_it(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(runs, "write_json", full)
+    Heartbeat(run, run.load_cluster().task("chief"), generation=0).update(state="training")
+    assert {} == run.heartbeats()
+
+
+# Life cycle
+
+
+def test_events_carry_time_task_generation_and_detail(run: RunFolder) -> None:
+    run.begin_generation(1)
+    run.event("chief", "first step", step=1)
+    run.event("worker-0", "restarted", generation=0, cause="exit code 137")
+    first, second = run.events()
+    assert abs(time.time() - first.pop("time")) < 5
+    assert {"task": "chief", "event": "first step", "generation": 1, "step": 1, "detail": {}} == first
+    assert (0, None, {"cause": "exit code 137"}) == (second["generation"], second["step"], second["detail"])
+
+
+def test_one_failure_begins_one_generation(run: RunFolder) -> None:
+    begun: list[int] = []
+    together(lambda at: run.begin_generation(1, task=f"worker-{at}") and begun.append(at))
+    assert 1 == len(begun) == run.generation
+    assert f"worker-{begun[0]}" == run.generations()[-1]["task"]
+
+
+def test_generations_count_as_numbers(run: RunFolder) -> None:
+    for number in range(1, 12):
+        run.begin_generation(number)
+    assert 11 == run.generation
+    assert list(range(12)) == [generation["generation"] for generation in run.generations()]
+
+
+def test_the_first_outcome_stays(run: RunFolder) -> None:
+    assert run.outcome is None
+    assert run.end("failed", task="worker-0", error="loss is nan")
+    assert not run.end("succeeded", task="chief")
+    assert ("failed", "worker-0") == (run.outcome["state"], run.outcome["task"])
+
+
+def test_a_reopened_run_has_no_end_and_keeps_its_history(run: RunFolder) -> None:
+    run.event("chief", "first step")
+    run.request_stop("a test")
+    run.request_stop("another")
+    assert "a test" == read_json(run.control / "stop.json")["by"]
+    run.end("stopped")
+    write_json(run.summary, {})
+    write_json(run.control / "result.json", {"steps": 3})
+    run.reopen()
+    assert (None, False, False) == (run.outcome, run.stop_requested, run.summary.exists())
+    assert not (run.control / "result.json").exists()
+    assert (1, 0) == (len(run.events()), run.generation)

@@ -1,0 +1,100 @@
+"""A training program without TensorFlow, to test what starts and watches one: heartbeats, events, deaths on demand.
+
+It passes the gate when it is imported. Tests write a few lines after `from tests.unit.trainer import *`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from cluster.runs import Heartbeat, RunFolder, read_json, write_json
+
+__all__ = [
+    "GENERATION", "NAME", "RESTARTS",
+    "die", "finish", "meet", "os", "run", "serve", "sys", "train", "until", "work",
+]  # fmt: skip
+
+EXIT_PEER_LOST = 75
+CHECKPOINT = 2
+"""The step that every generation but the first starts after."""
+
+run = RunFolder(Path(os.environ["RUN_DIR"]))
+NAME, GENERATION, RESTARTS = os.environ["TASK"], int(os.environ["GENERATION"]), int(os.environ["RESTARTS"])
+CHIEF = NAME == "chief"
+
+_heartbeat = Heartbeat(run, run.load_cluster().task(NAME), GENERATION, RESTARTS)
+_step = CHECKPOINT if GENERATION else 0
+_stop: list[int] = []
+
+
+def train(to: int) -> None:
+    """Do the steps up to `to`."""
+    global _step
+    while _step < to:
+        _step += 1
+        _heartbeat.values |= {"state": "training", "step": _step}
+        _heartbeat.write()
+        if CHIEF and _step == (CHECKPOINT if GENERATION else 0) + 1:
+            run.event(NAME, "first step", step=_step)
+
+
+def finish(state: str = "done") -> NoReturn:
+    """End well: the chief leaves a result."""
+    if CHIEF:
+        write_json(run.control / "result.json", {"steps": _step, "metrics": {"eval_accuracy": 0.9}})
+    _heartbeat.update(state=state)
+    sys.exit(0)
+
+
+def work() -> NoReturn:
+    """Train until asked to stop; stop as the real program does."""
+    _heartbeat.update(state="training")
+    until(lambda: _stop)
+    finish("stopped")
+
+
+def serve() -> NoReturn:
+    """Do what others ask for, like a parameter server: it never ends by itself, and has nothing to save."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _heartbeat.update(state="training")
+    until(lambda: False, timeout_s=60)
+    sys.exit("nobody ended this server")
+
+
+def meet() -> None:
+    """Wait until every other task trains in this generation."""
+    for task in run.load_cluster().tasks:
+        until(lambda name=task.name: name == NAME or _trains(run.heartbeats().get(name)))
+
+
+def _trains(beat: dict[str, Any] | None) -> bool:
+    return beat is not None and (beat["state"], beat["generation"]) == ("training", GENERATION)
+
+
+def die(number: int = signal.SIGKILL) -> None:
+    """End by a signal, after the last words."""
+    print(f"{NAME} dies of {signal.Signals(number).name}", flush=True)
+    os.kill(os.getpid(), number)
+
+
+def until(condition: Callable[[], object], timeout_s: float = 20) -> None:
+    """Wait for something that other tasks do."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            sys.exit(f"{NAME} waited {timeout_s:g} s for nothing")
+        time.sleep(0.01)
+
+
+signal.signal(signal.SIGTERM, lambda *_: _stop.append(1))
+write_json(run.path / "pids" / f"{NAME}.json", {"program": os.getpid(), "agent": os.getppid(), "life": GENERATION})
+if not os.fdopen(int(os.environ["GATE_FD"]), "rb").read(1):
+    sys.exit(EXIT_PEER_LOST)
+if CHIEF and GENERATION:
+    run.event(NAME, "restored", step=read_json(run.path / "restored.json", CHECKPOINT))
