@@ -63,14 +63,14 @@ def train_image(accelerator: str) -> str:
     return f"tf-cluster/train:{accelerator}"
 
 
-def default_base() -> Base:
-    """Return what to build from: $BASE_IMAGE, or else the first of these that there is.
+def find_base(asked: str = "") -> Base:
+    """Return what to build from: the image asked for, $BASE_IMAGE, or else the first of these that there is.
 
     Images on this engine come first, so that a machine without a registry waits for one only once; then the official
     Python image, pinned to the digest that its tag has now; then a Debian base that `base_commands` makes.
 
     Raises:
-        PrerequisiteError: $BASE_IMAGE cannot be had, or a base must be made and mmdebstrap is not installed.
+        PrerequisiteError: the image asked for cannot be had, or a base must be made and mmdebstrap is not installed.
     """
     asked = os.environ.get("BASE_IMAGE", "")
     for name in [asked] if asked else [PYTHON_BASE, DEBIAN_BASE]:

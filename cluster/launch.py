@@ -197,7 +197,7 @@ def prepare_data(name: str, sh: Shell, *, fresh: bool = False) -> None:
 
 
 def data_command(verb: str, name: str) -> str:
-    """Return the command that prepares or verifies a dataset. It runs with TensorFlow, which this side never imports."""
+    """Return the command that prepares or verifies a dataset, in a process that may import TensorFlow."""
     return shlex.join([sys.executable, "-m", "train.data", verb, "--name", name, "--data-dir", str(data_dir())])
 
 
@@ -209,12 +209,12 @@ def build_images(sh: Shell) -> None:
 
 def image_commands() -> list[str]:
     """Return the commands that build the images of this checkout."""
+    names = (images.train_image("cpu"), images.TENSORBOARD_IMAGE)
     commands = images.build_commands("cpu", images.default_base())
-    built = all(
-        engine.ask("image", "inspect", name)[0] == 0 for name in (images.train_image("cpu"), images.TENSORBOARD_IMAGE)
-    )
-    # A rebuild with little or nothing changed takes seconds: then only what goes wrong is worth reading.
-    return [command.replace("docker build", "docker build --quiet", 1) for command in commands] if built else commands
+    if all(engine.ask("image", "inspect", name)[0] == 0 for name in names):
+        # A rebuild with little or nothing changed takes seconds: then only what goes wrong is worth reading.
+        return [command.replace("docker build", "docker build --quiet", 1) for command in commands]
+    return commands
 
 
 def shown(path: Path) -> str:
@@ -329,5 +329,6 @@ def _write_folder(plan: Plan, began: float) -> None:
 def _hand_over(path: Path) -> None:
     """Give the run folder to the user that the containers run as, where root starts them."""
     if os.getuid() == 0:
+        runs_dir().chmod(runs_dir().stat().st_mode | 0o055)  # TensorBoard reads all runs as that user
         for name in (path, *path.rglob("*")):
             os.chown(name, compose.UNPRIVILEGED, compose.UNPRIVILEGED, follow_symlinks=False)

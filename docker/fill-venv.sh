@@ -15,7 +15,7 @@ for requirements in /build/setuptools.lock "$lock"; do
     --use-pep517 --no-build-isolation --requirement "$requirements"
 done
 
-# A third of what was installed serves to build or test against it, and nothing imports libclang.
+# A fifth of what was installed serves to build or test against it; TensorFlow asks for libclang and never imports it.
 packages=$(echo "$venv"/lib/python3*/site-packages)
 find "$packages" -type d \( -name '*.dist-info' -prune -o \( -name include -o -name tests \) -prune -exec rm -rf {} + \)
 find "$packages" \( -name '*.h' -o -name libclang.so \) -type f -delete

@@ -1,4 +1,4 @@
-"""What every test shares: folders of its own, run folders, the engine, and the logs of the run that a test failed on."""
+"""What every test shares: folders of its own, run folders, the engine, and the logs of a failed run."""
 
 from __future__ import annotations
 

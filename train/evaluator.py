@@ -39,7 +39,7 @@ def evaluate_checkpoints(
             results = evaluate()
             metrics.log(step, 0.0, step, dict(results))
             metrics.flush()
-            run.event("evaluator", "evaluated", step=step, **results)
+            run.event("evaluator", "evaluated", step=step, results=results)
             heartbeat.update(step=step, loss=results["eval_loss"])
             seen = step
         elif last:
