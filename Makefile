@@ -25,7 +25,7 @@ test-all: check ## the same with the long matrices
 check: $(VENV)/.dev ## linters, types, import directions, Dockerfile and Compose files
 	@$(VENV)/bin/ruff check --quiet . && $(VENV)/bin/ruff format --check --quiet . && echo "ruff: ok"
 	@$(VENV)/bin/mypy
-	@$(VENV)/bin/lint-imports --no-timing | tail -n 3
+	@$(VENV)/bin/lint-imports --no-logo | tail -n 3
 	@$(VENV)/bin/hadolint docker/Dockerfile && echo "hadolint: ok"
 	@if docker compose version >/dev/null 2>&1; then \
 	  docker compose -f compose/compose.yaml --profile tensorboard config --quiet && \

@@ -219,7 +219,7 @@ def test(c, all=False, select=""):
 @told
 def build(c, accelerator="cpu", base=""):
     """Build the training image and the TensorBoard image."""
-    for command in images.build_commands(accelerator, base or images.default_base()):
+    for command in images.build_commands(accelerator, images.find_base(base)):
         shell(c)(command)
 
 

@@ -63,7 +63,7 @@ def train_image(accelerator: str) -> str:
     return f"tf-cluster/train:{accelerator}"
 
 
-def find_base(asked: str = "") -> Base:
+def default_base(asked: str = "") -> Base:
     """Return what to build from: the image asked for, $BASE_IMAGE, or else the first of these that there is.
 
     Images on this engine come first, so that a machine without a registry waits for one only once; then the official
@@ -72,7 +72,7 @@ def find_base(asked: str = "") -> Base:
     Raises:
         PrerequisiteError: the image asked for cannot be had, or a base must be made and mmdebstrap is not installed.
     """
-    asked = os.environ.get("BASE_IMAGE", "")
+    asked = asked or os.environ.get("BASE_IMAGE", "")
     for name in [asked] if asked else [PYTHON_BASE, DEBIAN_BASE]:
         code, digests = engine.ask("image", "inspect", "--format={{json .RepoDigests}}", name)
         if code == 0:
@@ -86,8 +86,8 @@ def find_base(asked: str = "") -> Base:
     reason = _last_line(answer)
     if asked:
         raise PrerequisiteError(
-            f"BASE_IMAGE={asked} is neither on this engine nor in a registry that answers ({reason}); "
-            "set it to an image with Python 3.11, or unset it"
+            f"base image {asked} is neither on this engine nor in a registry that answers ({reason}); "
+            "name one with Python 3.11, or none for the default"
         )
     if shutil.which("mmdebstrap") is None:
         raise PrerequisiteError(

@@ -161,7 +161,8 @@ def commands(plan: Plan) -> list[str]:
     if plan.runtime == "docker":
         shown += image_commands()
         shown += [compose.up(plan.run.compose, plan.cluster)]
-        shown += [compose.tensorboard(runs_dir(), plan.tensorboard_port, "up", "--detach", "tensorboard")]
+        if plan.tensorboard_port:
+            shown += [compose.tensorboard(runs_dir(), plan.tensorboard_port, "up", "--detach", "tensorboard")]
         return shown
     for task in plan.compose["tasks"].values():
         environment = " ".join(f"{name}={shlex.quote(value)}" for name, value in task["environment"].items())
@@ -210,7 +211,7 @@ def build_images(sh: Shell) -> None:
 def image_commands() -> list[str]:
     """Return the commands that build the images of this checkout."""
     names = (images.train_image("cpu"), images.TENSORBOARD_IMAGE)
-    commands = images.build_commands("cpu", images.default_base())
+    commands = images.build_commands("cpu", images.find_base())
     if all(engine.ask("image", "inspect", name)[0] == 0 for name in names):
         # A rebuild with little or nothing changed takes seconds: then only what goes wrong is worth reading.
         return [command.replace("docker build", "docker build --quiet", 1) for command in commands]
@@ -224,11 +225,7 @@ def shown(path: Path) -> str:
 
 def in_progress(run: RunFolder) -> bool:
     """Whether the run still trains, or should."""
-    return (
-        run.cluster.exists()
-        and not run.summary.exists()
-        and not all(beat["state"] == "lost" for beat in run.heartbeats().values())
-    )
+    return run.cluster.exists() and not run.summary.exists() and not run.silent
 
 
 def tensorboard_runtime(requested: str, sh: Shell) -> str:

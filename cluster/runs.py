@@ -128,6 +128,11 @@ class RunFolder:
             beats[beat["task"]] = beat
         return beats
 
+    @property
+    def silent(self) -> bool:
+        """Whether no task gave a sign of life lately: none has started yet, or nothing of the run lives any more."""
+        return all(time.time() - beat["updated_at"] > LOST_AFTER_S for beat in self.heartbeats().values())
+
     # Events
 
     def event(

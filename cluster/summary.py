@@ -54,9 +54,8 @@ def _restarts(run: RunFolder, started: float) -> list[dict[str, Any]]:
     restarts = []
     for generation in (g for g in run.generations() if g.get("cause") and g["time"] > started):
         later = [e for e in events if e["generation"] == generation["generation"] and e["time"] >= generation["time"]]
-        fault = next(
-            (e["time"] for e in reversed(events) if e["event"] == "fault" and e["time"] < generation["time"]), None
-        )
+        before = [e for e in events if e["generation"] == generation["generation"] - 1]
+        fault = next((e["time"] for e in reversed(before) if e["event"] == "fault"), None)
         failed_at = fault or generation["failed_at"]
         first_step = next((e["time"] for e in later if e["event"] == "first step"), None)
         restored = next((e["step"] for e in later if e["event"] == "restored"), None)

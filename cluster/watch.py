@@ -92,7 +92,7 @@ def attend(run: RunFolder, runtime: str, port: int, detach: bool, sh: launch.She
     except KeyboardInterrupt:
         print("killing every task", flush=True)
         launch.kill(run, sh)
-        ended = follow(run, lambda value: None, STOP_TIMEOUT_S)
+        ended = read_json(run.summary, None) or summary.write(run, settle_s=0)  # no agent is left to write it
     live.clear()
     launch.remove(run, sh)
     print("\n".join(view.ended(run, launch.shown(run.path))))
@@ -109,10 +109,7 @@ def exit_code(ended: dict[str, Any]) -> int:
 
 def _notice_silence(run: RunFolder, began: float) -> None:
     """End a run in whose place nothing lives any more: its engine stopped, or somebody killed everything."""
-    beats = run.heartbeats()
-    if not beats and time.time() - began < START_TIMEOUT_S:
-        return
-    if beats and not all(beat["state"] == "lost" for beat in beats.values()):
+    if not run.silent or (not run.heartbeats() and time.time() - began < START_TIMEOUT_S):
         return
     told = "no task gives a sign of life: the engine or the supervisor stopped"
     if run.end("failed", error=told, exit_code=EXIT_FAILED) or run.outcome:
