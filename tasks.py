@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import shlex
@@ -17,7 +18,7 @@ from cluster import doctor as checks
 from cluster import images, launch, locks, spec, view
 from cluster import tensorboard as board
 from cluster import watch as watching
-from cluster.errors import EXIT_INTERRUPTED, EXIT_PREREQUISITE, ClusterError
+from cluster.errors import EXIT_INTERRUPTED, EXIT_PREREQUISITE, ClusterError, TimedOut
 
 TASK_HELP = "task such as chief or worker-0 (default: every task)"
 RUN_HELP = "run folder's name (default: the current run)"
@@ -61,7 +62,7 @@ UP_HELP = {
     "runtime": "auto, docker or local (default: auto: containers where a Docker Engine answers)",
     "checkpoint-every": "optimizer steps between two checkpoints (default: 200)",
     "name": "name of the run (default: preset, date and time)",
-    "resume": "go on with this run from its newest checkpoint",
+    "resume": "go on with this run from its newest checkpoint (default: start a new run)",
     "fresh": "start a run of this --name again, its old folder is deleted (default: no)",
     "tensorboard-port": "port of TensorBoard on 127.0.0.1; 0: none (default: 6006)",
     "detach": "return once every task is training (default: stay until the end)",
@@ -175,7 +176,8 @@ def down(c, run=""):
     sh = shell(c)
     for folder in [launch.find_run(run)] if run else launch.leftovers():
         if launch.in_progress(folder):
-            watching.stop(folder, "invoke down")
+            with contextlib.suppress(TimedOut):  # a run that cannot stop is ended all the same
+                watching.stop(folder, "invoke down")
         launch.remove(folder, sh)
         print(f"{folder.name} is down; its folder is {launch.shown(folder.path)}")
     if not run and board.stop(launch.runs_dir(), sh):
@@ -202,7 +204,7 @@ def doctor(c, json=False):
 
 @task(
     auto_shortflags=False,
-    help={"all": "the long matrices too (default: no)", "select": "only tests whose name matches this expression"},
+    help={"all": "the long matrices too (default: no)", "select": "only tests whose name matches this expression (default: every test)"},
 )
 @told
 def test(c, all=False, select=""):
@@ -219,7 +221,7 @@ def test(c, all=False, select=""):
 @told
 def build(c, accelerator="cpu", base=""):
     """Build the training image and the TensorBoard image."""
-    for command in images.build_commands(accelerator, images.find_base(base)):
+    for command in images.build_commands(accelerator, images.default_base(base)):
         shell(c)(command)
 
 

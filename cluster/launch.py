@@ -211,7 +211,7 @@ def build_images(sh: Shell) -> None:
 def image_commands() -> list[str]:
     """Return the commands that build the images of this checkout."""
     names = (images.train_image("cpu"), images.TENSORBOARD_IMAGE)
-    commands = images.build_commands("cpu", images.find_base())
+    commands = images.build_commands("cpu", images.default_base())
     if all(engine.ask("image", "inspect", name)[0] == 0 for name in names):
         # A rebuild with little or nothing changed takes seconds: then only what goes wrong is worth reading.
         return [command.replace("docker build", "docker build --quiet", 1) for command in commands]

@@ -7,6 +7,11 @@ choose it.
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
 DIRECTORY = "requirements"
 TARGETS = ("host", "train-cpu", "train-gpu", "tensorboard", "dev")
 CONSTRAINTS = f"{DIRECTORY}/constraints.txt"
@@ -16,6 +21,23 @@ _COMPILE = [
     "uv", "pip", "compile", "--quiet", "--no-config", "--universal", "--python-version=3.11",
     "--no-emit-index-url", "--custom-compile-command=invoke requirements.lock",
 ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One locked package."""
+
+    name: str
+    version: str
+    marker: str
+    """The environments that want it, as in PEP 508; empty for all."""
+
+
+def pins(target: str) -> list[Pin]:
+    """Return the packages that a target's lock asks for."""
+    text = (ROOT / DIRECTORY / f"{target}.lock").read_text()
+    found = re.findall(r"^([\w.-]+)==(\S+)(?: ; (.+?))? \\$", text, re.MULTILINE)
+    return [Pin(name, version, marker) for name, version, marker in found]
 
 
 def lock_commands(*, upgrade: bool = False) -> list[list[str]]:
