@@ -13,12 +13,26 @@ from typing import Any
 
 from invoke import Collection, Context, Exit, task
 from invoke.exceptions import UnexpectedExit
+from invoke.parser.parser import ParseMachine
 
 from cluster import doctor as checks
 from cluster import images, launch, locks, spec, view
 from cluster import tensorboard as board
 from cluster import watch as watching
 from cluster.errors import EXIT_INTERRUPTED, EXIT_PREREQUISITE, ClusterError, TimedOut
+
+_complete_context = ParseMachine.complete_context
+
+
+def _leave_out(machine: ParseMachine) -> None:
+    """Let a positional argument be left out: invoke demands each, but `logs` and `logs worker-0` both make sense."""
+    for argument in machine.context.positional_args if machine.context else ():
+        if argument.optional and argument.value is None:
+            argument.set_value("")
+    _complete_context(machine)
+
+
+ParseMachine.complete_context = _leave_out
 
 TASK_HELP = "task such as chief or worker-0 (default: every task)"
 RUN_HELP = "run folder's name (default: the current run)"
@@ -130,10 +144,11 @@ def status(c, run="", watch=False, json=False):
 @task(
     auto_shortflags=False,
     positional=["task"],
+    optional=["task"],
     help={"task": TASK_HELP, "run": RUN_HELP, "follow": "go on until the run ends (default: no)"},
 )
 @told
-def logs(c, task="", run="", follow=False):
+def logs(c, task=None, run="", follow=False):
     """Show what the tasks' programs printed."""
     folder = launch.find_run(run)
     cluster = folder.load_cluster()
@@ -143,10 +158,11 @@ def logs(c, task="", run="", follow=False):
 @task(
     auto_shortflags=False,
     positional=["run"],
+    optional=["run"],
     help={"run": RUN_HELP, "timeout": "seconds to wait (default: as long as it takes)"},
 )
 @told
-def wait(c, run="", timeout=""):
+def wait(c, run=None, timeout=""):
     """Wait for a run to end and tell how; exit code 0 done, 1 failed, 4 timed out, 130 stopped."""
     folder = launch.find_run(run)
     bound = spec.parse_count("timeout", timeout, 1, 10**9) if timeout else float("inf")
@@ -155,9 +171,9 @@ def wait(c, run="", timeout=""):
     raise Exit(code=watching.exit_code(ended))
 
 
-@task(auto_shortflags=False, positional=["run"], help={"run": RUN_HELP})
+@task(auto_shortflags=False, positional=["run"], optional=["run"], help={"run": RUN_HELP})
 @told
-def stop(c, run=""):
+def stop(c, run=None):
     """Save a checkpoint at the same step on every task and stop; go on with `up --resume`."""
     folder = launch.find_run(run)
     watching.stop(folder, "invoke stop")
@@ -168,10 +184,11 @@ def stop(c, run=""):
 @task(
     auto_shortflags=False,
     positional=["run"],
+    optional=["run"],
     help={"run": "run to take down (default: every run of this checkout, and TensorBoard)"},
 )
 @told
-def down(c, run=""):
+def down(c, run=None):
     """End every process, container and network that `up` started. Run folders stay."""
     sh = shell(c)
     for folder in [launch.find_run(run)] if run else launch.leftovers():
@@ -204,7 +221,10 @@ def doctor(c, json=False):
 
 @task(
     auto_shortflags=False,
-    help={"all": "the long matrices too (default: no)", "select": "only tests whose name matches this expression (default: every test)"},
+    help={
+        "all": "the long matrices too (default: no)",
+        "select": "only tests whose name matches this expression (default: every test)",
+    },
 )
 @told
 def test(c, all=False, select=""):

@@ -104,6 +104,8 @@ class TrainConfig:
                 f"{_option('optimizer.learning_rate')} {self.optimizer.learning_rate:g}: expected a number above 0"
             )
         _check_range("optimizer.warmup_steps", self.optimizer.warmup_steps, 0, 10**9)
+        if not 0 <= self.optimizer.momentum <= 1:
+            raise UsageError(f"{_option('optimizer.momentum')} {self.optimizer.momentum:g}: expected a number from 0 to 1")
         if self.optimizer.name not in ("adam", "sgd"):
             raise UsageError(f"--optimizer.name {self.optimizer.name!r}{nearest(self.optimizer.name, ['adam', 'sgd'])}")
         return self
@@ -174,8 +176,9 @@ def _parse(base: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
         if not error.code:
             print(told.getvalue())
             raise
-        words = " ".join(re.sub(r"[^\x20-\x7e]", " ", told.getvalue()).split())
-        words = re.sub(r"^Parsing error |-{4,}.*$", "", words).strip()
+        # A title, what is wrong, and advice, with a rule between each.
+        parts = [re.sub(r"[^\x21-\x7e]+", " ", part).strip() for part in re.split(r"[-\u2500]{4,}", told.getvalue())]
+        words = next(filter(None, parts[1:]), parts[0])
         raise UsageError(f"override {' '.join(overrides)!r}: {words}; see `python -m train --help`") from None
 
 

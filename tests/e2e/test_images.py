@@ -1,0 +1,111 @@
+"""The images as they are built: what they hold, what they lack, and that they run with nothing but their own files."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from datetime import UTC, datetime
+
+import pytest
+from packaging.markers import Marker
+
+from cluster import images, locks
+
+pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("images")]
+
+TRAIN = images.train_image("cpu")
+BOARD = images.TENSORBOARD_IMAGE
+LOCKED = [(TRAIN, "train-cpu"), (BOARD, "tensorboard")]
+HARDENED = (
+    "--rm --read-only --tmpfs=/tmp --cap-drop=ALL --security-opt=no-new-privileges --network=none --user=12345:12345"
+)
+
+
+def docker(command: str, *words: str) -> str:
+    done = subprocess.run(["docker", *shlex.split(command), *words], capture_output=True, text=True, check=False)
+    assert 0 == done.returncode, f"docker {command}: {done.stderr[-2000:]}"
+    return done.stdout
+
+
+def sh(image: str, script: str) -> str:
+    return docker(f"run {HARDENED} --entrypoint=sh {image} -c", script)
+
+
+def python(image: str, script: str) -> str:
+    return docker(f"run {HARDENED} --entrypoint=python {image} -c", script)
+
+
+@pytest.mark.parametrize("image", [TRAIN, BOARD])
+def test_an_image_must_not_run_as_root(image: str) -> None:
+    assert "10001:10001" == json.loads(docker(f"image inspect --format='{{{{json .Config.User}}}}' {image}"))
+
+
+def test_a_task_must_start_the_agent_and_stop_on_sigterm() -> None:
+    config = json.loads(docker(f"image inspect --format='{{{{json .Config}}}}' {TRAIN}"))
+    assert ["python", "-m", "cluster.agent"] == config["Entrypoint"]
+    assert "SIGTERM" == config["StopSignal"]
+
+
+@pytest.mark.parametrize("image", [TRAIN, BOARD])
+def test_labels_must_tell_what_is_inside(image: str) -> None:
+    config = json.loads(docker(f"image inspect --format='{{{{json .Config}}}}' {image}"))
+    labels = {name.removeprefix("org.opencontainers.image."): text for name, text in config["Labels"].items()}
+    assert {"title", "description", "licenses", "base.name"} <= labels.keys()
+    commit = images.source()
+    assert commit.revision == labels.get("revision", "")
+    assert datetime.fromtimestamp(commit.epoch_s, UTC).isoformat() == labels["created"]
+
+
+@pytest.mark.parametrize("image", [TRAIN, BOARD])
+def test_the_manifest_must_name_image_and_base(image: str) -> None:
+    found = images.inspect(image)
+    assert found["id"].startswith("sha256:")
+    assert found["base_digest"].startswith("sha256:")
+    assert images.inspect(found["id"])["base"] == found["base"] != ""
+
+
+@pytest.mark.parametrize(("image", "target"), LOCKED)
+def test_an_image_must_hold_what_is_locked_and_no_more(image: str, target: str) -> None:
+    script = (
+        "import importlib.metadata, re\n"
+        "for each in importlib.metadata.distributions():\n"
+        "    print(re.sub('[-_.]+', '-', each.name).lower(), each.version)\n"
+    )
+    installed = {tuple(line.split()) for line in python(image, script).splitlines()}
+    wanted = [pin for pin in locks.pins(target) if not pin.marker or Marker(pin.marker).evaluate()]
+    assert {(pin.name, pin.version) for pin in wanted} == installed
+
+
+def test_tensorflow_must_import_with_nothing_but_its_own_files() -> None:
+    script = "import tensorflow, keras, tensorflow_datasets, tyro, tensorboard; print(tensorflow.__version__)"
+    assert "2.21.0" == python(TRAIN, script).strip()
+
+
+def test_no_start_must_compile_python() -> None:
+    script = (
+        "import keras, os, sys, tensorflow, cluster.agent\n"
+        "print([name for name, module in sys.modules.items() if getattr(module, '__cached__', None)\n"
+        "       and module.__file__.endswith('.py') and not os.path.exists(module.__cached__)])\n"
+    )
+    assert "[]" == python(TRAIN, script).strip()
+
+
+def test_nothing_to_build_with_must_be_left() -> None:
+    found = sh(TRAIN, "find /opt/venv \\( -name '*.h' -o -name pip -o -name tests -o -name libclang.so \\) | head")
+    assert [] == found.split()
+
+
+@pytest.mark.parametrize("image", [TRAIN, BOARD])
+def test_certificates_must_be_the_bases(image: str) -> None:
+    script = "sha256sum /etc/ssl/certs/ca-certificates.crt; find /usr/local/share/ca-certificates /run/secrets 2>&1 || true"
+    assert sh(images.inspect(image)["base"], script) == sh(image, script)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("image", [TRAIN, BOARD])
+def test_building_from_nothing_must_give_the_same_image(image: str) -> None:
+    (command,) = [each for each in images.build_commands("cpu", images.default_base()) if f"--tag={image} " in each]
+    again = command.replace("docker build", "docker build --quiet --no-cache").replace(f"--tag={image}", "")
+    done = subprocess.run(again, shell=True, cwd=images.ROOT, capture_output=True, text=True, check=True)
+    assert images.inspect(image)["id"] == done.stdout.strip()

@@ -1,0 +1,148 @@
+"""The training configuration: presets, overrides, ranges; a typo is refused with the nearest name."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from cluster.errors import UsageError
+from cluster.launch import ROOT
+from train import config
+from train.config import TrainConfig
+
+
+def refusal(*overrides: str, preset: str = "fashion_mnist") -> str:
+    """Return what a refused configuration is told."""
+    with pytest.raises(UsageError) as refused:
+        config.resolve(preset, overrides)
+    assert 1 == len(str(refused.value).splitlines())
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("preset", config.PRESETS)
+def test_a_preset_is_complete_and_in_range(preset: str) -> None:
+    resolved = config.resolve(preset, [])
+    assert (preset, preset) == (resolved.preset, resolved.dataset)
+    assert resolved == TrainConfig.from_json(resolved.to_json())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "value"),
+    [
+        (["--epochs", "0.5"], "epochs", 0.5),
+        (["--global-batch=96"], "global_batch", 96),
+        (["--global_batch", "96"], "global_batch", 96),
+        (["--max-steps", "500"], "max_steps", 500),
+        (["--max-steps", "None"], "max_steps", None),
+        (["--seed", "7"], "seed", 7),
+        (["--no-deterministic"], "deterministic", False),
+        (["--seed", "7", "--seed", "8"], "seed", 8),
+    ],
+)
+def test_an_override_changes_that_value_alone(overrides: list[str], name: str, value: object) -> None:
+    assert dataclasses.replace(config.fashion_mnist(), **{name: value}) == config.resolve("fashion_mnist", overrides)
+
+
+def test_a_dotted_override_reaches_inside() -> None:
+    resolved = config.resolve("mnist", ["--optimizer.learning-rate", "0.01", "--optimizer.name", "sgd"])
+    assert ("sgd", 0.01) == (resolved.optimizer.name, resolved.optimizer.learning_rate)
+    assert config.mnist().optimizer.momentum == resolved.optimizer.momentum
+
+
+def test_a_resumed_run_starts_from_its_own_configuration() -> None:
+    saved = config.resolve("mnist", ["--seed", "7", "--global-batch", "96"])
+    resumed = config.resolve("fashion_mnist", ["--epochs", "6"], TrainConfig.from_json(saved.to_json()))
+    assert dataclasses.replace(saved, epochs=6.0) == resumed
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("--epoch", "--epochs"), ("--batch", "--global-batch"), ("--learning-rate", "--optimizer.learning-rate")],
+)
+def test_a_typo_is_refused_with_the_nearest_name(typed: str, meant: str) -> None:
+    expected = f"override '{typed}' is not an option of the training config; did you mean '{meant}'?"
+    assert expected == refusal(typed, "3")
+
+
+def test_an_unknown_preset_is_refused_with_the_nearest_name() -> None:
+    assert "--preset 'fashon' is not a preset; did you mean 'fashion_mnist'?" == refusal(preset="fashon")
+
+
+def test_the_preset_cannot_be_overridden_behind_its_back() -> None:
+    assert "override '--preset' is not an option" in refusal("--preset", "mnist")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["--epochs", "three"], "Error parsing --epochs: could not convert string to float: 'three'"),
+        (["--seed", "1.5"], "Error parsing --seed: "),
+        (["--epochs"], "--epochs"),
+        (["500"], "Unrecognized options: 500"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_in_one_line(overrides: list[str], told: str) -> None:
+    words = refusal(*overrides)
+    assert words.startswith(f"override {' '.join(overrides)!r}: ")
+    assert told in words.removeprefix(f"override {' '.join(overrides)!r}: ")
+    assert words.isascii()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--global-batch", "0", "a whole number from 1 to 2147483647"),
+        ("--global-batch", "-192", "a whole number from 1 to 2147483647"),
+        ("--max-steps", "0", "a whole number from 1 to 1000000000000"),
+        ("--seed", "-1", "a whole number from 0 to 2147483647"),
+        ("--seed", "2147483648", "a whole number from 0 to 2147483647"),
+        ("--steps-per-loop", "0", "a whole number from 1 to 1000000"),
+        ("--log-every", "0", "a whole number from 1 to 1000000000"),
+        ("--checkpoint-every", "0", "a whole number from 1 to 1000000000"),
+        ("--keep-checkpoints", "0", "a whole number from 1 to 1000"),
+        ("--evaluate-every", "-1", "a whole number from 0 to 1000000000"),
+        ("--epochs", "0", "a number above 0"),
+        ("--epochs", "nan", "a number above 0"),
+        ("--epochs", "inf", "a number above 0"),
+        ("--optimizer.learning-rate", "-0.1", "a number above 0"),
+        ("--optimizer.learning-rate", "inf", "a number above 0"),
+        ("--optimizer.warmup-steps", "-1", "a whole number from 0 to 1000000000"),
+        ("--optimizer.momentum", "1.5", "a number from 0 to 1"),
+        ("--optimizer.momentum", "nan", "a number from 0 to 1"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_with_the_range(option: str, value: str, expected: str) -> None:
+    assert f"{option} {value}: expected {expected}" == refusal(option, value)
+
+
+def test_an_unknown_optimizer_is_refused_with_the_nearest() -> None:
+    assert "--optimizer.name 'adamw'; did you mean 'adam'?" == refusal("--optimizer.name", "adamw")
+
+
+@pytest.mark.parametrize(
+    ("values", "num_examples", "expected"),
+    [
+        ({"epochs": 3, "global_batch": 192}, 60000, 938),  # 937.5: the last step is begun
+        ({"epochs": 1, "global_batch": 100}, 1000, 10),
+        ({"epochs": 0.001, "global_batch": 192}, 1000, 1),
+        ({"epochs": 3, "global_batch": 192, "max_steps": 30}, 60000, 30),
+        ({"epochs": 1, "global_batch": 100, "max_steps": 500}, 1000, 10),
+    ],
+)
+def test_training_ends_after_its_epochs_or_its_steps(values: dict[str, Any], num_examples: int, expected: int) -> None:
+    assert expected == dataclasses.replace(config.fashion_mnist(), **values).total_steps(num_examples)
+
+
+def test_the_epoch_follows_from_the_step() -> None:
+    assert 0.5 == dataclasses.replace(config.mnist(), global_batch=100).epoch(5, 1000)
+
+
+def test_printing_the_configuration_does_not_import_tensorflow() -> None:
+    lines = "import sys; from train.__main__ import main; main(['--print-config']); print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", lines], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith('{"preset": "fashion_mnist"')
+    assert not {"tensorflow", "keras", "numpy"} & set(done.stderr.split())

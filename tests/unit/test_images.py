@@ -1,0 +1,191 @@
+"""The images' names and commands, and what the Dockerfile must never do."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster import engine, images
+from cluster.errors import PrerequisiteError, UsageError
+
+DIGEST = "sha256:" + "a" * 64
+BASE = images.Base(f"{images.PYTHON_BASE}@{DIGEST}", DIGEST)
+DOCKER = images.ROOT / "docker"
+DOCKERFILE = (DOCKER / "Dockerfile").read_text()
+NO_REGISTRY = (1, "ERROR: failed to do request: no such host")
+
+Ask = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(autouse=True)
+def no_base_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BASE_IMAGE", raising=False)
+
+
+def answering(local: dict[str, list[str]], registry: tuple[int, str] = NO_REGISTRY) -> Ask:
+    """Return an engine that has these images (name: digests) and a registry that gives this answer."""
+
+    def ask(*words: str, timeout_s: float = 0) -> tuple[int, str]:
+        if words[0] == "buildx":
+            assert timeout_s == images.REGISTRY_TIMEOUT_S
+            return registry
+        name = words[-1]
+        return (0, json.dumps(local[name])) if name in local else (1, f"Error: No such image: {name}")
+
+    return ask
+
+
+# Names
+
+
+@pytest.mark.parametrize("accelerator", images.ACCELERATORS)
+def test_every_accelerator_must_have_a_lock_and_an_image(accelerator: str) -> None:
+    assert f"tf-cluster/train:{accelerator}" == images.train_image(accelerator)
+    assert (images.ROOT / f"requirements/train-{accelerator}.lock").is_file()
+
+
+def test_an_unknown_accelerator_must_be_refused() -> None:
+    with pytest.raises(UsageError, match="'gpus' has no image; did you mean 'gpu'"):
+        images.train_image("gpus")
+
+
+# The base
+
+
+def test_the_official_image_must_be_pinned_to_its_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "ask", answering({}, (0, DIGEST)))
+    assert images.default_base() == BASE
+
+
+def test_a_local_image_must_come_before_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "ask", answering({images.DEBIAN_BASE: []}, (0, DIGEST)))
+    assert images.default_base() == images.Base(images.DEBIAN_BASE)
+    monkeypatch.setattr(engine, "ask", answering({images.DEBIAN_BASE: [], images.PYTHON_BASE: [f"python@{DIGEST}"]}))
+    assert images.default_base() == images.Base(images.PYTHON_BASE, DIGEST)
+
+
+def test_without_a_registry_a_base_must_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "ask", answering({}))
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    base = images.default_base()
+    assert base == images.Base(images.DEBIAN_BASE, missing=True)
+    made = images.base_commands()
+    assert made == images.build_commands("cpu", base)[: len(made)]
+    assert not set(made) & set(images.build_commands("cpu", BASE))
+
+
+def test_without_registry_and_bootstrapper_the_fix_must_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "ask", answering({}))
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(PrerequisiteError, match=r"no such host.*mmdebstrap.*install it, or set BASE_IMAGE"):
+        images.default_base()
+
+
+def test_an_image_asked_for_must_be_used_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "ask", answering({"mine:1": [], "yours:1": []}))
+    monkeypatch.setenv("BASE_IMAGE", "mine:1")
+    assert images.default_base() == images.Base("mine:1")
+    assert images.default_base("yours:1") == images.Base("yours:1")
+    with pytest.raises(PrerequisiteError, match="theirs:1 is neither on this engine nor in a registry"):
+        images.default_base("theirs:1")
+
+
+# Commands
+
+
+def test_both_images_must_be_built_from_the_same_base() -> None:
+    train, board = (shlex.split(command) for command in images.build_commands("gpu", BASE))
+    assert {"--target=train", "--tag=tf-cluster/train:gpu", "--build-arg=ACCELERATOR=gpu"} <= set(train)
+    assert {"--target=tensorboard", f"--tag={images.TENSORBOARD_IMAGE}"} <= set(board)
+    for command in (train, board):
+        assert {
+            f"--build-arg=BASE_IMAGE={BASE.name}",
+            f"--label=org.opencontainers.image.base.name={images.PYTHON_BASE}",
+            f"--label=org.opencontainers.image.base.digest={DIGEST}",
+        } <= set(command)
+
+
+def test_every_date_must_be_the_commits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "source", lambda: images.Source("c0ffee-dirty", 86400))
+    for command in images.build_commands("cpu", BASE):
+        assert "--build-arg=SOURCE_DATE_EPOCH=86400" in command
+        assert "image.created=1970-01-02T00:00:00+00:00" in command
+        assert "image.revision=c0ffee-dirty" in command
+
+
+def test_outside_of_a_checkout_no_revision_must_be_claimed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(images, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert images.source() == images.Source("", 0)
+    assert "revision" not in images.build_commands("cpu", BASE)[0]
+
+
+def test_the_ca_bundle_must_travel_as_a_secret_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bundle = tmp_path / "ca.crt"
+    monkeypatch.setenv("SSL_CERT_FILE", str(bundle))
+    assert "--secret" not in images.build_commands("cpu", BASE)[0]
+    bundle.write_text("a certificate")
+    assert [f"--secret=id=ca,src={bundle}"] == re.findall(rf"\S*{bundle}", images.build_commands("cpu", BASE)[0])
+
+
+def test_a_proxys_address_must_not_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://user:secret@proxy")
+    command = images.build_commands("cpu", BASE)[0]
+    assert "--build-arg=HTTPS_PROXY" in shlex.split(command)
+    assert "secret@proxy" not in command
+
+
+def test_inspecting_a_missing_image_must_tell_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "ask", answering({}))
+    with pytest.raises(PrerequisiteError, match=r"No such image.*invoke image\.build"):
+        images.inspect(images.TENSORBOARD_IMAGE)
+
+
+# The Dockerfile
+
+
+def stages() -> dict[str, str]:
+    """Return the Dockerfile's stages: name and text."""
+    return dict(re.findall(r"^FROM \S+ AS (\S+)\n(.*?)(?=^FROM|\Z)", DOCKERFILE, re.MULTILINE | re.DOTALL))
+
+
+@pytest.mark.parametrize("target", ["train", "tensorboard"])
+def test_an_image_must_not_run_as_root(target: str) -> None:
+    assert ["10001:10001"] == re.findall(r"^USER (\S+)$", stages()[target], re.MULTILINE)
+
+
+def test_the_host_must_lend_its_ca_bundle_to_single_steps_only() -> None:
+    script = (DOCKER / "fill-venv.sh").read_text()
+    assert 2 == DOCKERFILE.count("--mount=type=secret,id=ca")
+    assert not re.search(r"^(COPY|ADD|ENV|ARG).*(secret|\bca\b|\.crt|\.pem)", DOCKERFILE, re.MULTILINE)
+    assert not re.search(r"^\s*(cp|install|cat|ln)\b.*secrets", script, re.MULTILINE)
+
+
+def test_every_package_must_be_checked_against_its_hash() -> None:
+    script = (DOCKER / "fill-venv.sh").read_text()
+    assert len(re.findall(r"\bpip\b.* install ", script)) == script.count("--require-hashes") == 1
+    assert not re.findall(r"apt-get|curl|wget|pip3? install", DOCKERFILE)
+
+
+def test_code_must_come_last() -> None:
+    assert "COPY --from=app /app /app" in stages()["train"]
+    assert not [name for name, text in stages().items() if name != "app" and re.search(r"COPY (cluster|train)", text)]
+
+
+def test_only_what_is_copied_may_enter_the_build() -> None:
+    rules = (images.ROOT / ".dockerignore").read_text().split("\n")
+    assert "*" == next(rule for rule in rules if not rule.startswith("#"))
+    assert {"cluster", "train", "docker/fill-venv.sh", "requirements/*.lock"} == {
+        rule[1:] for rule in rules if rule.startswith("!")
+    }
+
+
+def test_docker_must_not_become_a_python_package() -> None:
+    assert [] == list(DOCKER.rglob("*.py"))

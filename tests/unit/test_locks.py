@@ -1,0 +1,100 @@
+"""The locks: complete, hashed, equal to each other, and equal to what is installed here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+
+import pytest
+from packaging.markers import Marker
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from cluster import locks
+
+FOLDER = locks.ROOT / locks.DIRECTORY
+INSTALLED = ("host", "train-cpu", "tensorboard", "dev")
+LINE = re.compile(
+    r"""(?x)
+    \#.* | \ +\#\ via\ .*                    # who asked for it
+    | [\w.-]+==[\w.]+ (\ ;\ [^\\]+)?\ \\     # a package, going on with its hashes
+    | \ {4}--hash=sha256:[0-9a-f]{64} (\ \\)?
+    """
+)
+
+
+def lines(target: str) -> list[str]:
+    return (FOLDER / f"{target}.lock").read_text().splitlines()
+
+
+def requirements(target: str) -> list[tuple[Requirement, str]]:
+    """Return what a target's .in file asks for, with the reasons."""
+    entries = [line.partition("#") for line in (FOLDER / f"{target}.in").read_text().splitlines()]
+    return [(Requirement(text), reason.strip()) for text, _, reason in entries if text.strip()]
+
+
+def applies(marker: str) -> bool:
+    return not marker or Marker(marker).evaluate()
+
+
+@pytest.mark.parametrize("target", locks.TARGETS)
+def test_a_lock_must_hold_packages_and_hashes_only(target: str) -> None:
+    assert [] == [line for line in lines(target) if not LINE.fullmatch(line)]
+
+
+@pytest.mark.parametrize("target", locks.TARGETS)
+def test_every_package_must_be_hashed(target: str) -> None:
+    following = dict(zip(lines(target), lines(target)[1:], strict=False))
+    packages = [line for line in lines(target) if re.match(r"[\w.-]+==", line)]
+    assert [] == [line for line in packages if "--hash=sha256:" not in following[line]]
+    assert len(packages) == len(locks.pins(target)) > 0
+
+
+@pytest.mark.parametrize("target", locks.TARGETS)
+def test_a_lock_must_hold_what_is_asked_for(target: str) -> None:
+    locked = {pin.name for pin in locks.pins(target)}
+    assert set() == {canonicalize_name(asked.name) for asked, _ in requirements(target)} - locked
+
+
+@pytest.mark.parametrize("target", locks.TARGETS)
+def test_every_requirement_must_have_a_reason(target: str) -> None:
+    assert [] == [str(asked) for asked, reason in requirements(target) if not reason]
+
+
+@pytest.mark.parametrize("target", locks.TARGETS)
+def test_all_targets_must_share_one_version_of_a_package(target: str) -> None:
+    text = (locks.ROOT / locks.CONSTRAINTS).read_text()
+    shared = {line.split(" ; ")[0] for line in text.splitlines() if not line.startswith("#")}
+    assert set() == {f"{pin.name}=={pin.version}" for pin in locks.pins(target)} - shared
+
+
+def test_both_accelerators_must_train_with_the_same_versions() -> None:
+    cpu, gpu = ({(pin.name, pin.version) for pin in locks.pins(f"train-{name}")} for name in ("cpu", "gpu"))
+    assert {"tensorflow-cpu"} == {name for name, _ in cpu - gpu}
+    assert all(name.startswith("nvidia-") for name, _ in gpu - cpu)
+
+
+def test_tensorboard_must_not_need_tensorflow() -> None:
+    assert not {"tensorflow", "tensorflow-cpu", "keras"} & {pin.name for pin in locks.pins("tensorboard")}
+
+
+@pytest.mark.parametrize("target", INSTALLED)
+def test_the_environment_must_be_as_locked(target: str) -> None:
+    wanted = {pin.name: pin.version for pin in locks.pins(target) if applies(pin.marker)}
+    installed = {canonicalize_name(each.name): each.version for each in importlib.metadata.distributions()}
+    assert wanted == {name: installed.get(name) for name in wanted}
+
+
+def test_locking_must_resolve_all_targets_together_first() -> None:
+    resolve, *each = locks.lock_commands()
+    assert [f"requirements/{target}.in" for target in locks.TARGETS] == resolve[-len(locks.TARGETS) :]
+    assert len(locks.TARGETS) == len(each)
+    for target, command in zip(locks.TARGETS, each, strict=True):
+        assert f"requirements/{target}.in" == command[-1]
+        assert {"--generate-hashes", "--no-emit-index-url", f"--constraints={locks.CONSTRAINTS}"} <= set(command)
+
+
+def test_upgrading_must_change_versions_in_one_place() -> None:
+    resolve, *each = locks.lock_commands(upgrade=True)
+    assert "--upgrade" in resolve
+    assert not [command for command in each if "--upgrade" in command]

@@ -1,0 +1,315 @@
+"""What is shown of a run, and how its end is told, always from what the tasks recorded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster import health, summary, tensorboard, view, watch
+from cluster.errors import TimedOut
+from cluster.runs import RunFolder, append_json, read_json, write_json
+
+MakeRun = Callable[..., RunFolder]
+
+
+@pytest.fixture
+def run(make_run: MakeRun) -> RunFolder:
+    return make_run("demo", workers=1)
+
+
+def beat(run: RunFolder, task: str, state: str, **values: Any) -> None:
+    """Leave a heartbeat."""
+    known = {"task": task, "role": task.split("-")[0], "state": state, "generation": 0, "step": 0}
+    rest = {"examples_per_s": None, "loss": None, "restarts": 0, "updated_at": time.time()}
+    write_json(run.status(task), known | rest | values)
+
+
+def end(run: RunFolder, state: str, **cause: Any) -> dict[str, Any]:
+    """Record an outcome and write the summary."""
+    run.end(state, **cause)
+    return summary.write(run, settle_s=0)
+
+
+# Status
+
+
+def test_a_run_that_has_not_begun_is_starting(run: RunFolder) -> None:
+    value = view.status(run)
+    assert ("demo", "starting", "MultiWorkerMirroredStrategy", 0, 0) == tuple(
+        value[key] for key in ("run", "state", "strategy", "generation", "step")
+    )
+    assert [] == value["tasks"]
+    assert {None} == {value[key] for key in ("steps_total", "eta_s", "examples_per_s", "checkpoint", "tensorboard")}
+
+
+def test_status_holds_what_the_contract_lists(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorboard, "running", lambda runs_dir: 6007)
+    beat(run, "worker-0", "training", step=20)
+    beat(run, "chief", "training", step=20, steps_total=120, examples_per_s=480.0, loss=0.5)
+    run.begin_generation(1)
+    run.event("chief", "checkpoint", step=10)
+    run.event("chief", "checkpoint", step=20)
+    value = view.status(run)
+    tasks, checkpoint = value.pop("tasks"), value.pop("checkpoint")
+    assert {
+        "run": "demo",
+        "state": "training",
+        "strategy": "MultiWorkerMirroredStrategy",
+        "generation": 1,
+        "step": 20,
+        "steps_total": 120,
+        "eta_s": 20.0,  # 100 steps of 96 examples at 480 examples/s
+        "examples_per_s": 480.0,
+        "tensorboard": "http://127.0.0.1:6007",
+    } == value
+    assert ["chief", "worker-0"] == [task["task"] for task in tasks]
+    assert 20 == checkpoint["step"]
+    assert 0 <= checkpoint["age_s"] < 5
+
+
+def test_an_ended_run_has_its_summary_s_state_and_nothing_left_to_do(run: RunFolder) -> None:
+    beat(run, "chief", "done", step=120, steps_total=120, examples_per_s=480.0)
+    end(run, "succeeded")
+    value = view.status(run)
+    assert ("succeeded", None) == (value["state"], value["eta_s"])
+
+
+def test_a_table_has_a_row_for_every_task(run: RunFolder) -> None:
+    beat(run, "chief", "training", step=20, steps_total=120, examples_per_s=4801.4, loss=0.51234, restarts=1)
+    beat(run, "worker-0", "waiting", updated_at=time.time() - 9)
+    head, names, chief, worker = view.table(view.status(run))
+    assert "demo  training  MultiWorkerMirroredStrategy  step 20/120" in head
+    assert ["TASK", "STATE", "STEP", "EXAMPLES/S", "LOSS", "RESTARTS", "AGE"] == names.split()
+    assert ["chief", "training", "20", "4,801", "0.5123", "1", "0s"] == chief.split()
+    assert ["worker-0", "waiting", "0", "-", "-", "0", "9s"] == worker.split()
+    assert len(names) == len(chief) == len(worker)
+
+
+def test_progress_says_what_is_known(run: RunFolder) -> None:
+    beat(run, "chief", "training", step=20, steps_total=120, examples_per_s=480.0, loss=0.5)
+    run.event("chief", "checkpoint", step=10)
+    told = "step 20/120  loss 0.5000  480 examples/s  20 s left  checkpoint at 10"
+    assert told == view.progress(view.status(run))
+
+
+# The live view
+
+
+def test_without_a_terminal_only_news_are_printed(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    live = view.Live()
+    for state, step in [("waiting", 0), ("waiting", 0), ("training", 5), ("saving", 6), ("training", 7), ("done", 8)]:
+        beat(run, "chief", state, step=step)
+        live.show(view.status(run))
+    assert ["chief waiting", "chief training", "step 5", "chief done"] == capsys.readouterr().out.splitlines()
+
+
+def test_in_a_terminal_the_table_redraws_itself(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "40")
+    live = view.Live()
+    beat(run, "chief", "training", step=1)
+    live.show(view.status(run))
+    first = capsys.readouterr().out
+    assert 3 == len(first.splitlines())
+    assert max(map(len, first.splitlines())) < 40  # a wrapped line could not be taken back
+    beat(run, "chief", "training", step=2)
+    live.show(view.status(run))
+    assert capsys.readouterr().out.startswith("\x1b[3F\x1b[J")
+    live.clear()
+    live.clear()
+    assert "\x1b[3F\x1b[J" == capsys.readouterr().out
+
+
+# The end
+
+
+def test_a_success_tells_accuracy_folder_tensorboard_and_what_is_next(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensorboard, "running", lambda runs_dir: 6006)
+    write_json(run.control / "result.json", {"steps": 938, "metrics": {"eval_accuracy": 0.89123}})
+    summary_line, *rest = (end(run, "succeeded"), view.ended(run, "runs/demo"))[1]
+    assert summary_line.startswith("succeeded: 938 steps in ")
+    assert summary_line.endswith(", accuracy 0.8912 on the test set")
+    assert [
+        "run folder   runs/demo",
+        "TensorBoard  http://127.0.0.1:6006",
+        "next         invoke down (ends TensorBoard), or train on: invoke up --resume demo -- --epochs 6",
+    ] == rest
+
+
+def test_a_stop_tells_how_to_go_on(run: RunFolder) -> None:
+    end(run, "stopped")
+    assert "next         invoke up --resume demo" == view.ended(run, "runs/demo")[-1]
+
+
+def test_a_failure_tells_the_root_cause_last(run: RunFolder) -> None:
+    beat(run, "chief", "stopped", step=5, exit_code=137)
+    beat(run, "worker-0", "failed", step=7, exit_code=1)
+    why = {"task": "worker-0", "cause": "exit code 139 (SIGSEGV: crashed in native code)", "step": 7}
+    run.begin_generation(1, error="", failed_at=time.time(), **why)
+    end(run, "failed", task="worker-0", exit_code=1, error="loss is nan at step 7")
+    rule, *inside, rule_too, folder, further = view.ended(run, "runs/demo")
+    assert [
+        "run demo failed after 7 steps",
+        "chief: exit code 137 (SIGKILL: killed, out of memory?), ended because of the other",
+        "restart 1: worker-0, exit code 139 (SIGSEGV: crashed in native code)",
+        "root cause: worker-0, loss is nan at step 7",
+        "its log: invoke logs worker-0",
+    ] == inside
+    assert {"-"} == set(rule) == set(rule_too)
+    assert ("run folder   runs/demo", "next         mend the cause, then invoke up --resume demo") == (folder, further)
+
+
+def test_a_failure_that_is_no_task_s_is_told_too(run: RunFolder) -> None:
+    end(run, "failed", error="no task gives a sign of life")
+    assert "root cause: the run, no task gives a sign of life" in view.ended(run, "runs/demo")
+
+
+@pytest.mark.parametrize(
+    ("ended", "code"),
+    [
+        ({"state": "succeeded"}, 0),
+        ({"state": "stopped"}, 130),
+        ({"state": "failed", "cause": {"exit_code": 1}}, 1),
+        ({"state": "failed", "cause": {"exit_code": 2}}, 2),
+        ({"state": "failed", "cause": {"exit_code": 3}}, 3),
+        ({"state": "failed", "cause": {"exit_code": 4}}, 4),
+        ({"state": "failed", "cause": {"exit_code": 137}}, 1),
+        ({"state": "failed", "cause": {"exit_code": None}}, 1),
+    ],
+)
+def test_the_exit_code_tells_how_the_run_ended(ended: dict[str, Any], code: int) -> None:
+    assert code == watch.exit_code(ended)
+
+
+def test_waiting_is_bounded(run: RunFolder) -> None:
+    beat(run, "chief", "training")
+    with pytest.raises(TimedOut, match=r"run demo has not ended after 0.1 s; it goes on"):
+        watch.follow(run, lambda value: None, timeout_s=0.1)
+
+
+@pytest.mark.parametrize("worker", ["training", "done"])
+def test_a_run_in_which_nothing_lives_has_failed(run: RunFolder, worker: str) -> None:
+    beat(run, "chief", "training", step=5, updated_at=time.time() - 60)
+    beat(run, "worker-0", worker, step=5, updated_at=time.time() - 60)
+    ended = watch.follow(run, lambda value: None, timeout_s=5)
+    assert ("failed", 5) == (ended["state"], ended["steps"])
+    assert "no task gives a sign of life: the engine or the supervisor stopped" == ended["cause"]["error"]
+
+
+# What a restart cost
+
+
+def test_restarts_are_counted_from_their_own_fault(run: RunFolder) -> None:
+    now = time.time() + 10
+    events = [
+        (now, "fault", 0, 50),
+        (now + 4, "restored", 1, 40),
+        (now + 5, "first step", 1, 41),
+        (now + 8, "restored", 2, 60),
+        (now + 9, "first step", 2, 61),
+    ]
+    for moment, event, generation, step in events:
+        append_json(
+            run.events_log,
+            {"time": moment, "task": "chief", "event": event, "generation": generation, "step": step, "detail": {}},
+        )
+    # The first death was an injected fault; the second was not, and its agent says when it was.
+    for number, begun, failed, step in [(1, now + 2, now + 1, 50), (2, now + 7, now + 6, 70)]:
+        path = run.control / "generations" / f"{number}.json"
+        why = {"task": "worker-0", "cause": "killed", "failed_at": failed, "step": step}
+        write_json(path, {"generation": number, "time": begun} | why)
+    assert [
+        {"generation": 1, "detected_s": 2.0, "resumed_s": 5.0, "steps_lost": 10},
+        {"generation": 2, "detected_s": 1.0, "resumed_s": 3.0, "steps_lost": 10},
+    ] == [
+        {key: restart[key] for key in ("generation", "detected_s", "resumed_s", "steps_lost")}
+        for restart in end(run, "succeeded")["restarts"]
+    ]
+
+
+def test_goodput_is_the_share_of_time_in_steps_that_count(run: RunFolder) -> None:
+    started = read_json(run.control / "started.json")["time"]
+    for at, step in enumerate([10, 20, 30], start=1):  # 10 steps of 96 examples at 960 examples/s: a second each
+        append_json(run.metrics("chief"), {"time": started + at, "step": step, "examples_per_s": 960.0})
+    run.end("succeeded")
+    write_json(run.control / "outcome.json", {"state": "succeeded", "time": started + 4})
+    assert 0.5 == summary.write(run, settle_s=0)["goodput"]
+
+
+# Logs and health
+
+
+def test_logs_of_several_tasks_carry_their_names(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    run.log("chief").write_text("one\ntwo\nhalf a li")
+    run.log("worker-0").write_bytes(b"three \xff\n")
+    view.logs(run, ["chief", "worker-0", "ps-0"], follow=False)
+    assert ["chief    | one", "chief    | two", "worker-0 | three \ufffd"] == capsys.readouterr().out.splitlines()
+
+
+def test_the_log_of_one_task_is_shown_as_it_is(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    run.log("chief").write_text("one\ntwo\n")
+    view.logs(run, ["chief"], follow=False)
+    assert "one\ntwo\n" == capsys.readouterr().out
+
+
+def test_followed_logs_go_on_until_the_run_ends(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.log("chief").write_text("one\nt")
+    more = iter(["wo\nthree\n", "four\n"])
+
+    def meanwhile(_: float) -> None:
+        if (text := next(more, None)) is None:
+            end(run, "succeeded")
+            text = "five\n"
+        with run.log("chief").open("a") as log:
+            log.write(text)
+
+    monkeypatch.setattr(view.time, "sleep", meanwhile)
+    view.logs(run, ["chief"], follow=True)
+    assert ["one", "two", "three", "four", "five"] == capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("state", "age_s", "healthy"),
+    [("training", 0, True), ("done", 60, True), ("training", 60, False), ("failed", 0, False)],
+)
+def test_a_task_is_healthy_while_its_heartbeat_is_fresh(
+    run: RunFolder, state: str, age_s: float, healthy: bool
+) -> None:
+    beat(run, "chief", state, step=3, updated_at=time.time() - age_s)
+    shown = "lost" if age_s and state == "training" else state
+    assert (healthy, f"chief is {shown} at step 3") == health.check(run, "chief")
+
+
+def test_a_task_without_a_heartbeat_is_not_healthy(run: RunFolder) -> None:
+    assert (False, "chief has no heartbeat yet") == health.check(run, "chief")
+
+
+def test_a_plan_says_what_each_task_is_told(run: RunFolder) -> None:
+    task = {"task": "chief", "address": "chief:2222", "tf_config": None}
+    value = {"run": "demo", "strategy": "OneDeviceStrategy", "replicas": 1, "runtime": "local", "tasks": [task]}
+    assert [
+        "run demo: OneDeviceStrategy, 1 replicas, runtime local",
+        "global batch 192: 192 a replica and step",
+        "chief       chief:2222        no TF_CONFIG: it trains alone",
+    ] == view.plan(value | {"global_batch": 192, "replica_batch": 192})
+
+
+def test_findings_end_with_their_fix(tmp_path: Path) -> None:
+    found = [
+        {"check": "python", "state": "ok", "detail": "3.11.2", "fix": ""},
+        {"check": "data", "state": "warning", "detail": "none", "fix": "invoke data.prepare"},
+    ]
+    assert [
+        "ok       python            3.11.2",
+        "warning  data              none; invoke data.prepare",
+    ] == view.findings({"ok": True, "findings": found})
