@@ -21,18 +21,29 @@ from cluster import tensorboard as board
 from cluster import watch as watching
 from cluster.errors import EXIT_INTERRUPTED, EXIT_PREREQUISITE, ClusterError, TimedOut
 
-_complete_context = ParseMachine.complete_context
+_handle, _complete_context = ParseMachine.handle, ParseMachine.complete_context
 
 
 def _leave_out(machine: ParseMachine) -> None:
-    """Let a positional argument be left out: invoke demands each, but `logs` and `logs worker-0` both make sense."""
     for argument in machine.context.positional_args if machine.context else ():
         if argument.optional and argument.value is None:
             argument.set_value("")
+
+
+def _complete_leniently(machine: ParseMachine) -> None:
+    _leave_out(machine)
     _complete_context(machine)
 
 
-ParseMachine.complete_context = _leave_out
+def _handle_leniently(machine: ParseMachine, token: str) -> None:
+    if token in ("--help", "-h"):
+        _leave_out(machine)
+    _handle(machine, token)
+
+
+# invoke demands every positional argument, but `logs` and `logs worker-0` both make sense: those marked optional may be
+# left out, and `logs --help` asks for help.
+ParseMachine.handle, ParseMachine.complete_context = _handle_leniently, _complete_leniently
 
 TASK_HELP = "task such as chief or worker-0 (default: every task)"
 RUN_HELP = "run folder's name (default: the current run)"
@@ -205,9 +216,9 @@ def down(c, run=None):
 @told
 def tensorboard(c, port=str(board.PORT), runtime="auto"):
     """Start TensorBoard over all runs, unless it runs, and say where."""
-    chosen = launch.tensorboard_runtime(runtime, shell(c))
-    board.start(launch.runs_dir(), spec.parse_count("port", port, 1, 65535), chosen, shell(c))
-    print(board.address(int(port)))
+    number = spec.parse_count("port", port, 1, 65535)
+    board.start(launch.runs_dir(), number, launch.tensorboard_runtime(runtime, shell(c)), shell(c))
+    print(board.address(number))
 
 
 @task(auto_shortflags=False, help={"json": UP_HELP["json"]})

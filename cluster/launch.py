@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -148,11 +149,16 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
     if plan.runtime == "docker":
         build_images(sh)
     _write_folder(plan, began)
-    if plan.runtime == "docker":
-        _hand_over(plan.run.path)
-        sh(compose.up(plan.run.compose, plan.cluster))
-    else:
-        local.start(plan.run)
+    try:
+        if plan.runtime == "docker":
+            _hand_over(plan.run.path)
+            sh(compose.up(plan.run.compose, plan.cluster))
+        else:
+            local.start(plan.run)
+    except BaseException:
+        with contextlib.suppress(Exception):  # what went wrong first is what is told
+            remove(plan.run, sh)
+        raise
 
 
 def commands(plan: Plan) -> list[str]:

@@ -51,7 +51,7 @@ def test_a_task_must_start_the_agent_and_stop_on_sigterm() -> None:
 def test_labels_must_tell_what_is_inside(image: str) -> None:
     config = json.loads(docker(f"image inspect --format='{{{{json .Config}}}}' {image}"))
     labels = {name.removeprefix("org.opencontainers.image."): text for name, text in config["Labels"].items()}
-    assert {"title", "description", "licenses", "base.name"} <= labels.keys()
+    assert {"title", "description", "base.name"} <= labels.keys()
     commit = images.source()
     assert commit.revision == labels.get("revision", "")
     assert datetime.fromtimestamp(commit.epoch_s, UTC).isoformat() == labels["created"]

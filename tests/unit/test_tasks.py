@@ -1,0 +1,351 @@
+"""The command line: names, help with defaults, one line and the right exit code for every error, dry runs."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from invoke import Config, Context, Exit, MockContext, Result, Task
+
+import tasks
+from cluster import doctor, engine, images, launch, local, locks, watch
+from cluster import tensorboard as board
+from cluster.doctor import Finding
+from cluster.errors import PrerequisiteError, TimedOut
+from cluster.launch import ROOT, Request
+from cluster.runs import RunFolder, write_json
+
+MakeRun = Callable[..., RunFolder]
+
+CONTRACT = set(
+    "up plan status logs wait stop down scale evaluate export tensorboard doctor verify rerun chaos bench test check".split()
+)
+COLLECTIONS = {"image", "data", "swarm", "k8s", "requirements"}
+BUILT = {
+    *("up", "plan", "status", "logs", "wait", "stop", "down", "tensorboard", "doctor", "test"),
+    *("image.base", "image.build", "data.prepare", "data.verify", "requirements.lock"),
+}
+ALL_TASKS: list[str] = sorted(tasks.ns.task_names)
+
+
+def invoke(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `invoke` as a user does."""
+    command = [sys.executable, "-m", "invoke", *words]
+    environment = os.environ | environment
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def context(remainder: str = "", exited: int = 0) -> MockContext:
+    """Return a context that remembers commands instead of running them."""
+    made = MockContext(run=Result(exited=exited), repeat=True)
+    made._set(remainder=remainder)
+    return made
+
+
+def real_context() -> Context:
+    """Return a context that runs commands, with the settings of invoke.yaml."""
+    config = Config(project_location=str(ROOT))
+    config.load_project()
+    return Context(config)
+
+
+def commands(c: MockContext) -> list[str]:
+    """Return the commands that a task ran."""
+    return [call.args[0] for call in c.run.call_args_list]
+
+
+def refusal(task: str, c: Context | None = None, **options: Any) -> tuple[int, str]:
+    """Return the exit code and the message that a task ends with."""
+    with pytest.raises(Exit) as ended:
+        tasks.ns[task](c or context(), **options)
+    return ended.value.code, ended.value.message or ""
+
+
+def options(task: Task) -> dict[str, Any]:
+    """Return a task's options and their defaults."""
+    parameters = list(inspect.signature(task.body).parameters.values())[1:]
+    return {parameter.name.replace("_", "-"): parameter.default for parameter in parameters}
+
+
+# Names and help
+
+
+def test_tasks_have_the_contract_s_names() -> None:
+    assert set(ALL_TASKS) >= BUILT
+    assert {name for name in ALL_TASKS if "." not in name} <= CONTRACT
+    assert {name.split(".")[0] for name in ALL_TASKS if "." in name} <= COLLECTIONS
+
+
+def test_the_list_shows_every_task_in_a_sentence() -> None:
+    shown = invoke("--list").stdout
+    assert set(ALL_TASKS) == {line.split()[0] for line in shown.splitlines() if line.startswith("  ") and line[2] != " "}
+    for name in ALL_TASKS:
+        assert tasks.ns[name].__doc__.splitlines()[0].endswith("."), name
+
+
+@pytest.mark.parametrize("name", ALL_TASKS)
+def test_help_states_the_default_of_every_option(name: str) -> None:
+    task = tasks.ns[name]
+    assert set(options(task)) == set(task.help)
+    for option, default in options(task).items():
+        expected = {False: "(default: no", "": "(default: "}.get(default, f"(default: {default}")
+        expected = "(default: stay until the end)" if option == "detach" else expected
+        assert expected in task.help[option], option
+
+
+def test_help_is_shown_on_the_command_line() -> None:
+    shown = " ".join(invoke("--help", "up").stdout.split())
+    assert "--workers=STRING worker tasks beside the chief; 0: the chief alone (default: 2)" in shown
+    assert "--tensorboard-port=STRING" in shown
+
+
+def test_up_and_plan_ask_for_the_same() -> None:
+    asked = {name.replace("_", "-"): field.default for name, field in Request.__dataclass_fields__.items()}
+    asked.pop("overrides")
+    assert asked | {"detach": False, "dry": False} == options(tasks.up)
+    assert asked | {"json": False} == options(tasks.plan)
+
+
+def test_options_and_overrides_reach_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def plan(request: Request) -> None:
+        asked.append(request)
+        raise PrerequisiteError("enough")
+
+    monkeypatch.setattr(launch, "plan", plan)
+    refusal("up", context("--epochs 1 --model 'a b'"), workers="3", checkpoint_every="5", evaluator=True)
+    overrides = ("--epochs", "1", "--model", "a b")
+    assert [Request(workers="3", checkpoint_every="5", evaluator=True, overrides=overrides)] == asked
+
+
+def test_no_task_imports_tensorflow() -> None:
+    modules = [f"cluster.{path.stem}" for path in (ROOT / "cluster").glob("[a-z]*.py")]
+    lines = f"import sys, tasks, {', '.join(modules)}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", lines], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not {"tensorflow", "keras", "numpy", "tyro", "train"} & set(done.stdout.split())
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (["up", "--workers", "two"], 2, "error: --workers 'two': expected a whole number from 0 to 512"),
+        (["up", "--runtime=local", "--", "--epoch", "1"], 2, "error: override '--epoch' is not an option"),
+        (["up", "--runtime=docker"], 3, "error: --runtime docker: docker is not installed; install and start Docker"),
+        (["status"], 2, "error: there is no current run; start one with `invoke up`, or name one of runs/"),
+    ],
+)
+def test_an_error_is_one_line_with_its_exit_code(tmp_path: Path, words: list[str], code: int, told: str) -> None:
+    done = invoke(*words, PATH=str(tmp_path))
+    assert (code, 1, "") == (done.returncode, len(done.stderr.splitlines()), done.stdout)
+    assert done.stderr.startswith(told)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("task", "asked", "told"),
+    [
+        ("logs", {"task": "worker-7"}, "error: no task 'worker-7' in this cluster; did you mean 'worker-0'?"),
+        ("logs", {"run": "a/b"}, "error: run name 'a/b': expected letters, digits"),
+        ("status", {"run": "rum"}, "error: there is no run 'rum' in "),
+        ("wait", {"timeout": "soon"}, "error: --timeout 'soon': expected a whole number from 1 to 1000000000"),
+        ("stop", {"run": "absent"}, "error: there is no run 'absent' in "),
+        ("down", {"run": "absent"}, "error: there is no run 'absent' in "),
+        ("tensorboard", {"port": "0"}, "error: --port '0': expected a whole number from 1 to 65535"),
+        ("tensorboard", {"runtime": "podman"}, "error: --runtime 'podman' is not a runtime"),
+        ("image.build", {"accelerator": "gpus", "base": "debian"}, "error: accelerator 'gpus' has no image; did you"),
+    ],
+)
+def test_wrong_usage_ends_with_2_and_starts_nothing(
+    make_run: MakeRun, task: str, asked: dict[str, str], told: str
+) -> None:
+    current(make_run(workers=1))
+    c = context()
+    code, message = refusal(task, c, **asked)
+    assert (2, 1, []) == (code, len(message.splitlines()), commands(c))
+    assert message.startswith(told)
+
+
+def current(run: RunFolder) -> RunFolder:
+    """Make it the current run."""
+    (run.path.parent / ".current").write_text(run.name + "\n")
+    return run
+
+
+def test_waiting_too_long_ends_with_4(make_run: MakeRun) -> None:
+    run = current(make_run(workers=0))
+    beat = {"task": "chief", "state": "training", "step": 1, "updated_at": time.time(), "examples_per_s": None}
+    write_json(run.status("chief"), beat | {"loss": None, "restarts": 0})
+    assert (4, "error: run run has not ended after 1 s; it goes on, see `invoke status`") == refusal("wait", timeout="1")
+
+
+@pytest.mark.parametrize(("state", "code"), [("succeeded", 0), ("stopped", 130)])
+def test_waiting_tells_how_the_run_ended(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str], state: str, code: int
+) -> None:
+    run = current(make_run(workers=0))
+    values = {"steps": 5, "wall_s": 1.0, "startup_s": None, "metrics": {}, "restarts": []}
+    write_json(run.summary, {"state": state} | values)
+    assert (code, "") == refusal("wait")
+    assert capsys.readouterr().out.startswith(f"{state}: 5 steps in 1.0 s\n")
+
+
+def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(request: Request) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "plan", interrupt)
+    assert (130, "interrupted") == refusal("up")
+
+
+@pytest.mark.parametrize(("state", "code"), [("warning", 0), ("failed", 3)])
+def test_the_doctor_ends_with_3_where_something_must_be_mended(
+    monkeypatch: pytest.MonkeyPatch, state: str, code: int
+) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda: [Finding("check", state, "found")])
+    assert (code, "") == refusal("doctor")
+
+
+@pytest.fixture
+def engine_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Puts a `docker` on the PATH that fails at one command and has one image; returns the list of calls."""
+
+    def put(fails_at: str) -> Path:
+        program, calls = tmp_path / "bin" / "docker", tmp_path / "calls"
+        program.parent.mkdir()
+        program.write_text(
+            f'#!/bin/sh\necho "$*" >>{calls}\ncase "$*" in\n*"{fails_at}"*) echo "the engine is gone" >&2; exit 17;;\n'
+            "info*) echo '\"26.1.5\"';;\n*version*) echo 2.26.1;;\nimage*) echo '[]';;\nesac\n"
+        )
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+        monkeypatch.setattr(launch, "_resolve_config", lambda request, run: {"dataset": "mnist", "global_batch": 192})
+        monkeypatch.setattr(launch, "prepare_data", lambda name, sh: None)
+        return calls
+
+    return put
+
+
+def test_an_engine_that_stops_while_it_builds_ends_the_start(
+    engine_that_fails: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    calls = engine_that_fails("build ")
+    code, message = refusal("up", real_context(), name="one", runtime="docker", tensorboard_port="0")
+    assert 17 == code
+    assert message.startswith("error: 'docker build ")
+    assert 1 == len(message.splitlines())
+    assert "the engine is gone" in capfd.readouterr().err
+    assert not (tmp_path / "runs" / "one").exists()
+    assert " up " not in calls.read_text()
+
+
+def test_an_engine_that_stops_half_way_leaves_nothing_behind(
+    engine_that_fails: Callable[[str], Path], tmp_path: Path
+) -> None:
+    calls = engine_that_fails(" up ")
+    code, message = refusal("up", real_context(), name="one", runtime="docker", tensorboard_port="0")
+    assert 17 == code
+    assert message.startswith("error: 'docker compose ")
+    up, down = calls.read_text().splitlines()[-2:]
+    overlay = str(tmp_path / "runs" / "one" / "compose.json")
+    assert [True, True] == [overlay in up, overlay in down]
+    assert down.endswith(" down --timeout 10 --volumes --remove-orphans")
+
+
+# Dry runs
+
+
+def test_a_dry_run_prints_what_local_processes_would_be_started_with(tmp_path: Path) -> None:
+    done = invoke("up", "--dry", "--runtime=local", "--name=one", "--workers=1", "--", "--epochs", "1")
+    told, prepare, chief, worker = done.stdout.splitlines()
+    assert (0, "") == (done.returncode, done.stderr)
+    assert "MultiWorkerMirroredStrategy on 2 tasks as local processes, as asked" == told
+    assert launch.data_command("prepare", "fashion_mnist") == prepare
+    for line, task in ((chief, "chief"), (worker, "worker-0")):
+        assert line.startswith(f"RUN_DIR={tmp_path}/runs/one DATA_DIR={tmp_path}/data TASK={task} TF_CONFIG='{{")
+        assert line.endswith(f" {sys.executable} -m cluster.agent &")
+    assert not (tmp_path / "runs").exists()
+    assert [] == local.processes_left(RunFolder(tmp_path / "runs" / "one"))
+
+
+def test_a_dry_run_only_asks_the_engine(
+    engine_that_fails: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = engine_that_fails("no such call")
+    tasks.up(context(), name="one", runtime="docker", dry=True)
+    printed = capsys.readouterr().out.splitlines()
+    assert " up --detach --no-build --pull never chief worker-0 worker-1" in printed[-2]
+    assert "--profile tensorboard up --detach tensorboard" in printed[-1]
+    assert {"info", "compose", "image"} >= {call.split()[0] for call in calls.read_text().splitlines()}
+    assert " up " not in calls.read_text()
+    assert not (tmp_path / "runs").exists()
+
+
+# What the other tasks run
+
+
+def test_test_passes_its_options_and_exit_code_on() -> None:
+    c = context(exited=1)
+    assert (1, "") == refusal("test", c, select="agent and not ps")
+    assert [f"{sys.executable} -m pytest -k 'agent and not ps'"] == commands(c)
+    c = context()
+    assert (0, "") == refusal("test", c, all=True)
+    assert [f"{sys.executable} -m pytest -m ''"] == commands(c)
+
+
+def test_tasks_run_the_commands_that_their_module_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "base_commands", lambda: ["make a base"])
+    monkeypatch.setattr(locks, "lock_commands", lambda upgrade: [["lock", f"upgrade={upgrade}"]])
+    for task, asked, expected in [
+        ("image.base", {}, ["make a base"]),
+        ("data.prepare", {"name": "mnist"}, [launch.data_command("prepare", "mnist")]),
+        ("data.prepare", {"fresh": True}, [launch.data_command("prepare", "fashion_mnist") + " --fresh"]),
+        ("data.verify", {}, [launch.data_command("verify", "fashion_mnist")]),
+        ("requirements.lock", {"upgrade": True}, ["lock upgrade=True"]),
+    ]:
+        c = context()
+        tasks.ns[task](c, **asked)
+        assert expected == commands(c)
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_down_ends_a_run_even_if_it_does_not_stop(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stops: bool
+) -> None:
+    run, killed = current(make_run(workers=0)), []
+
+    def stop(folder: RunFolder, by: str) -> None:
+        assert (run, "invoke down") == (folder, by)
+        if not stops:
+            raise TimedOut("it hangs")
+
+    monkeypatch.setattr(launch, "in_progress", lambda folder: True)
+    monkeypatch.setattr(watch, "stop", stop)
+    monkeypatch.setattr(local, "kill", killed.append)
+    tasks.down(context(), run="run")
+    assert [run] == killed
+    assert capsys.readouterr().out.startswith("run is down; its folder is ")
+
+
+def test_down_ends_every_run_that_is_left_and_tensorboard(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left, stopped = make_run("left"), []
+    make_run("ended")
+    monkeypatch.setattr(engine, "ask", lambda *words: (127, "docker is not installed"))
+    monkeypatch.setattr(local, "processes_left", lambda run: [1] if run == left else [])
+    monkeypatch.setattr(local, "kill", stopped.append)
+    monkeypatch.setattr(board, "stop", lambda runs_dir, sh: stopped.append(runs_dir) is None)
+    tasks.down(context())
+    assert [left, launch.runs_dir()] == stopped
+    assert "TensorBoard is down" == capsys.readouterr().out.splitlines()[-1]
