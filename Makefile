@@ -14,6 +14,8 @@ help: ## list the targets
 setup: $(VENV)/.host ## create .venv from the hash-locked requirements
 
 up: setup ## train Fashion-MNIST on a chief and two workers; `make up UP="--workers 1"` for other options
+	@$(VENV)/bin/invoke data.prepare
+	@if docker info >/dev/null 2>&1; then $(VENV)/bin/invoke image.build; fi
 	@$(VENV)/bin/invoke up --workers 2 $(UP)
 
 test: check ## run the whole suite on CPU (with the linters first)

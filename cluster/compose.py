@@ -60,17 +60,24 @@ def overlay(spec: ClusterSpec, containers: Containers, command: list[str]) -> di
         containers: what the containers need from the host.
         command: what the agents start; empty for the built-in trainer.
     """
-    return {
-        "name": project(containers.run_dir),
-        "services": {task.name: _service(spec, task, containers, command) for task in spec.tasks},
-    }
+    services = {task.name: _service(spec, task, containers, command) for task in spec.tasks}
+    return {"name": project(containers.run_dir), "services": _literal(services)}
+
+
+def _literal(value: Any) -> Any:
+    """Return the value with every dollar sign doubled: Compose would read a single one as a variable."""
+    if isinstance(value, dict):
+        return {key: _literal(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_literal(part) for part in value]
+    return value.replace("$", "$$") if isinstance(value, str) else value
 
 
 def _service(spec: ClusterSpec, task: Task, containers: Containers, command: list[str]) -> dict[str, Any]:
     run = f"{RUNS_MOUNT}/{containers.run_dir.name}"
     environment = {"TASK": task.name, "RUN_DIR": run, "DATA_DIR": DATA_MOUNT}
     if text := tf_config.dumps(spec, task):
-        environment["TF_CONFIG"] = text.replace("$", "$$")  # Compose would read a dollar sign as a variable
+        environment["TF_CONFIG"] = text
     service: dict[str, Any] = {
         "extends": {"file": str(FILES / "templates.yaml"), "service": task.role.value},
         "image": containers.image,

@@ -29,7 +29,8 @@ def ask(*words: str, timeout_s: float = ANSWER_TIMEOUT_S) -> tuple[int, str]:
         return 127, "docker is not installed"
     except subprocess.TimeoutExpired:
         return 124, f"docker {words[0]} did not answer in {timeout_s:g} s"
-    return done.returncode, (done.stdout.strip() or done.stderr.strip())
+    told = done.stdout.strip() if done.returncode == 0 else done.stderr.strip() or done.stdout.strip()
+    return done.returncode, told
 
 
 def probe() -> Answer:

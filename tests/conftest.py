@@ -47,11 +47,17 @@ def make_run(tmp_path: Path) -> Callable[..., RunFolder]:
 # What a machine may lack
 
 
-def unavailable(reason: str) -> NoReturn:
+def _unavailable(reason: str) -> NoReturn:
     """Skip the test; where CI=true fail it, so that a broken engine cannot pass for a green run."""
     if os.environ.get("CI") == "true":
         pytest.fail(f"CI=true and {reason}", pytrace=False)
     pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def unavailable() -> Callable[[str], NoReturn]:
+    """Ends a test for whose sake something would have to be installed: skipped, or failed where CI=true."""
+    return _unavailable
 
 
 @functools.cache
@@ -63,7 +69,7 @@ def _engine() -> engine.Answer:
 def require_engine() -> engine.Answer:
     """The Docker Engine; a test that asks for it is skipped with the reason where none answers."""
     if not _engine().ready:
-        unavailable(_engine().detail)
+        _unavailable(_engine().detail)
     return _engine()
 
 
@@ -71,7 +77,7 @@ def require_engine() -> engine.Answer:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Ask for the engine before any fixture of a test marked `docker` uses it."""
     if item.get_closest_marker("docker") and not _engine().ready:
-        unavailable(_engine().detail)
+        _unavailable(_engine().detail)
 
 
 # What is shown of a failure

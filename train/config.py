@@ -105,7 +105,7 @@ class TrainConfig:
             )
         _check_range("optimizer.warmup_steps", self.optimizer.warmup_steps, 0, 10**9)
         if not 0 <= self.optimizer.momentum <= 1:
-            raise UsageError(f"{_option('optimizer.momentum')} {self.optimizer.momentum:g}: expected a number from 0 to 1")
+            raise UsageError(f"--optimizer.momentum {self.optimizer.momentum:g}: expected a number from 0 to 1")
         if self.optimizer.name not in ("adam", "sgd"):
             raise UsageError(f"--optimizer.name {self.optimizer.name!r}{nearest(self.optimizer.name, ['adam', 'sgd'])}")
         return self

@@ -13,10 +13,8 @@ import pytest
 from cluster import watch
 from cluster.processes import start_ticks
 from cluster.runs import RunFolder
-from tests.unit.conftest import Gang
+from tests.unit.gang import StartGang
 from tests.waiting import wait_for
-
-StartGang = Callable[..., Gang]
 
 SIGKILLED = "exit code 137 (SIGKILL: killed, out of memory?)"
 ALL_FINISH = "train(5)\nfinish()"
@@ -83,7 +81,8 @@ train(5), finish()
 """
     gang = start_gang(lines, workers=1)
     assert "succeeded" == gang.summary()["state"]
-    assert ended(int((gang.run.path / "child").read_text()))
+    child = int((gang.run.path / "child").read_text())
+    wait_for(lambda: ended(child), "the end of the program's child")
 
 
 # Synchronous strategies: the gang lives and dies together

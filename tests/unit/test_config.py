@@ -142,7 +142,9 @@ def test_the_epoch_follows_from_the_step() -> None:
 
 
 def test_printing_the_configuration_does_not_import_tensorflow() -> None:
-    lines = "import sys; from train.__main__ import main; main(['--print-config']); print(*sys.modules, file=sys.stderr)"
+    lines = (
+        "import sys; from train import __main__ as m; m.main(['--print-config']); print(*sys.modules, file=sys.stderr)"
+    )
     done = subprocess.run([sys.executable, "-c", lines], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.startswith('{"preset": "fashion_mnist"')
     assert not {"tensorflow", "keras", "numpy"} & set(done.stderr.split())

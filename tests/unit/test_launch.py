@@ -88,9 +88,7 @@ def refusal(asked: Request) -> ClusterError:
         (Request(resume="one", fresh=True), "--resume names its run: leave out --name and --fresh"),
     ],
 )
-def test_a_request_that_makes_no_sense_is_refused(
-    resolved: None, tmp_path: Path, request_: Request, told: str
-) -> None:
+def test_a_request_that_makes_no_sense_is_refused(resolved: None, tmp_path: Path, request_: Request, told: str) -> None:
     error = refusal(request_)
     assert EXIT_USAGE == error.exit_code
     assert str(error).startswith(told)
@@ -378,9 +376,7 @@ def test_what_was_started_is_ended_by_its_own_engine(
     assert killed == ([] if expected else [run, run])
 
 
-def test_leftovers_are_the_runs_of_this_folder_that_live(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leftovers_are_the_runs_of_this_folder_that_live(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     left = make_run("left")
     make_run("ended")
     monkeypatch.setattr(local, "processes_left", lambda run: [1] if run == left else [])
@@ -399,9 +395,7 @@ def test_no_current_run_is_told(tmp_path: Path, make_run: MakeRun) -> None:
         launch.find_run()
 
 
-def test_our_own_tensorboard_does_not_count_as_another_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_our_own_tensorboard_does_not_count_as_another_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         monkeypatch.setattr(tensorboard, "running", lambda runs_dir: port)

@@ -14,10 +14,8 @@ import pytest
 from cluster import local, processes, spec
 from cluster.errors import PrerequisiteError, TimedOut
 from cluster.runs import RunFolder, read_json, write_json
-from tests.unit.conftest import Gang
+from tests.unit.gang import StartGang
 from tests.waiting import wait_for
-
-StartGang = Callable[..., Gang]
 
 
 def test_free_ports_are_free_and_different() -> None:
@@ -70,7 +68,7 @@ def test_the_supervisor_ends_when_the_run_does(start_gang: StartGang) -> None:
     gang = start_gang("train(2), finish()", workers=0)
     assert local.running(gang.run)
     assert "succeeded" == gang.summary()["state"]
-    assert not local.running(gang.run)
+    wait_for(lambda: not local.running(gang.run), "the supervisor's end")
 
 
 def test_the_supervisor_brings_back_a_killed_agent(start_gang: StartGang) -> None:

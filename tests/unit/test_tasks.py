@@ -24,9 +24,10 @@ from cluster.runs import RunFolder, write_json
 
 MakeRun = Callable[..., RunFolder]
 
-CONTRACT = set(
-    "up plan status logs wait stop down scale evaluate export tensorboard doctor verify rerun chaos bench test check".split()
-)
+CONTRACT = {
+    *("up", "plan", "status", "logs", "wait", "stop", "down", "scale", "evaluate", "export", "tensorboard", "doctor"),
+    *("verify", "rerun", "chaos", "bench", "test"),
+}
 COLLECTIONS = {"image", "data", "swarm", "k8s", "requirements"}
 BUILT = {
     *("up", "plan", "status", "logs", "wait", "stop", "down", "tensorboard", "doctor", "test"),
@@ -61,7 +62,7 @@ def commands(c: MockContext) -> list[str]:
     return [call.args[0] for call in c.run.call_args_list]
 
 
-def refusal(task: str, c: Context | None = None, **options: Any) -> tuple[int, str]:
+def refusal(task: str, c: Context | None = None, /, **options: Any) -> tuple[int, str]:
     """Return the exit code and the message that a task ends with."""
     with pytest.raises(Exit) as ended:
         tasks.ns[task](c or context(), **options)
@@ -84,8 +85,8 @@ def test_tasks_have_the_contract_s_names() -> None:
 
 
 def test_the_list_shows_every_task_in_a_sentence() -> None:
-    shown = invoke("--list").stdout
-    assert set(ALL_TASKS) == {line.split()[0] for line in shown.splitlines() if line.startswith("  ") and line[2] != " "}
+    lines = invoke("--list").stdout.splitlines()
+    assert set(ALL_TASKS) == {line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "}
     for name in ALL_TASKS:
         assert tasks.ns[name].__doc__.splitlines()[0].endswith("."), name
 
@@ -95,7 +96,7 @@ def test_help_states_the_default_of_every_option(name: str) -> None:
     task = tasks.ns[name]
     assert set(options(task)) == set(task.help)
     for option, default in options(task).items():
-        expected = {False: "(default: no", "": "(default: "}.get(default, f"(default: {default}")
+        expected = {False: "(default: no", "": "(default: ", None: "(default: "}.get(default, f"(default: {default}")
         expected = "(default: stay until the end)" if option == "detach" else expected
         assert expected in task.help[option], option
 
@@ -141,7 +142,7 @@ def test_no_task_imports_tensorflow() -> None:
     [
         (["up", "--workers", "two"], 2, "error: --workers 'two': expected a whole number from 0 to 512"),
         (["up", "--runtime=local", "--", "--epoch", "1"], 2, "error: override '--epoch' is not an option"),
-        (["up", "--runtime=docker"], 3, "error: --runtime docker: docker is not installed; install and start Docker"),
+        (["up", "--runtime=docker"], 3, "error: --runtime docker: no Docker Engine answers (docker is not"),
         (["status"], 2, "error: there is no current run; start one with `invoke up`, or name one of runs/"),
     ],
 )
@@ -163,7 +164,6 @@ def test_an_error_is_one_line_with_its_exit_code(tmp_path: Path, words: list[str
         ("down", {"run": "absent"}, "error: there is no run 'absent' in "),
         ("tensorboard", {"port": "0"}, "error: --port '0': expected a whole number from 1 to 65535"),
         ("tensorboard", {"runtime": "podman"}, "error: --runtime 'podman' is not a runtime"),
-        ("image.build", {"accelerator": "gpus", "base": "debian"}, "error: accelerator 'gpus' has no image; did you"),
     ],
 )
 def test_wrong_usage_ends_with_2_and_starts_nothing(
@@ -186,7 +186,8 @@ def test_waiting_too_long_ends_with_4(make_run: MakeRun) -> None:
     run = current(make_run(workers=0))
     beat = {"task": "chief", "state": "training", "step": 1, "updated_at": time.time(), "examples_per_s": None}
     write_json(run.status("chief"), beat | {"loss": None, "restarts": 0})
-    assert (4, "error: run run has not ended after 1 s; it goes on, see `invoke status`") == refusal("wait", timeout="1")
+    told = "error: run run has not ended after 1 s; it goes on, see `invoke status`"
+    assert (4, told) == refusal("wait", timeout="1")
 
 
 @pytest.mark.parametrize(("state", "code"), [("succeeded", 0), ("stopped", 130)])
@@ -242,7 +243,7 @@ def test_an_engine_that_stops_while_it_builds_ends_the_start(
     calls = engine_that_fails("build ")
     code, message = refusal("up", real_context(), name="one", runtime="docker", tensorboard_port="0")
     assert 17 == code
-    assert message.startswith("error: 'docker build ")
+    assert message.startswith(f"error: 'cd {ROOT} && docker build ")
     assert 1 == len(message.splitlines())
     assert "the engine is gone" in capfd.readouterr().err
     assert not (tmp_path / "runs" / "one").exists()
@@ -255,7 +256,7 @@ def test_an_engine_that_stops_half_way_leaves_nothing_behind(
     calls = engine_that_fails(" up ")
     code, message = refusal("up", real_context(), name="one", runtime="docker", tensorboard_port="0")
     assert 17 == code
-    assert message.startswith("error: 'docker compose ")
+    assert message.startswith(f"error: 'cd {ROOT} && docker compose ")
     up, down = calls.read_text().splitlines()[-2:]
     overlay = str(tmp_path / "runs" / "one" / "compose.json")
     assert [True, True] == [overlay in up, overlay in down]

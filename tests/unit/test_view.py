@@ -23,7 +23,7 @@ def run(make_run: MakeRun) -> RunFolder:
 
 def beat(run: RunFolder, task: str, state: str, **values: Any) -> None:
     """Leave a heartbeat."""
-    known = {"task": task, "role": task.split("-")[0], "state": state, "generation": 0, "step": 0}
+    known = {"task": task, "role": task.partition("-")[0], "state": state, "generation": 0, "step": 0}
     rest = {"examples_per_s": None, "loss": None, "restarts": 0, "updated_at": time.time()}
     write_json(run.status(task), known | rest | values)
 

@@ -1,0 +1,214 @@
+"""The containers of a run, as Docker Compose itself reads them.
+
+`compose/example.json` is the overlay of a chief, two workers, a parameter server and an evaluator. After a change that is
+meant to alter it, renew it and look at the difference:
+
+    UPDATE_GOLDEN=1 python -m pytest tests/compose && git diff compose/example.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from cluster import agent, compose, spec
+from cluster.compose import FILES, ROOT, Containers
+from cluster.spec import ClusterSpec
+
+EXAMPLE = FILES / "example.json"
+TOPOLOGIES = {
+    "chief alone": {"workers": 0},
+    "chief and evaluator": {"workers": 0, "evaluator": True},
+    "synchronous": {"workers": 2},
+    "parameter servers": {"workers": 2, "ps": 2, "evaluator": True},
+}
+EVERY_TASK = ["chief", "worker-0", "worker-1", "ps-0", "ps-1", "evaluator"]
+
+Config = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def compose_cli(unavailable: Callable[[str], NoReturn]) -> None:
+    """Docker Compose; its `config` needs no engine. Without it a test is skipped, with CI=true it fails."""
+    try:
+        subprocess.run(["docker", "compose", "version"], capture_output=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        unavailable("`docker compose` is not installed")
+
+
+@pytest.fixture
+def config(compose_cli: None, tmp_path: Path) -> Config:
+    """Returns the services and networks of a topology, as `docker compose config` understands them."""
+
+    def read(command: list[str] | None = None, data_dir: str = "data", **topology: Any) -> dict[str, Any]:
+        containers = Containers(tmp_path / "runs" / "a-run", tmp_path / data_dir, "tf-cluster/train:cpu", "1000:1000")
+        overlay = tmp_path / "compose.json"
+        overlay.write_text(json.dumps(compose.overlay(spec.build(**topology), containers, command or [])))
+        return read_config(compose.command(overlay, "config", "--format", "json"))
+
+    return read
+
+
+def read_config(command: str) -> dict[str, Any]:
+    """Run a `docker compose config` command; no warning may be among what it says."""
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (0, "") == (done.returncode, done.stderr)
+    return json.loads(done.stdout)
+
+
+def seconds(duration: str) -> float:
+    """Return a Go duration such as `1m30s` in seconds."""
+    units = {"h": 3600, "m": 60, "s": 1}
+    return sum(float(number) * units[unit] for number, unit in re.findall(r"([\d.]+)([hms])", duration))
+
+
+# The tasks of a run
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
+def test_a_run_has_a_service_for_each_task_and_nothing_else(config: Config, topology: dict[str, Any]) -> None:
+    read = config(**topology)
+    assert [task.name for task in spec.build(**topology).tasks] == sorted(read["services"], key=EVERY_TASK.index)
+    assert {"cluster"} == set(read["networks"])  # TensorBoard and its network are no part of a run
+    assert read["name"].startswith("tf-cluster-a-run-")
+
+
+def test_every_task_is_locked_down(config: Config) -> None:
+    read = config(**TOPOLOGIES["parameter servers"])
+    assert EVERY_TASK == sorted(read["services"], key=EVERY_TASK.index)
+    assert read["networks"]["cluster"]["internal"]
+    for name, task in read["services"].items():
+        assert {"cluster": None} == task["networks"], name
+        assert True is task["read_only"] is task["init"], name
+        assert ["ALL"] == task["cap_drop"], name
+        assert ["no-new-privileges:true"] == task["security_opt"], name
+        assert "1000:1000" == task["user"], name
+        assert not {"ports", "privileged", "cap_add", "devices", "network_mode", "pid", "ipc"} & set(task), name
+        assert ["/tmp:mode=1777,size=1g"] == task["tmpfs"], name
+        assert 0 < task["pids_limit"] <= 4096, name
+
+
+def test_every_task_can_be_watched_stopped_and_brought_back(config: Config) -> None:
+    for name, task in config(**TOPOLOGIES["parameter servers"])["services"].items():
+        # An agent that was killed comes back; one that saw the run's end exits 0 and does not.
+        assert "on-failure" == task["restart"], name
+        assert "SIGTERM" == task["stop_signal"], name
+        assert seconds(task["stop_grace_period"]) >= agent.GRACE_S + 10, name
+        assert ["CMD", "python", "-m", "cluster.health"] == task["healthcheck"]["test"], name
+        assert seconds(task["healthcheck"]["interval"]) <= 5, name
+        assert seconds(task["healthcheck"]["start_period"]) >= agent.BARRIER_TIMEOUT_S, name
+        assert {"driver": "json-file", "options": {"max-size": "10m", "max-file": "3"}} == task["logging"], name
+
+
+def test_a_task_sees_its_run_and_the_data_and_no_more_of_the_host(config: Config, tmp_path: Path) -> None:
+    for task in config(**TOPOLOGIES["parameter servers"])["services"].values():
+        run, data = task["volumes"]
+        assert ("bind", str(tmp_path / "runs" / "a-run"), "/runs/a-run") == (run["type"], run["source"], run["target"])
+        assert ("bind", str(tmp_path / "data"), "/data") == (data["type"], data["source"], data["target"])
+        assert (False, True) == (run.get("read_only", False), data["read_only"])
+
+
+def test_every_task_gets_its_own_tf_config(config: Config) -> None:
+    services = config(workers=2, ps=1, evaluator=True)["services"]
+    cluster = '{"cluster":{"chief":["chief:2222"],"worker":["worker-0:2222","worker-1:2222"],"ps":["ps-0:2222"]}'
+    for name, role, index in [("chief", "chief", 0), ("worker-1", "worker", 1), ("evaluator", "evaluator", 0)]:
+        assert {
+            "TASK": name,
+            "RUN_DIR": "/runs/a-run",
+            "DATA_DIR": "/data",
+            "TF_CONFIG": f'{cluster},"task":{{"type":"{role}","index":{index}}}}}',
+        } == services[name]["environment"]
+        assert name == services[name]["hostname"]  # what the addresses in TF_CONFIG resolve
+
+
+def test_the_chief_alone_gets_no_tf_config(config: Config) -> None:
+    assert "TF_CONFIG" not in config(workers=0)["services"]["chief"]["environment"]
+
+
+def test_a_dollar_sign_is_no_variable(config: Config, tmp_path: Path) -> None:
+    task = config(["--", "sh", "-c", "echo $HOME ${X}"], data_dir="$HOME", workers=0)["services"]["chief"]
+    # What `config` prints can be read again, so a dollar sign is doubled there.
+    assert ["--", "sh", "-c", "echo $$HOME $${X}"] == task["command"]
+    assert f"{tmp_path}/$$HOME" == task["volumes"][1]["source"]
+
+
+def test_built_in_training_needs_no_command(config: Config) -> None:
+    assert config(workers=0)["services"]["chief"].get("command") is None
+
+
+def test_up_names_every_task_and_neither_builds_nor_pulls() -> None:
+    words = shlex.split(compose.up(Path("/runs/r/compose.json"), spec.build(1)))
+    assert ["docker", "compose"] == words[:2]
+    assert ["up", "--detach", "--no-build", "--pull", "never", "chief", "worker-0"] == words[-7:]
+
+
+# TensorBoard
+
+
+def test_tensorboard_is_published_on_loopback_only(compose_cli: None, tmp_path: Path) -> None:
+    read = read_config(compose.tensorboard(tmp_path / "runs", 6007, "config", "--format", "json"))
+    assert ["tensorboard"] == list(read["services"])
+    board = read["services"]["tensorboard"]
+    assert [("127.0.0.1", "6007", 6006)] == [(p["host_ip"], p["published"], p["target"]) for p in board["ports"]]
+    assert {"front": None} == board["networks"]  # not the network of the tasks
+    (runs,) = board["volumes"]
+    assert (str(tmp_path / "runs"), "/runs", True) == (runs["source"], runs["target"], runs["read_only"])
+    assert True is board["read_only"] is board["init"]
+    assert (["ALL"], ["no-new-privileges:true"]) == (board["cap_drop"], board["security_opt"])
+    assert compose.task_user() == board["user"]
+    assert "max-size" in board["logging"]["options"]
+
+
+# Whom tasks run as, and what runs are called
+
+
+@pytest.mark.parametrize(
+    ("uid", "gid", "expected"),
+    [(1000, 1000, "1000:1000"), (0, 0, "10001:10001"), (1000, 0, "1000:10001")],
+)
+def test_tasks_run_as_the_caller_but_never_as_root(
+    monkeypatch: pytest.MonkeyPatch, uid: int, gid: int, expected: str
+) -> None:
+    monkeypatch.setattr(compose.os, "getuid", lambda: uid)
+    monkeypatch.setattr(compose.os, "getgid", lambda: gid)
+    assert expected == compose.task_user()
+
+
+@pytest.mark.parametrize("name", ["a", "Fashion_MNIST-2026.01.01", "x" * 63, "A.-_", "9"])
+def test_a_project_s_name_is_legal_and_of_one_folder(name: str) -> None:
+    project = compose.project(Path("/here/runs") / name)
+    assert re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,62}", project)
+    assert project != compose.project(Path("/there/runs") / name)
+    assert project != compose.tensorboard_project(Path("/here/runs"))
+
+
+# The example
+
+
+def example() -> str:
+    """Return the overlay of the example, with paths that mean nothing on any machine."""
+    cluster: ClusterSpec = spec.build(2, 1, evaluator=True)
+    folder = Path("/path/to/this/checkout")
+    containers = Containers(folder / "runs" / "example", folder / "data", "tf-cluster/train:cpu", "1000:1000")
+    text = json.dumps(compose.overlay(cluster, containers, []), indent=2) + "\n"
+    return text.replace(f"{FILES}/", "")  # the templates lie beside the example
+
+
+def test_the_example_is_what_the_code_makes() -> None:
+    if os.environ.get("UPDATE_GOLDEN"):
+        EXAMPLE.write_text(example())
+    assert EXAMPLE.read_text() == example()
+
+
+def test_the_example_is_a_whole_project(compose_cli: None) -> None:
+    files = shlex.join(["-f", str(EXAMPLE), "-f", str(FILES / "compose.yaml")])
+    read = read_config(f"docker compose {files} config --format json")
+    assert {"chief", "worker-0", "worker-1", "ps-0", "evaluator"} == set(read["services"])

@@ -1,0 +1,48 @@
+"""A cluster of fake trainers under way: real agents as real processes under the real supervisor, without TensorFlow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cluster import local
+from cluster.runs import RunFolder, read_json
+from tests.waiting import wait_for
+
+
+@dataclass(frozen=True)
+class Gang:
+    """A cluster under way."""
+
+    run: RunFolder
+
+    def summary(self) -> dict[str, Any]:
+        """Wait for the run's end and that of all of its processes; return the summary."""
+        wait_for(self.run.summary.exists, "the summary")
+        wait_for(lambda: not local.processes_left(self.run), "the end of all processes")
+        return read_json(self.run.summary)
+
+    def outcome(self) -> dict[str, Any]:
+        """Wait for the run's outcome and return it."""
+        return wait_for(lambda: self.run.outcome, "the outcome")
+
+    def beat(self, task: str) -> dict[str, Any]:
+        """Return a task's last heartbeat."""
+        return self.run.heartbeats().get(task, {"state": None, "step": 0})
+
+    def await_step(self, task: str, step: int) -> None:
+        """Wait until a task has done a step."""
+        wait_for(lambda: self.beat(task)["step"] >= step, f"step {step} of {task}")
+
+    def pid(self, task: str, of: str = "program") -> int:
+        """Return the process id of a task's program or agent."""
+        return read_json(self.run.path / "pids" / f"{task}.json")[of]
+
+    def events(self, event: str) -> list[dict[str, Any]]:
+        """Return the events of one kind."""
+        return [found for found in self.run.events() if found["event"] == event]
+
+
+StartGang = Callable[..., Gang]
+"""Takes the lines of the fake trainer; see the fixture `start_gang`."""
