@@ -1,7 +1,7 @@
 """The containers of a run, as Docker Compose itself reads them.
 
-`compose/example.json` is the overlay of a chief, two workers, a parameter server and an evaluator. After a change that is
-meant to alter it, renew it and look at the difference:
+`compose/example.json` is the overlay of a chief, two workers, a parameter server and an evaluator. After a change that
+is meant to alter it, renew it and look at the difference:
 
     UPDATE_GOLDEN=1 python -m pytest tests/compose && git diff compose/example.json
 """
