@@ -19,7 +19,15 @@ from cluster import doctor as checks
 from cluster import images, launch, locks, spec, view
 from cluster import tensorboard as board
 from cluster import watch as watching
-from cluster.errors import EXIT_INTERRUPTED, EXIT_PREREQUISITE, ClusterError, TimedOut
+from cluster.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_PREREQUISITE,
+    EXIT_TIMEOUT,
+    EXIT_USAGE,
+    ClusterError,
+    TimedOut,
+)
 
 _handle, _complete_context = ParseMachine.handle, ParseMachine.complete_context
 
@@ -45,6 +53,7 @@ def _handle_leniently(machine: ParseMachine, token: str) -> None:
 # left out, and `logs --help` asks for help.
 ParseMachine.handle, ParseMachine.complete_context = _handle_leniently, _complete_leniently
 
+KNOWN_CODES = (EXIT_USAGE, EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_INTERRUPTED)
 TASK_HELP = "task such as chief or worker-0 (default: every task)"
 RUN_HELP = "run folder's name (default: the current run)"
 
@@ -58,9 +67,13 @@ def told(body: Callable[..., Any]) -> Callable[..., Any]:
             body(*arguments, **options)
         except ClusterError as error:
             raise Exit(f"error: {error}", code=error.exit_code) from None
-        except UnexpectedExit as error:  # the command itself has told what was wrong
-            code = error.result.exited
-            raise Exit(f"error: {error.result.command!r} ended with exit code {code}", code=code) from None
+        except UnexpectedExit as error:
+            code = error.result.exited if error.result.exited in KNOWN_CODES else EXIT_FAILED
+            # The command has told what was wrong, unless it told nothing.
+            said = (
+                None if error.result.stderr.strip() else f"error: {error.result.command!r} ended with exit code {code}"
+            )
+            raise Exit(said, code=code) from None
         except KeyboardInterrupt:
             raise Exit("interrupted", code=EXIT_INTERRUPTED) from None
 

@@ -184,6 +184,7 @@ def test_truncated_data_must_end_in_one_line(clusters: Clusters, tmp_path: Path)
         timeout=60,
     )
     assert 0 != done.returncode
+    assert 1 == done.stderr.count("\n"), done.stderr
     assert "train_images.bin" in done.stderr
     assert "--fresh" in done.stderr
     assert not clusters.run("truncated").path.exists()

@@ -27,10 +27,11 @@ def test_free_ports_are_free_and_different() -> None:
 
 
 def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = local.free_ports(2)
-    monkeypatch.setattr(local, "PORTS", range(first, second + 1))
-    with socket.create_server(("127.0.0.1", first)):
-        assert first not in local.free_ports(1)
+    (port,) = local.free_ports(1)
+    monkeypatch.setattr(local, "PORTS", range(port, port + 1))
+    assert (port,) == local.free_ports(1)
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(PrerequisiteError):
+        local.free_ports(1)
 
 
 def test_too_few_free_ports_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
