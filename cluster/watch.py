@@ -73,9 +73,9 @@ def stop(run: RunFolder, by: str) -> dict[str, Any]:
 def attend(run: RunFolder, runtime: str, port: int, detach: bool, sh: launch.Shell) -> int:
     """Show a run that was started until it ends or, detached, until it trains; return the exit code."""
     live = view.Live()
-    print(f"run folder {launch.shown(run.path)}; Ctrl-C saves and stops, a second one kills", flush=True)
     try:
         try:
+            print(f"run folder {launch.shown(run.path)}; Ctrl-C saves and stops, a second one kills", flush=True)
             if until_training(run, live.show):
                 live.clear()
                 if port:

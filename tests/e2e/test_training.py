@@ -135,6 +135,7 @@ def test_killing_a_worker_must_restart_the_gang_and_end_with_the_same_bits(
 def test_first_ctrl_c_must_stop_with_a_checkpoint(clusters: Clusters) -> None:
     process = clusters.popen("up", "--name=interrupted", "--runtime=local", "--tensorboard-port=0", "--", *TRAINING)
     run = clusters.run("interrupted")
+    await_line(process, "Ctrl-C saves and stops")
     wait_for(lambda: step_of(run) >= 2, "step 2")
     os.kill(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=90)
@@ -147,7 +148,7 @@ def test_first_ctrl_c_must_stop_with_a_checkpoint(clusters: Clusters) -> None:
 def test_second_ctrl_c_must_kill(clusters: Clusters) -> None:
     process = clusters.popen("up", "--name=killed-twice", "--runtime=local", "--tensorboard-port=0", "--", *TRAINING)
     run = clusters.run("killed-twice")
-    wait_for(lambda: "waiting" in str(run.heartbeats()) or step_of(run), "the tasks to start")
+    await_line(process, "Ctrl-C saves and stops")
     frozen = [pid for pid in local.processes_left(run) if is_program(pid, "worker-0")]
     for pid in frozen:
         os.kill(pid, signal.SIGSTOP)  # so that the graceful stop cannot succeed
@@ -196,6 +197,12 @@ def test_three_epochs_must_end_above_088(clusters: Clusters) -> None:
     ended = summary(clusters.run("full"))
     assert ended["metrics"]["eval_accuracy"] > 0.88
     assert ended["startup_s"] < 15
+
+
+def await_line(process: subprocess.Popen[str], words: str) -> None:
+    """Read what a command prints until it says `words`."""
+    assert process.stdout is not None
+    assert any(words in line for line in process.stdout), f"it ended without saying {words!r}"
 
 
 def is_program(pid: int, task: str) -> bool:
