@@ -74,6 +74,10 @@ def told(body: Callable[..., Any]) -> Callable[..., Any]:
                 None if error.result.stderr.strip() else f"error: {error.result.command!r} ended with exit code {code}"
             )
             raise Exit(said, code=code) from None
+        except OSError as error:
+            raise Exit(
+                f"error: {error.filename}: {error.strerror}; mend that and try again", code=EXIT_FAILED
+            ) from None
         except KeyboardInterrupt:
             raise Exit("interrupted", code=EXIT_INTERRUPTED) from None
 

@@ -8,6 +8,7 @@ claim at once (the next generation, the outcome) belongs to whoever creates its 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import threading
@@ -25,6 +26,13 @@ HEARTBEAT_S = 1.0
 
 LOST_AFTER_S = 15.0
 """Age of the last heartbeat after which a task counts as lost."""
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+RESERVE = "control/reserve"
+"""A file that keeps a little room on the disk. When the disk is full it goes, so that the outcome can be recorded."""
+
+RESERVE_BYTES = 256 * 1024
 
 FINAL_STATES = frozenset({"done", "failed", "stopped"})
 
@@ -105,6 +113,7 @@ class RunFolder:
         try:
             for part in ("status", "metrics", "logs", "tensorboard", "checkpoints", "control"):
                 (self.path / part).mkdir(parents=True, exist_ok=True)
+            (self.path / RESERVE).write_bytes(bytes(RESERVE_BYTES))
         except OSError as error:
             raise PrerequisiteError(
                 f"run folder {self.path}: {error.strerror}; free the space or give write access, "
@@ -150,7 +159,8 @@ class RunFolder:
             "step": step,
             "detail": detail,
         }
-        append_json(self.events_log, line)
+        with contextlib.suppress(OSError):  # a full disk must not end the agent that tells of it
+            append_json(self.events_log, line)
 
     def events(self) -> list[dict[str, Any]]:
         """Return the run's life cycle so far."""
@@ -256,17 +266,12 @@ class Heartbeat:
 
 def write_json(path: Path, value: Any) -> None:
     """Replace a JSON file whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    scratch.write_text(json.dumps(value, indent=2) + "\n")
-    scratch.replace(path)
+    _write_scratch(path, value).replace(path)
 
 
 def create_json(path: Path, value: Any) -> bool:
     """Create a JSON file, whole, unless it exists; return whether this call created it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    scratch.write_text(json.dumps(value, indent=2) + "\n")
+    scratch = _write_scratch(path, value)
     try:
         os.link(scratch, path)  # atomic, and fails where the name is taken, also on NFS
     except FileExistsError:
@@ -274,6 +279,22 @@ def create_json(path: Path, value: Any) -> bool:
     finally:
         scratch.unlink()
     return True
+
+
+def _write_scratch(path: Path, value: Any) -> Path:
+    """Write a value beside `path`; on a full disk into the room that the run folder keeps for its last words."""
+    text = json.dumps(value, indent=2) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        scratch.write_text(text)
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        for folder in path.parents[:3]:
+            (folder / RESERVE).unlink(missing_ok=True)
+        scratch.write_text(text)
+    return scratch
 
 
 _MISSING = object()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import threading
@@ -14,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from cluster.errors import ClusterError, PrerequisiteError, RunFailed
-from cluster.runs import Heartbeat, RunFolder, read_json, write_json
+from cluster.runs import DISK_FULL, Heartbeat, RunFolder, read_json, write_json
 from cluster.spec import Role, Task
 from train import checkpoint, evaluator, loops, models, steps, strategy
 from train.config import Optimizer, TrainConfig
@@ -233,7 +232,7 @@ def is_peer_lost(error: Exception) -> bool:
 
 def explain(error: Exception) -> ClusterError | None:
     """Return the error in one line where trying again cannot help, otherwise None."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
         return RunFailed(f"the disk is full ({error.filename}); free space, then `invoke up --resume` this run")
     if isinstance(error, tf.errors.ResourceExhaustedError) and "No space left" in str(error):
         return RunFailed("the disk is full; free space, then `invoke up --resume` this run")

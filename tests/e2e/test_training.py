@@ -70,9 +70,14 @@ def test_chief_alone_must_agree_with_chief_and_workers(clusters: Clusters, three
     assert max(apart[step] for step in range(1, 21)) <= 1e-4
 
 
-def test_several_devices_in_one_process_must_agree_with_several_tasks(clusters: Clusters, three: RunFolder) -> None:
-    mirrored = clusters.up("mirrored", "--workers=0 --devices=3 -- --max-steps 10")
-    assert ("MirroredStrategy", 3) == (summary(mirrored)["strategy"], summary(mirrored)["replicas"])
+@pytest.mark.parametrize(
+    ("name", "strategy"), [("mirrored", "MirroredStrategy"), ("central", "CentralStorageStrategy")]
+)
+def test_several_devices_in_one_process_must_agree_with_several_tasks(
+    clusters: Clusters, three: RunFolder, name: str, strategy: str
+) -> None:
+    mirrored = clusters.up(name, f"--workers=0 --devices=3 --strategy={name} -- --max-steps 10")
+    assert (strategy, 3) == (summary(mirrored)["strategy"], summary(mirrored)["replicas"])
     apart = [abs(losses(mirrored)[step] / losses(three)[step] - 1) for step in range(1, 11)]
     assert max(apart) <= 1e-6
 
@@ -222,3 +227,26 @@ def _is(pid: int, task: str, module: bytes) -> bool:
     except OSError:
         return False
     return module in command and f"TASK={task}".encode() in environment
+
+
+@pytest.mark.long
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a small disk")
+def test_a_full_disk_must_fail_the_run_and_lose_no_good_checkpoint(data: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=560m", "tmpfs", str(disk)], check=True)
+    try:
+        small = Clusters(disk)
+        words = ("up", "--name=full", "--runtime=local", "--tensorboard-port=0", "--workers=1", "--checkpoint-every=50")
+        small.invoke(*words, "--detach", "--", "--max-steps", "900")
+        run = small.run("full")
+        wait_for((run.checkpoints / "ckpt-50.index").exists, "the first checkpoint")
+        subprocess.run(["dd", "if=/dev/zero", f"of={disk / 'fill'}", "bs=1M"], capture_output=True)  # until it is full
+        output = small.invoke("wait", "--timeout=60", expect=1)
+        assert "the disk is full" in output
+        assert [] == local.processes_left(run)
+        (disk / "fill").unlink()
+        small.invoke("up", "--resume=full", "--runtime=local", "--tensorboard-port=0", "--", "--max-steps", "60")
+        assert ("succeeded", 60) == (summary(run)["state"], summary(run)["steps"])
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

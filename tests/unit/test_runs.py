@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -200,3 +202,27 @@ def test_a_reopened_run_has_no_end_and_keeps_its_history(run: RunFolder) -> None
     assert (None, False, False) == (run.outcome, run.stop_requested, run.summary.exists())
     assert not (run.control / "result.json").exists()
     assert (1, 0) == (len(run.events()), run.generation)
+
+
+def test_a_full_disk_leaves_room_for_the_outcome(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run()
+    reserve = run.path / runs.RESERVE
+    write_text = Path.write_text
+
+    def write_on_a_full_disk(path: Path, *arguments: Any) -> int:
+        if reserve.exists():
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write_text(path, *arguments)
+
+    monkeypatch.setattr(Path, "write_text", write_on_a_full_disk)
+    assert run.end("failed", error="the disk is full")
+    assert run.outcome is not None
+    assert "the disk is full" == run.outcome["error"]
+
+
+def test_an_event_on_a_full_disk_is_lost_and_nothing_else(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    make_run().event("chief", "checkpoint", step=1)

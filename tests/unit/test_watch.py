@@ -1,0 +1,53 @@
+"""Waiting on the host: a run whose engine stopped ends instead of hanging whoever waits for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cluster import watch
+from cluster.errors import TimedOut
+from cluster.runs import LOST_AFTER_S, RunFolder, write_json
+
+
+def beat(run: RunFolder, task: str, age_s: float, state: str = "training") -> None:
+    values = {"task": task, "role": task.partition("-")[0], "state": state, "generation": 0, "step": 7, "restarts": 0}
+    write_json(run.status(task), values | {"examples_per_s": None, "loss": None, "updated_at": time.time() - age_s})
+
+
+def test_a_run_whose_engine_stopped_ends_as_failed(make_run: Callable[..., RunFolder]) -> None:
+    run = make_run(workers=1)
+    for task in ("chief", "worker-0"):
+        beat(run, task, age_s=LOST_AFTER_S + 5)
+    ended = watch.follow(run, lambda value: None, timeout_s=10)
+    assert "failed" == ended["state"]
+    assert "no task gives a sign of life" in ended["cause"]["error"]
+    assert 1 == watch.exit_code(ended)
+
+
+def test_a_run_with_one_live_task_goes_on(make_run: Callable[..., RunFolder]) -> None:
+    run = make_run(workers=1)
+    beat(run, "chief", age_s=LOST_AFTER_S + 5)
+    beat(run, "worker-0", age_s=0)
+    with pytest.raises(TimedOut, match="has not ended after"):
+        watch.follow(run, lambda value: None, timeout_s=0.5)
+    assert run.outcome is None
+
+
+@pytest.mark.parametrize(
+    ("ended", "code"),
+    [
+        ({"state": "succeeded"}, 0),
+        ({"state": "stopped"}, 130),
+        ({"state": "failed", "cause": {"exit_code": 1}}, 1),
+        ({"state": "failed", "cause": {"exit_code": 2}}, 2),
+        ({"state": "failed", "cause": {"exit_code": 4}}, 4),
+        ({"state": "failed", "cause": {"exit_code": 137}}, 1),
+        ({"state": "failed", "cause": {}}, 1),
+    ],
+)
+def test_an_exit_code_tells_how_a_run_ended(ended: dict[str, Any], code: int) -> None:
+    assert code == watch.exit_code(ended)
