@@ -69,10 +69,10 @@ def told(body: Callable[..., Any]) -> Callable[..., Any]:
             raise Exit(f"error: {error}", code=error.exit_code) from None
         except UnexpectedExit as error:
             code = error.result.exited if error.result.exited in KNOWN_CODES else EXIT_FAILED
-            # The command has told what was wrong, unless it told nothing.
-            said = (
-                None if error.result.stderr.strip() else f"error: {error.result.command!r} ended with exit code {code}"
-            )
+            own = (
+                error.result.stderr.strip().rpartition("\n")[2].startswith("error: ")
+            )  # ours tell their errors themselves
+            said = None if own else f"error: {error.result.command!r} ended with exit code {error.result.exited}"
             raise Exit(said, code=code) from None
         except OSError as error:
             raise Exit(

@@ -238,6 +238,8 @@ class Agent:
         """Apply the failure policy to an ended program."""
         code = program.process.wait()
         error = program.last_line
+        if self.run.outcome:
+            return  # whatever ends after the run changes nothing
         ended = read_json(self.run.status(self.task.name))["state"] in ("done", "stopped")
         side_car = self.task.role == Role.EVALUATOR
         if code == 0 or ended or (side_car and self.run.stop_requested):

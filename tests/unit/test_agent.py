@@ -17,7 +17,7 @@ from tests.unit.gang import StartGang
 from tests.waiting import wait_for
 
 SIGKILLED = "exit code 137 (SIGKILL: killed, out of memory?)"
-ALL_FINISH = "train(5)\nfinish()"
+ALL_FINISH = "train(5), meet(), finish()"
 SERVERS_SERVE = "if NAME.startswith(('worker', 'ps')): serve()\n"
 
 
@@ -70,13 +70,22 @@ def test_a_program_that_fails_before_the_start_fails_the_run_at_once(start_gang:
     assert cause == tuple(outcome[key] for key in ("state", "task", "exit_code", "error"))
 
 
+def test_a_task_that_dies_after_the_end_changes_nothing(start_gang: StartGang) -> None:
+    gang = start_gang(
+        "if NAME == 'chief': train(5), meet(), finish()\ntrain(5), until(lambda: run.outcome), die()", workers=1
+    )
+    summary = gang.summary()
+    assert ("succeeded", [], 0) == (summary["state"], summary["restarts"], gang.run.generation)
+
+
 def test_what_a_program_started_ends_with_it(start_gang: StartGang) -> None:
     lines = """
 import subprocess
 if NAME == 'worker-0' and not GENERATION:
-    child = subprocess.Popen(['sleep', '60'])
+    child = subprocess.Popen(['sleep', '300'])
     (run.path / 'child').write_text(str(child.pid))
     train(3), die()
+if not GENERATION: work()
 train(5), finish()
 """
     gang = start_gang(lines, workers=1)
@@ -89,7 +98,7 @@ train(5), finish()
 
 
 def test_killing_a_worker_restarts_the_gang(start_gang: StartGang) -> None:
-    gang = start_gang("train(5)\nif not GENERATION: work()\ntrain(6), finish()", workers=2)
+    gang = start_gang("train(5)\nif not GENERATION: work()\ntrain(6), meet(), finish()", workers=2)
     for task in ("chief", "worker-0", "worker-1"):
         gang.await_step(task, 5)
     first_life = {task: gang.pid(task) for task in ("chief", "worker-0", "worker-1")}
@@ -145,7 +154,7 @@ def test_contact_lost_without_a_culprit_restarts_the_gang(start_gang: StartGang)
 
 
 def test_a_killed_agent_comes_back_and_restarts_the_gang(start_gang: StartGang) -> None:
-    gang = start_gang("train(5)\nif not GENERATION: work()\nfinish()", workers=1)
+    gang = start_gang("train(5)\nif not GENERATION: work()\ntrain(5), meet(), finish()", workers=1)
     gang.await_step("worker-0", 5)
     agent, program = gang.pid("worker-0", "agent"), gang.pid("worker-0")
     os.kill(agent, signal.SIGKILL)
@@ -159,7 +168,7 @@ def test_a_killed_agent_comes_back_and_restarts_the_gang(start_gang: StartGang) 
 @pytest.mark.parametrize("task", ["chief", "worker-0"])
 def test_an_agent_killed_when_its_program_is_done_does_not_train_again(start_gang: StartGang, task: str) -> None:
     lines = f"""
-train(5)
+train(5), meet()
 if NAME != '{task}': until(lambda: (run.path / 'killed').exists())
 elif not GENERATION: os.kill(os.getppid(), 19)  # the agent sees nothing of the end
 finish()
@@ -262,6 +271,14 @@ def test_sigterm_to_one_agent_stops_every_task(start_gang: StartGang) -> None:
     assert ("stopped", []) == (summary["state"], summary["restarts"])
     assert {"chief": 0, "worker-0": 0, "worker-1": 0, "evaluator": 0} == summary["tasks"]
     assert {"stopped"} == {beat["state"] for beat in gang.run.heartbeats().values()}
+
+
+def test_a_stop_lets_servers_serve_until_the_chief_has_saved(start_gang: StartGang) -> None:
+    gang = start_gang(SERVERS_SERVE + "train(3), work(saving_s=0.5)", workers=1, ps=1)
+    gang.await_step("chief", 3)
+    gang.run.request_stop("a test")
+    assert ("stopped", "chief") == (gang.outcome()["state"], gang.outcome()["task"])
+    assert {"chief": 0, "worker-0": 0, "ps-0": 0} == gang.summary()["tasks"]
 
 
 def test_a_stop_while_tasks_wait_for_each_other_ends_the_run(start_gang: StartGang) -> None:

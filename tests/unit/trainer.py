@@ -49,13 +49,14 @@ def finish(state: str = "done") -> NoReturn:
     if CHIEF:
         write_json(run.control / "result.json", {"steps": _step, "metrics": {"eval_accuracy": 0.9}})
     _heartbeat.update(state=state)
-    sys.exit(0)
+    os._exit(0)  # at once, like the real program: a signal could still end the interpreter's own teardown
 
 
-def work() -> NoReturn:
-    """Train until asked to stop; stop as the real program does."""
+def work(saving_s: float = 0.0) -> NoReturn:
+    """Train until asked to stop; save and stop as the real program does."""
     _heartbeat.update(state="training")
     until(lambda: _stop)
+    time.sleep(saving_s)
     finish("stopped")
 
 
@@ -68,13 +69,13 @@ def serve() -> NoReturn:
 
 
 def meet() -> None:
-    """Wait until every other task trains in this generation."""
+    """Wait until every other task has come to train in this generation."""
     for task in run.load_cluster().tasks:
         until(lambda name=task.name: name == NAME or _trains(run.heartbeats().get(name)))
 
 
 def _trains(beat: dict[str, Any] | None) -> bool:
-    return beat is not None and (beat["state"], beat["generation"]) == ("training", GENERATION)
+    return beat is not None and beat["state"] in ("training", "done") and beat["generation"] == GENERATION
 
 
 def die(number: int = signal.SIGKILL) -> None:
