@@ -19,7 +19,8 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
     deadline = time.monotonic() + settle_s
     names = [task.name for task in spec.tasks]
     while time.monotonic() < deadline and not all(
-        run.heartbeats().get(name, {}).get("exit_code") is not None for name in names
+        "exit_code" in run.heartbeats().get(name, {})  # only an agent's last heartbeat has one
+        for name in names
     ):
         time.sleep(0.05)
     beats = run.heartbeats()

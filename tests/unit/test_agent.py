@@ -6,13 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 
 import pytest
 
-from cluster import watch
+from cluster import agent, watch
 from cluster.processes import start_ticks
-from cluster.runs import RunFolder
+from cluster.runs import RunFolder, read_json
 from tests.unit.gang import StartGang
 from tests.waiting import wait_for
 
@@ -292,6 +293,18 @@ def test_a_stop_while_tasks_wait_for_each_other_ends_the_run(start_gang: StartGa
 def test_a_stop_before_the_start_ends_the_run(start_gang: StartGang, workers: int) -> None:
     summary = start_gang("until(lambda: False)", workers=workers, stopped=True).summary()
     assert ("stopped", 0) == (summary["state"], summary["steps"])
+
+
+def test_a_task_that_comes_after_the_end_does_not_hold_it_up(
+    make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the agents run in this very process
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("the summary waits for a task that never ran"))
+    run = make_run(workers=1)
+    run.end("stopped", task="chief")
+    for task in ("worker-0", "chief"):
+        agent.Agent(run, task, ["false"], barrier_timeout_s=1).main()
+    assert {"chief": None, "worker-0": None} == read_json(run.summary)["tasks"]
 
 
 # The start

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -35,19 +34,3 @@ def test_a_run_with_one_live_task_goes_on(make_run: Callable[..., RunFolder]) ->
     with pytest.raises(TimedOut, match="has not ended after"):
         watch.follow(run, lambda value: None, timeout_s=0.5)
     assert run.outcome is None
-
-
-@pytest.mark.parametrize(
-    ("ended", "code"),
-    [
-        ({"state": "succeeded"}, 0),
-        ({"state": "stopped"}, 130),
-        ({"state": "failed", "cause": {"exit_code": 1}}, 1),
-        ({"state": "failed", "cause": {"exit_code": 2}}, 2),
-        ({"state": "failed", "cause": {"exit_code": 4}}, 4),
-        ({"state": "failed", "cause": {"exit_code": 137}}, 1),
-        ({"state": "failed", "cause": {}}, 1),
-    ],
-)
-def test_an_exit_code_tells_how_a_run_ended(ended: dict[str, Any], code: int) -> None:
-    assert code == watch.exit_code(ended)
