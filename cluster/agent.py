@@ -29,13 +29,10 @@ from pathlib import Path
 from typing import IO
 
 from cluster import barrier, summary, tf_config
-from cluster.errors import EXIT_FAILED, EXIT_TIMEOUT, ClusterError, UsageError
+from cluster.errors import EXIT_FAILED, EXIT_PEER_LOST, EXIT_TIMEOUT, ClusterError, UsageError
 from cluster.processes import as_exit_code, describe_exit, die_with_parent
 from cluster.runs import Heartbeat, RunFolder, read_json
 from cluster.spec import Role
-
-EXIT_PEER_LOST = 75
-"""Exit code of a program that ended because another task did (EX_TEMPFAIL of sysexits.h): worth trying again."""
 
 BARRIER_TIMEOUT_S = 60.0
 GRACE_S = 40.0

@@ -16,6 +16,9 @@ EXIT_PREREQUISITE = 3
 EXIT_TIMEOUT = 4
 EXIT_INTERRUPTED = 130
 
+EXIT_PEER_LOST = 75
+"""Between a program and its agent: it ended because another task did (EX_TEMPFAIL of sysexits.h), try again."""
+
 
 class ClusterError(Exception):
     """An error told to the user in one line, without a traceback."""

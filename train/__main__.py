@@ -17,11 +17,10 @@ import sys
 import traceback
 from pathlib import Path
 
-from cluster.errors import ClusterError
+from cluster.errors import EXIT_PEER_LOST, ClusterError
 from cluster.runs import RunFolder, read_json
 from train import config
 
-EXIT_PEER_LOST = 75
 EXIT_BUG = 70
 """An error that we do not know (EX_SOFTWARE of sysexits.h): the agent tries again."""
 
