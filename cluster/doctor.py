@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import re
 import shutil
 import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cluster import engine, launch, local, tensorboard
+from cluster import engine, launch, local, locks, tensorboard
 from cluster.errors import ClusterError
 
 LOCKS = ("host", "train-cpu", "tensorboard")
@@ -61,13 +60,7 @@ def _packages() -> Finding:
 
 def locked() -> list[tuple[str, str]]:
     """Return the packages and versions that the locks ask for on this machine."""
-    found = {}
-    for lock in LOCKS:
-        text = (launch.ROOT / "requirements" / f"{lock}.lock").read_text()
-        for name, version, marker in re.findall(r"^([\w.-]+)==([^\s;\\]+)(?: ; ([^\\\n]*))?", text, re.MULTILINE):
-            if not marker:  # one with a marker is for another platform or Python, or brings nothing to check
-                found[name] = version
-    return sorted(found.items())
+    return sorted({(pin.name, pin.version) for lock in LOCKS for pin in locks.pins(lock) if pin.applies()})
 
 
 def _processor() -> Finding:

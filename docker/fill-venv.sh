@@ -7,12 +7,11 @@ venv=$1 lock=$2
 # Where builds go through a proxy with its own certificate authority, the host lends its bundle for this step.
 if [ -s /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca SSL_CERT_FILE=/run/secrets/ca; fi
 
-# promise, of tensorflow-datasets, has no wheel. setuptools comes first, so that what builds it is hash-checked too.
+# As in the Makefile: what the locks hold and nothing else. First build.lock, beside LOCK: it builds what has no wheel.
 python3 -m venv --without-pip "$venv"
-sed -n '/^setuptools==/,/^ *#/p' "$lock" >/build/setuptools.lock
-for requirements in /build/setuptools.lock "$lock"; do
-  /opt/pip/bin/pip --python "$venv/bin/python" install --quiet --no-compile --require-hashes \
-    --use-pep517 --no-build-isolation --requirement "$requirements"
+for requirements in "$(dirname "$lock")/build.lock" "$lock"; do
+  /opt/pip/bin/pip --python "$venv/bin/python" install --quiet --no-compile \
+    --require-hashes --no-deps --use-pep517 --no-build-isolation --requirement "$requirements"
 done
 
 # A fifth of what was installed serves to build or test against it; TensorFlow asks for libclang and never imports it.

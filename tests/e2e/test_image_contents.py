@@ -82,9 +82,18 @@ def test_tensorflow_must_import_with_nothing_but_its_own_files() -> None:
     assert "2.21.0" == python(TRAIN, script).strip()
 
 
+def test_legacy_keras_must_stand_on_the_same_tensorflow() -> None:
+    script = (
+        "import os; os.environ['TF_USE_LEGACY_KERAS'] = '1'\n"
+        "import tensorflow, tf_keras\n"
+        "print(tensorflow.keras.Model is tf_keras.Model, tf_keras.__version__)\n"
+    )
+    assert "True 2.21.0" == python(TRAIN, script).strip()
+
+
 def test_no_start_must_compile_python() -> None:
     script = (
-        "import keras, os, sys, tensorflow, cluster.agent\n"
+        "import keras, os, sys, tensorflow, tf_keras, cluster.agent\n"
         "print([name for name, module in sys.modules.items() if getattr(module, '__cached__', None)\n"
         "       and module.__file__.endswith('.py') and not os.path.exists(module.__cached__)])\n"
     )

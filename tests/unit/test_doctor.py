@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster import doctor, engine, launch, local
+from cluster import doctor, engine, local, locks
 from cluster.doctor import Finding
 from cluster.engine import Answer
 
@@ -100,14 +100,20 @@ def test_only_a_failed_check_makes_the_report_bad(states: list[str], ok: bool) -
     assert {"check": "check", "state": "ok", "detail": "found", "fix": "fix"} == report["findings"][0]
 
 
+def test_the_doctor_looks_at_what_make_setup_installs() -> None:
+    makefile = (locks.ROOT / "Makefile").read_text()
+    assert f"LOCKS := $(addprefix requirements/,{' '.join(f'{lock}.lock' for lock in doctor.LOCKS)})\n" in makefile
+
+
 def test_locked_packages_are_those_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(launch, "ROOT", tmp_path)
+    monkeypatch.setattr(locks, "ROOT", tmp_path)
     (tmp_path / "requirements").mkdir()
     for lock in doctor.LOCKS:
         (tmp_path / "requirements" / f"{lock}.lock").write_text("# a comment\n")
     (tmp_path / "requirements" / "host.lock").write_text(
         "invoke==3.0.3 \\\n    --hash=sha256:00 \\\n    --hash=sha256:01\n    # via -r host.in\n"
         "colorama==0.4.6 ; sys_platform == 'win32' \\\n    --hash=sha256:02\n"
+        "numpy==2.4.6 ; python_full_version >= '3.11' \\\n    --hash=sha256:03\n"
     )
-    assert [("invoke", "3.0.3")] == doctor.locked()
+    assert [("invoke", "3.0.3"), ("numpy", "2.4.6")] == doctor.locked()

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from invoke import Exit, MockContext
 
+import tasks
 from cluster import engine, images
-from cluster.errors import PrerequisiteError, UsageError
+from cluster.errors import EXIT_USAGE, PrerequisiteError, UsageError
 
 DIGEST = "sha256:" + "a" * 64
 BASE = images.Base(f"{images.PYTHON_BASE}@{DIGEST}", DIGEST)
@@ -52,6 +55,21 @@ def test_every_accelerator_must_have_a_lock_and_an_image(accelerator: str) -> No
 def test_an_unknown_accelerator_must_be_refused() -> None:
     with pytest.raises(UsageError, match="'gpus' has no image; did you mean 'gpu'"):
         images.train_image("gpus")
+
+
+def test_an_unknown_accelerator_must_be_refused_before_any_engine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "ask", lambda *words, **_: pytest.fail(f"asked: docker {words}"))
+    with pytest.raises(Exit, match="'xyz' has no image") as ended:
+        tasks.build(MockContext(), accelerator="xyz")
+    assert EXIT_USAGE == ended.value.code
+
+
+def test_make_up_must_look_for_these_images_and_pass_its_options_on() -> None:
+    # `--no-print-directory`: `make test`, which this may run under, would have it say where it is.
+    words = ["make", "--no-print-directory", "--dry-run", "--always-make", "up", "UP=--workers 1"]
+    shown = subprocess.run(words, cwd=images.ROOT, capture_output=True, text=True, check=True).stdout
+    assert f"docker image inspect {images.train_image('cpu')} {images.TENSORBOARD_IMAGE} " in shown
+    assert shown.endswith("invoke up --workers 1\n")  # invoke refuses an option that is given twice
 
 
 # The base
@@ -168,9 +186,11 @@ def test_the_host_must_lend_its_ca_bundle_to_single_steps_only() -> None:
     assert not re.search(r"^\s*(cp|install|cat|ln)\b.*secrets", script, re.MULTILINE)
 
 
-def test_every_package_must_be_checked_against_its_hash() -> None:
-    script = (DOCKER / "fill-venv.sh").read_text()
-    assert len(re.findall(r"\bpip\b.* install ", script)) == script.count("--require-hashes") == 1
+def test_every_install_must_be_from_a_lock_alone() -> None:
+    for text in ((DOCKER / "fill-venv.sh").read_text(), (images.ROOT / "Makefile").read_text()):
+        installs = re.findall(r"\bpip\b.* install ((?:.*\\\n)*.*)", text)
+        assert 1 == len(installs)
+        assert {"--require-hashes", "--no-deps", "--use-pep517", "--no-build-isolation"} <= set(installs[0].split())
     assert not re.findall(r"apt-get|curl|wget|pip3? install", DOCKERFILE)
 
 

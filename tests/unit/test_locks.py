@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
+import platform
 import re
+from types import SimpleNamespace
 
 import pytest
 from packaging.markers import Marker
@@ -13,7 +16,7 @@ from packaging.utils import canonicalize_name
 from cluster import locks
 
 FOLDER = locks.ROOT / locks.DIRECTORY
-INSTALLED = ("host", "train-cpu", "tensorboard", "dev")
+INSTALLED = ("build", "host", "train-cpu", "tensorboard", "dev")
 LINE = re.compile(
     r"""(?x)
     \#.* | \ +\#\ via\ .*                    # who asked for it
@@ -33,8 +36,26 @@ def requirements(target: str) -> list[tuple[Requirement, str]]:
     return [(Requirement(text), reason.strip()) for text, _, reason in entries if text.strip()]
 
 
-def applies(marker: str) -> bool:
-    return not marker or Marker(marker).evaluate()
+def applies(marker: str, **environment: str) -> bool:
+    return not marker or Marker(marker).evaluate(environment)
+
+
+def unmet(target: str) -> set[tuple[str, str]]:
+    """Return what packages of a lock ask for, here, that it does not hold: who asks, and for what."""
+    locked = {pin.name for pin in locks.pins(target) if applies(pin.marker)}
+    pending = [("", asked) for asked, _ in requirements(target) if applies(str(asked.marker or ""))]
+    seen, missing = set(), set()
+    while pending:
+        wanting, asked = pending.pop()
+        name = canonicalize_name(asked.name)
+        for extra in {"", *asked.extras} - {extra for known, extra in seen if known == name}:
+            if name not in locked:
+                missing.add((wanting, name))
+                continue
+            seen.add((name, extra))
+            wanted = map(Requirement, importlib.metadata.requires(name) or ())
+            pending += [(name, each) for each in wanted if not each.marker or each.marker.evaluate({"extra": extra})]
+    return missing
 
 
 @pytest.mark.parametrize("target", locks.TARGETS)
@@ -72,6 +93,58 @@ def test_both_accelerators_must_train_with_the_same_versions() -> None:
     cpu, gpu = ({(pin.name, pin.version) for pin in locks.pins(f"train-{name}")} for name in ("cpu", "gpu"))
     assert {"tensorflow-cpu"} == {name for name, _ in cpu - gpu}
     assert all(name.startswith("nvidia-") for name, _ in gpu - cpu)
+
+
+@pytest.mark.parametrize(
+    ("target", "machine", "tensorflow"),
+    [("cpu", "x86_64", "tensorflow-cpu"), ("cpu", "aarch64", "tensorflow"), ("gpu", "x86_64", "tensorflow")],
+)
+def test_a_machine_must_get_one_tensorflow_with_its_legacy_keras(target: str, machine: str, tensorflow: str) -> None:
+    wanted = {pin.name for pin in locks.pins(f"train-{target}") if applies(pin.marker, platform_machine=machine)}
+    assert {tensorflow, "keras", "tf-keras"} == wanted & {"tensorflow", "tensorflow-cpu", "keras", "tf-keras"}
+
+
+@pytest.mark.parametrize("target", INSTALLED)
+def test_a_lock_must_be_complete(target: str) -> None:
+    """Installs look up no dependencies, so none may be missing."""
+    assert set() == unmet(target) - {("tf-keras", "tensorflow")}  # tensorflow-cpu takes its place
+
+
+def test_what_has_no_wheel_must_be_built_with_the_locked_setuptools() -> None:
+    (builder,) = locks.pins("build")
+    for target in ("train-cpu", "train-gpu", "tensorboard"):  # so the images hold nothing that their lock does not
+        assert builder in locks.pins(target)
+
+
+MACHINES = list(
+    itertools.product(
+        [(3, 11, 9), (3, 12, 0), (3, 13, 1)], ["linux", "win32"], ["x86_64", "aarch64"], ["CPython", "PyPy"]
+    )
+)
+
+
+@pytest.mark.parametrize(("python", "system", "machine", "implementation"), MACHINES)
+def test_a_pin_must_apply_where_its_marker_says(
+    monkeypatch: pytest.MonkeyPatch, python: tuple[int, ...], system: str, machine: str, implementation: str
+) -> None:
+    environment = {
+        "python_full_version": ".".join(map(str, python)),
+        "sys_platform": system,
+        "platform_machine": machine,
+        "platform_python_implementation": implementation,
+    }
+    monkeypatch.setattr(locks, "sys", SimpleNamespace(version_info=(*python, "final", 0), platform=system))
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(platform, "python_implementation", lambda: implementation)
+    pins = [pin for target in locks.TARGETS for pin in locks.pins(target)]
+    pins += [
+        locks.Pin(
+            "made-up",
+            "1",
+            "(sys_platform == 'linux' and python_full_version >= '3.12') or python_full_version < '3.12'",
+        )
+    ]
+    assert [pin for pin in pins if applies(pin.marker, **environment)] == [pin for pin in pins if pin.applies()]
 
 
 def test_tensorboard_must_not_need_tensorflow() -> None:
