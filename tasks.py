@@ -9,17 +9,20 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from invoke import Collection, Context, Exit, task
 from invoke.exceptions import UnexpectedExit
 from invoke.parser.parser import ParseMachine
 
+from cluster import configuration, images, launch, locks, spec, startup, teardown, view
 from cluster import doctor as checks
-from cluster import images, launch, locks, spec, view
 from cluster import tensorboard as board
+from cluster import verify as verification
 from cluster import watch as watching
 from cluster.errors import (
+    EXIT_DONE,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_PREREQUISITE,
@@ -27,7 +30,10 @@ from cluster.errors import (
     EXIT_USAGE,
     ClusterError,
     TimedOut,
+    UsageError,
 )
+from cluster.request import Request
+from cluster.words import counted
 
 _handle, _complete_context = ParseMachine.handle, ParseMachine.complete_context
 
@@ -95,16 +101,20 @@ def shell(c: Context) -> Callable[[str], object]:
 
 
 UP_HELP = {
-    "workers": "worker tasks beside the chief; 0: the chief alone (default: 2)",
+    "workers": "worker tasks beside the chief; 0: the chief alone (default: 2; 0 for a strategy of one process)",
     "ps": "parameter servers; 1 or more: ParameterServerStrategy (default: 0)",
     "evaluator": "add a task that evaluates every new checkpoint (default: no)",
-    "preset": "training configuration to start from: fashion_mnist or mnist (default: fashion_mnist)",
-    "strategy": "auto, one, mirrored, central, multiworker or ps (default: auto, from the topology)",
+    "preset": "configuration to start from: fashion_mnist, mnist or package.module:function (default: fashion_mnist)",
+    "loop": "custom, or fit for Keras's own (default: custom)",
+    "script": "run this script, which reads TF_CONFIG, in every task; its arguments follow -- (default: our trainer)",
+    "requirements": "requirements file with packages for your own code (default: none)",
+    "strategy": "auto, one, mirrored, central, multiworker, ps or tpu (default: auto, from the topology)",
     "devices": "replicas in each training task; logical CPUs where there is no GPU (default: 1)",
     "runtime": "auto, docker or local (default: auto: containers where a Docker Engine answers)",
     "checkpoint-every": "optimizer steps between two checkpoints (default: 200)",
+    "hang-timeout": "seconds without a new step after which every task starts again (default: 60)",
     "name": "name of the run (default: preset, date and time)",
-    "resume": "go on with this run from its newest checkpoint (default: start a new run)",
+    "resume": "go on with this run, on its own topology unless another is given (default: start a new run)",
     "fresh": "start a run of this --name again, its old folder is deleted (default: no)",
     "tensorboard-port": "port of TensorBoard on 127.0.0.1; 0: none (default: 6006)",
     "detach": "return once every task is training (default: stay until the end)",
@@ -113,10 +123,13 @@ UP_HELP = {
 }
 
 
-def _request(c: Context, options: dict[str, Any]) -> launch.Request:
+def _request(c: Context, options: dict[str, Any]) -> Request:
     """Return what a task's options and the words after `--` ask for."""
-    asked = {name: value for name, value in options.items() if name in launch.Request.__dataclass_fields__}
-    return launch.Request(**asked, overrides=tuple(shlex.split(c.remainder)))
+    asked = {name: value for name, value in options.items() if name in Request.__dataclass_fields__}
+    typed = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
+    # invoke joins the words and loses their quotes.
+    words = typed if " ".join(typed) == c.remainder else shlex.split(c.remainder)
+    return Request(**asked, overrides=tuple(words))
 
 
 def _dumps(value: object) -> str:
@@ -126,30 +139,39 @@ def _dumps(value: object) -> str:
 @task(auto_shortflags=False, help={name: text for name, text in UP_HELP.items() if name != "json"})
 @told
 def up(
-    c, workers="2", ps="0", evaluator=False, preset="fashion_mnist", strategy="auto", devices="1", runtime="auto",
-    checkpoint_every="", name="", resume="", fresh=False, tensorboard_port=str(board.PORT), detach=False, dry=False,
+    c, workers="", ps="", evaluator=False, preset="", loop="", script="", requirements="", strategy="", devices="",
+    runtime="auto", checkpoint_every="", hang_timeout="", name="", resume="", fresh=False,
+    tensorboard_port=str(board.PORT), detach=False, dry=False,
 ):  # fmt: skip
     """Bring up a cluster and train; overrides follow --, such as: invoke up -- --epochs 1."""
     began = time.time()
-    planned = launch.plan(_request(c, locals()))
-    print(
-        f"{planned.cluster.strategy_class} on {len(planned.cluster.tasks)} tasks as {planned.why_runtime}", flush=True
-    )
-    if dry:
-        print("\n".join(launch.commands(planned)))
+    asked = _request(c, locals())
+    if asked.asks_for_help:
+        print(configuration.options(asked))
         return
-    launch.start(planned, shell(c), began=began)
+    planned = launch.plan(asked)
+    told = f"{planned.cluster.strategy_class} on {counted(len(planned.cluster.tasks), 'task')} as {planned.why_runtime}"
+    print("\n".join([told, *planned.notes]), flush=True)
+    if dry:
+        print("\n".join(startup.commands(planned)))
+        return
+    startup.start(planned, shell(c), began=began)
     raise Exit(code=watching.attend(planned.run, planned.runtime, planned.tensorboard_port, detach, shell(c)))
 
 
 @task(auto_shortflags=False, help={name: text for name, text in UP_HELP.items() if name not in ("detach", "dry")})
 @told
 def plan(
-    c, workers="2", ps="0", evaluator=False, preset="fashion_mnist", strategy="auto", devices="1", runtime="auto",
-    checkpoint_every="", name="", resume="", fresh=False, tensorboard_port=str(board.PORT), json=False,
+    c, workers="", ps="", evaluator=False, preset="", loop="", script="", requirements="", strategy="", devices="",
+    runtime="auto", checkpoint_every="", hang_timeout="", name="", resume="", fresh=False,
+    tensorboard_port=str(board.PORT), json=False,
 ):  # fmt: skip
     """Show what `up` would start with the same options, and start nothing."""
-    value = launch.plan(_request(c, locals())).to_json()
+    asked = _request(c, locals())
+    if asked.asks_for_help:
+        print(configuration.options(asked))
+        return
+    value = launch.plan(asked).to_json()
     print(_dumps(value) if json else "\n".join(view.plan(value)))
 
 
@@ -205,7 +227,7 @@ def stop(c, run=None):
     """Save a checkpoint at the same step on every task and stop; go on with `up --resume`."""
     folder = launch.find_run(run)
     watching.stop(folder, "invoke stop")
-    launch.remove(folder, shell(c))
+    teardown.remove(folder, shell(c))
     print("\n".join(view.ended(folder, launch.shown(folder.path))))
 
 
@@ -213,20 +235,61 @@ def stop(c, run=None):
     auto_shortflags=False,
     positional=["run"],
     optional=["run"],
-    help={"run": "run to take down (default: every run of this checkout, and TensorBoard)"},
+    help={
+        "run": "run to take down (default: every run of this checkout, and TensorBoard)",
+        "timeout": "seconds in which a run may save and stop before it is ended (default: 15)",
+    },
 )
 @told
-def down(c, run=None):
+def down(c, run=None, timeout="15"):
     """End every process, container and network that `up` started. Run folders stay."""
     sh = shell(c)
-    for folder in [launch.find_run(run)] if run else launch.leftovers():
-        if launch.in_progress(folder):
+    bound = spec.parse_count("timeout", timeout, 0, 10**9)
+    for folder in [launch.find_run(run)] if run else teardown.leftovers(launch.runs_dir()):
+        if teardown.in_progress(folder):
             with contextlib.suppress(TimedOut):  # a run that cannot stop is ended all the same
-                watching.stop(folder, "invoke down")
-        launch.remove(folder, sh)
+                watching.stop(folder, "invoke down", bound)
+        teardown.remove(folder, sh)
         print(f"{folder.name} is down; its folder is {launch.shown(folder.path)}")
     if not run and board.stop(launch.runs_dir(), sh):
         print("TensorBoard is down")
+
+
+def _saved(c: Context, verb: str, run: str | None, *words: str) -> None:
+    """Run a command of `python -m train.saved` on a run."""
+    folder = launch.find_run(run or "")
+    data = ["--data-dir", str(launch.data_dir())]
+    command = [sys.executable, "-m", "train.saved", verb, "--run-dir", str(folder.path), *data, *words]
+    with c.cd(str(launch.ROOT)):
+        c.run(shlex.join(command), echo=False)  # what it prints may be read by a program
+
+
+@task(auto_shortflags=False, positional=["run"], optional=["run"], help={"run": RUN_HELP, "json": UP_HELP["json"]})
+@told
+def evaluate(c, run=None, json=False):
+    """Evaluate a run's newest checkpoint on the whole test split, in one process without a strategy."""
+    _saved(c, "evaluate", run, *(["--json"] if json else []))
+
+
+@task(auto_shortflags=False, positional=["run"], optional=["run"], help={"run": RUN_HELP})
+@told
+def export(c, run=None):
+    """Write a run's newest checkpoint as a SavedModel to its folder export/."""
+    _saved(c, "export", run)
+
+
+@task(
+    auto_shortflags=False,
+    positional=["run"],
+    optional=["run"],
+    help={"run": RUN_HELP, "image": "image file, resized to what the model takes (default: none, it must be named)"},
+)
+@told
+def predict(c, run=None, image=""):
+    """Say what a run's exported model makes of an image."""
+    if not image:
+        raise UsageError("--image is missing: name an image file, such as --image boot.png")
+    _saved(c, "predict", run, "--image", str(Path(image).absolute()))
 
 
 @task(auto_shortflags=False, help={"port": UP_HELP["tensorboard-port"], "runtime": UP_HELP["runtime"]})
@@ -234,7 +297,7 @@ def down(c, run=None):
 def tensorboard(c, port=str(board.PORT), runtime="auto"):
     """Start TensorBoard over all runs, unless it runs, and say where."""
     number = spec.parse_count("port", port, 1, 65535)
-    board.start(launch.runs_dir(), number, launch.tensorboard_runtime(runtime, shell(c)), shell(c))
+    board.start(launch.runs_dir(), number, startup.tensorboard_runtime(runtime, shell(c)), shell(c))
     print(board.address(number))
 
 
@@ -245,6 +308,26 @@ def doctor(c, json=False):
     value = checks.report(checks.examine())
     print(_dumps(value) if json else "\n".join(view.findings(value)))
     raise Exit(code=0 if value["ok"] else EXIT_PREREQUISITE)
+
+
+@task(
+    auto_shortflags=False,
+    help={
+        "write": "renew the table in README.md and docs/strategies.md, if no row failed (default: no)",
+        "json": UP_HELP["json"],
+    },
+)
+@told
+def verify(c, write=False, json=False):
+    """Train shortly with every strategy and both loops, and compare; exit code 1 where one failed."""
+    with c.cd(str(launch.ROOT)):
+        c.run(startup.data_command("prepare", verification.DATASET), echo=False, out_stream=sys.stderr)
+    rows = verification.examine(lambda line: print(line, file=sys.stderr if json else sys.stdout, flush=True))
+    if json:
+        print(_dumps({"rows": rows}))
+    if write:
+        print(f"renewed {' and '.join(verification.write(rows))}", file=sys.stderr)
+    raise Exit(code=EXIT_FAILED if verification.failed(rows) else EXIT_DONE)
 
 
 @task(
@@ -269,6 +352,7 @@ def test(c, all=False, select=""):
 @told
 def build(c, accelerator="cpu", base=""):
     """Build the training image and the TensorBoard image."""
+    images.train_image(accelerator)  # refuses a typo before any engine or registry is asked for the base
     for command in images.build_commands(accelerator, images.default_base(base)):
         shell(c)(command)
 
@@ -281,6 +365,22 @@ def base(c):
         shell(c)(command)
 
 
+@task(
+    auto_shortflags=False,
+    help={
+        "name": "any TFDS dataset, or package.module:function (default: fashion_mnist)",
+        "shards": "files of each split (default: as many as there are already, or 8)",
+        "size": "resize images to this height and width in pixels (default: as they are)",
+        "fresh": "write them again (default: no)",
+    },
+)
+@told
+def shard(c, name="fashion_mnist", shards="", size="", fresh=False):
+    """Write a dataset as TFRecord shards, to be streamed: invoke up -- --source stream."""
+    words = [*(["--shards", shards] if shards else []), *(["--size", size] if size else [])]
+    shell(c)(startup.data_command("shard", name, *words, *(["--fresh"] if fresh else [])))
+
+
 NAME_HELP = {"name": "fashion_mnist or mnist (default: fashion_mnist)"}
 
 
@@ -288,14 +388,14 @@ NAME_HELP = {"name": "fashion_mnist or mnist (default: fashion_mnist)"}
 @told
 def prepare(c, name="fashion_mnist", fresh=False):
     """Get a dataset: as prepared before, else from TFDS, else from Debian's package."""
-    launch.prepare_data(name, shell(c), fresh=fresh)
+    shell(c)(startup.data_command("prepare", name, *(["--fresh"] if fresh else [])))
 
 
 @task(auto_shortflags=False, help=NAME_HELP)
 @told
 def verify_data(c, name="fashion_mnist"):
     """Check every prepared file of a dataset against its recorded sha256."""
-    shell(c)(launch.data_command("verify", name))
+    shell(c)(startup.data_command("verify", name))
 
 
 @task(auto_shortflags=False, help={"upgrade": "take the newest versions that the requirements allow (default: no)"})
@@ -306,7 +406,7 @@ def lock(c, upgrade=False):
         shell(c)(shlex.join(command))
 
 
-ns = Collection(up, plan, status, logs, wait, stop, down, tensorboard, doctor, test)
+ns = Collection(up, plan, status, logs, wait, stop, down, evaluate, export, predict, tensorboard, doctor, verify, test)
 ns.add_collection(Collection("image", build, base))
-ns.add_collection(Collection("data", prepare, verify=verify_data))
+ns.add_collection(Collection("data", prepare, shard, verify=verify_data))
 ns.add_collection(Collection("requirements", lock))

@@ -1,12 +1,14 @@
 """The first process of every task: starts the task's program, watches it and the gang, applies the failure policy.
 
-    python -m cluster.agent [-- COMMAND ...]     RUN_DIR, TASK and TF_CONFIG in the environment
+    python -m cluster.agent [-- COMMAND ...]               RUN_DIR, TASK and TF_CONFIG in the environment
+    python -m cluster.agent --script FILE [ARGUMENT ...]   the same for a script, see cluster/script_agent.py
 
 The program is started at once, so that its imports run while the agents meet at the start barrier, and waits at its
 gate (the pipe whose descriptor is `GATE_FD`) until the cluster is complete. What dies, and what happens then:
 
     chief, worker (synchronous), ps      a new generation: every agent ends its program and starts it again
     worker (parameter server), evaluator only that program starts again
+    frozen, or no new step               as if it had died; see cluster/watchdog.py
     exit code 1 to 4                     the program knows that trying again is useless: the run fails (never the
                                          evaluator's doing: it starts again, and gives up at the third time)
     the same step failing 3 times        the run fails
@@ -22,17 +24,18 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
-from cluster import barrier, summary, tf_config
+from cluster import barrier, restarts, summary, tf_config
 from cluster.errors import EXIT_FAILED, EXIT_PEER_LOST, EXIT_TIMEOUT, ClusterError, UsageError
-from cluster.processes import as_exit_code, describe_exit, die_with_parent
+from cluster.processes import as_exit_code, describe_exit
+from cluster.program import Program, Trainer
+from cluster.restarts import SAME_STEP_LIMIT
 from cluster.runs import Heartbeat, RunFolder, read_json
-from cluster.spec import Role
+from cluster.spare import Spare
+from cluster.spec import Role, Task
+from cluster.watchdog import FROZEN_S, Finding, Watchdog
 
 BARRIER_TIMEOUT_S = 60.0
 GRACE_S = 40.0
@@ -40,78 +43,8 @@ GRACE_S = 40.0
 POLL_S = 0.05
 PEER_LOST_PATIENCE_S = 3.0
 """How long a task that lost contact waits for the task that really died to say so: the root cause is told, not this."""
-SAME_STEP_LIMIT = 3
-
-
-@dataclass
-class Program:
-    """One life of the task's program: its process, its gate, and the last lines that it printed."""
-
-    process: subprocess.Popen[bytes]
-    gate: int | None
-    log: threading.Thread
-    last_lines: list[str] = field(default_factory=list)
-    asked_to_end: bool = False
-
-    @classmethod
-    def start(cls, command: list[str], environment: dict[str, str], log: Path) -> Program:
-        """Start the command behind its gate, its output appended to `log` and passed on."""
-        gate_read, gate_write = os.pipe()
-        last_lines: list[str] = []
-        process = subprocess.Popen(
-            command,
-            env=environment | {"GATE_FD": str(gate_read)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=(gate_read,),
-            process_group=0,  # a Ctrl-C in the terminal is for `invoke up` to handle
-            preexec_fn=die_with_parent,
-        )
-        os.close(gate_read)
-        assert process.stdout is not None
-        pump = threading.Thread(target=_pump, args=(process.stdout, log, last_lines), daemon=True)
-        pump.start()
-        return cls(process, gate_write, pump, last_lines)
-
-    def open_gate(self) -> None:
-        """Let the program form its cluster."""
-        if self.gate is not None:
-            with contextlib.suppress(BrokenPipeError):
-                os.write(self.gate, b"1")
-            os.close(self.gate)
-            self.gate = None
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the program and whatever it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
-
-    def ask_to_end(self) -> None:
-        """Ask once: a second SIGTERM would cut short what the program does about the first."""
-        if not self.asked_to_end:
-            self.asked_to_end = True
-            self.signal(signal.SIGTERM)
-
-    def end(self, grace_s: float) -> int:
-        """End the program, politely first; return its exit code."""
-        if self.process.poll() is None and grace_s > 0:
-            self.ask_to_end()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(grace_s)
-        self.signal(signal.SIGKILL)
-        code = self.process.wait()
-        self.log.join(5.0)
-        if self.gate is not None:
-            os.close(self.gate)
-            self.gate = None
-        return code
-
-    @property
-    def last_line(self) -> str:
-        """The last line that the program printed; of a traceback that is the error."""
-        self.log.join(1.0)
-        return self.last_lines[-1].removeprefix("error: ") if self.last_lines else ""
+STACKS_S = 1.0
+"""How long the programs of a hanging gang get to show their stacks."""
 
 
 class Agent:
@@ -125,8 +58,9 @@ class Agent:
         self.barrier_timeout_s = barrier_timeout_s
         self.serves = self.spec.serves(self.task)
         self.alone = self.spec.restarts_alone(self.task)
-        self.restarts = 0
+        self.resumes = False
         self.exit_code: int | None = None
+        self.spare = Spare(self._program, self.spec.tasks.index(self.task), len(self.spec.tasks))
 
     def main(self) -> int:
         """Live generation after generation until the run has an outcome."""
@@ -135,6 +69,7 @@ class Agent:
         self._notice_own_death()
         while not self.run.outcome:
             self._live(self.run.generation)
+        self.spare.end()
         self._finish()
         return 0
 
@@ -143,7 +78,6 @@ class Agent:
         beat = read_json(self.run.status(self.task.name), None)
         if not beat or beat["generation"] != self.run.generation:
             return
-        self.restarts = beat["restarts"]
         finished = beat["state"] in ("done", "stopped")
         self.exit_code = beat.get("exit_code", 0 if finished else as_exit_code(-signal.SIGKILL))
         if self.run.outcome:
@@ -153,25 +87,35 @@ class Agent:
         elif self.run.stop_requested:
             self.run.end("stopped", task=self.task.name)
         elif self.alone:
-            self.restarts += 1
-            self.run.event(self.task.name, "restarted", cause="the whole task was killed")
+            self._restarted(self._newest_step(), "the whole task was killed", None, beat["updated_at"])
         else:
             self._begin_next(self.run.generation, "the whole task was killed", None, failed_at=beat["updated_at"])
 
     def _live(self, generation: int) -> None:
         """Run the program once in this generation, and act on its end."""
-        environment = os.environ | {"GENERATION": str(generation), "RESTARTS": str(self.restarts)}
-        heartbeat = Heartbeat(self.run, self.task, generation, self.restarts).start()
-        program = Program.start(self.command, environment, self.run.log(self.task.name))
+        again = restarts.count(self.run, self.task.name)
+        heartbeat = Heartbeat(self.run, self.task, generation, again).start()
+        life = {"GENERATION": str(generation), "RESTARTS": str(again)}
+        program = self.spare.take() or self._program(os.environ | life)
         try:
             if self._meet(program, heartbeat, generation):
-                heartbeat.stop()
-                program.open_gate()
+                self._begin(program, heartbeat, life)
                 self._watch(program, generation)
         finally:
             heartbeat.stop()
-            code = program.end(self._grace_s())
-            self.exit_code = 0 if self.serves and self.run.outcome else as_exit_code(code)
+            code = as_exit_code(program.end(self._grace_s()))
+            outcome = self.run.outcome
+            at_fault = outcome and (outcome["state"], outcome.get("task")) == ("failed", self.task.name)
+            self.exit_code = 0 if self.serves and outcome and not at_fault else code
+
+    def _program(self, environment: dict[str, str]) -> Program:
+        """Return this generation's program, which forms no cluster before `_begin`."""
+        return Trainer(self.command, environment, self.run.log(self.task.name))
+
+    def _begin(self, program: Program, heartbeat: Heartbeat, life: dict[str, str]) -> None:
+        """Let the program form its cluster. From here on it writes the heartbeat."""
+        heartbeat.stop()
+        program.open_gate(life)
 
     def _grace_s(self) -> float:
         """Seconds to save in: none where a task failed (the others hang in the step that it left) or nothing trains."""
@@ -188,10 +132,10 @@ class Agent:
         try:
             barrier.wait(
                 self.spec,
-                self.task,
+                self._listener,
                 token=f"{self.run.name}/{generation}",
                 timeout_s=self.barrier_timeout_s,
-                abandon=lambda: self._over(generation) or self.run.stop_requested or program.process.poll() is not None,
+                abandon=lambda: self._over(generation) or self.run.stop_requested or program.ended,
                 explain=self._explain_missing,
             )
         except barrier.Abandoned:
@@ -203,6 +147,11 @@ class Agent:
             return False
         self.run.event(self.task.name, "cluster complete", generation=generation)
         return True
+
+    @property
+    def _listener(self) -> Task:
+        """Where this task listens at the start barrier."""
+        return self.task
 
     def _has_met(self, generation: int) -> bool:
         """Whether an earlier life of this task passed the barrier of this generation."""
@@ -222,19 +171,49 @@ class Agent:
 
     def _watch(self, program: Program, generation: int) -> None:
         """Return once the program is no longer wanted or its end was acted on."""
+        watchdog = Watchdog(self.run, self.spec, self.task, generation)
         while True:
             if self._over(generation):
                 return None
+            if watchdog.hang_told:
+                program.show_stacks()
+            if finding := watchdog.examine():
+                return self._act_on_finding(finding, watchdog, program, generation)
             if self.run.stop_requested and not self.serves:
-                program.ask_to_end()
+                self._ask_to_end(program)
+            training = read_json(self.run.status(self.task.name))["state"] == "training"
+            if self.resumes and training:
+                self.run.event(self.task.name, "resumed")
+                self.resumes = False
+            if program.can_wait:
+                self.spare.keep(training=training)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                program.process.wait(POLL_S)
+                program.wait(POLL_S)
                 return self._act_on_exit(program, generation)
+
+    def _act_on_finding(self, finding: Finding, watchdog: Watchdog, program: Program, generation: int) -> None:
+        """Apply the failure policy to a task that lives but does nothing."""
+        self.run.event(finding.task, finding.kind, step=self._newest_step(), cause=finding.cause)
+        since = time.time() - FROZEN_S
+        if finding.kind == "hang":
+            watchdog.tell_hang(finding)
+            program.show_stacks()
+            self._wait_until_over(generation, STACKS_S)
+        if self.run.stop_requested:
+            self.run.end("stopped", task=finding.task)  # it cannot save any more; the newest checkpoint stays
+        elif finding.kind == "frozen" and self.alone:
+            program.end(0.0)
+            self._restart_alone(-signal.SIGKILL, finding.cause)
+        else:
+            self._begin_next(generation, finding.cause, None, failed_at=since, task=finding.task)
+
+    def _ask_to_end(self, program: Program) -> None:
+        """Ask the program to save and end, as often as this is called until it has."""
+        program.ask_to_end()
 
     def _act_on_exit(self, program: Program, generation: int) -> None:
         """Apply the failure policy to an ended program."""
-        code = program.process.wait()
-        error = program.last_line
+        code, error = program.wait(), program.last_line
         if self.run.outcome:
             return  # whatever ends after the run changes nothing
         ended = read_json(self.run.status(self.task.name))["state"] in ("done", "stopped")
@@ -269,9 +248,8 @@ class Agent:
     def _restart_alone(self, code: int, error: str) -> None:
         """Start only this task's program again, unless it keeps dying at the same step."""
         step = self._newest_step()
-        restarts = [e for e in self.run.events() if e["task"] == self.task.name and e["event"] == "restarted"]
-        if _same_step([e["step"] for e in restarts], step):
-            told = f"step {step} failed {SAME_STEP_LIMIT} times: {error}"
+        if restarts.same_step([e["step"] for e in restarts.alone(self.run, self.task.name)], step):
+            told = self._told_of_last(step, describe_exit(code), error)
             if self.task.role != Role.EVALUATOR:
                 self.run.end("failed", task=self.task.name, exit_code=EXIT_FAILED, step=step, error=told)
                 return
@@ -279,18 +257,27 @@ class Agent:
             self.run.event(self.task.name, "gave up", step=step, error=told)
             self._wait_until_over(self.run.generation, float("inf"))
             return
-        self.restarts += 1
-        self.run.event(self.task.name, "restarted", step=step, cause=describe_exit(code), error=error)
+        self._restarted(step, describe_exit(code), error, time.time())
 
-    def _begin_next(self, generation: int, cause: str, error: str | None, failed_at: float | None = None) -> None:
+    def _restarted(self, step: int, cause: str, error: str | None, failed_at: float) -> None:
+        self.run.event(self.task.name, "restarted", step=step, cause=cause, error=error, failed_at=failed_at)
+        self.resumes = True
+
+    def _begin_next(
+        self, generation: int, cause: str, error: str | None, failed_at: float | None = None, task: str = ""
+    ) -> None:
         """Start the gang again in the next generation, unless it keeps failing at the same step."""
-        why = {"task": self.task.name, "cause": cause, "error": error, "failed_at": failed_at or time.time()}
-        step = self._newest_step()
-        if _same_step([g["step"] for g in self.run.generations() if "task" in g], step):
-            told = f"step {step} failed {SAME_STEP_LIMIT} times: {error or cause}"
-            self.run.end("failed", task=self.task.name, exit_code=EXIT_FAILED, step=step, error=told)
+        step, failed_at, task = self._newest_step(), failed_at or time.time(), task or self.task.name
+        why = {"task": task, "cause": cause, "error": error, "failed_at": failed_at}
+        if restarts.gang_keeps_failing(self.run, step, failed_at):
+            told = self._told_of_last(step, cause, error)
+            self.run.end("failed", task=task, exit_code=EXIT_FAILED, step=step, error=told)
         elif self.run.begin_generation(generation + 1, step=step, **why):
-            self.run.event(self.task.name, "gang restart", step=step, cause=cause, error=error)
+            self.run.event(task, "gang restart", step=step, cause=cause, error=error)
+
+    def _told_of_last(self, step: int, cause: str, error: str | None) -> str:
+        """Return what is told of the failure that was one too many."""
+        return f"step {step} failed {SAME_STEP_LIMIT} times: {error or cause}"
 
     def _newest_step(self) -> int:
         """The newest step that any task tells: servers count none of their own."""
@@ -312,35 +299,17 @@ class Agent:
         """Write the last heartbeat; the chief's agent also writes the summary."""
         outcome = self.run.outcome
         assert outcome is not None
-        beat = Heartbeat(self.run, self.spec.task(self.task.name), self.run.generation, self.restarts)
+        beat = Heartbeat(self.run, self.spec.task(self.task.name), self.run.generation)
         last = read_json(self.run.status(self.task.name), {})
         ended = {"succeeded": "done", "stopped": "stopped", "failed": "failed"}[outcome["state"]]
         if outcome["state"] == "failed" and outcome.get("task") != self.task.name:
-            ended = "stopped"  # ended because another task failed: this one is not the culprit
+            # This one is not the culprit: its work was done, or it was ended because another task failed.
+            ended = "done" if last.get("state") == "done" else "stopped"
         beat.values |= last | {"state": ended, "exit_code": self.exit_code}
         beat.write()
         self.run.event(self.task.name, ended, step=last.get("step"), exit_code=self.exit_code)
         if self.task.role == Role.CHIEF:
             summary.write(self.run)
-
-
-def _same_step(before: list[int], step: int) -> bool:
-    """Whether the newest failures and this one are as many as are tolerated, all at one step."""
-    return before[-(SAME_STEP_LIMIT - 1) :] == [step] * (SAME_STEP_LIMIT - 1)
-
-
-def _pump(stream: IO[bytes], log: Path, last_lines: list[str]) -> None:
-    """Copy the program's output to its log and to the agent's own output, and remember its end."""
-    with log.open("ab") as file:
-        for line in stream:
-            with contextlib.suppress(OSError):  # a full disk must not block the program that prints
-                file.write(line)
-                file.flush()
-            with contextlib.suppress(OSError):
-                sys.stdout.buffer.write(line)
-                sys.stdout.buffer.flush()
-            if text := line.decode(errors="replace").strip():
-                last_lines[:] = [*last_lines[-19:], text]
 
 
 def main(arguments: list[str]) -> int:
@@ -350,11 +319,16 @@ def main(arguments: list[str]) -> int:
         if missing:
             raise UsageError(f"{' and '.join(missing)} not set: an agent is started by `invoke up`, which sets them")
         run_dir, task = os.environ["RUN_DIR"], os.environ["TASK"]
-        command = arguments[1:] if arguments[:1] == ["--"] else [sys.executable, "-m", "train", "--run-dir", run_dir]
         if text := os.environ.get("TF_CONFIG"):
             tf_config.parse(text)
         timeout_s = float(os.environ.get("BARRIER_TIMEOUT_S", str(BARRIER_TIMEOUT_S)))
-        return Agent(RunFolder(Path(run_dir)), task, command, timeout_s).main()
+        run = RunFolder(Path(run_dir))
+        if arguments[:1] == ["--script"]:
+            from cluster.script_agent import ScriptAgent  # it is built on this module
+
+            return ScriptAgent(run, task, [sys.executable, *arguments[1:]], timeout_s).main()
+        command = arguments[1:] if arguments[:1] == ["--"] else [sys.executable, "-m", "train", "--run-dir", run_dir]
+        return Agent(run, task, command, timeout_s).main()
     except ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -10,7 +10,8 @@ import hashlib
 import os
 import re
 import shlex
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,12 @@ class Containers:
     image: str
     user: str
     """`uid:gid`."""
+    mounts: Sequence[tuple[Path, str]] = ()
+    """Folders of the host that the tasks read, and where."""
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    """Variables that every task gets; None is the value that the caller of `docker compose` has."""
+    way_out: bool = False
+    """Whether the tasks may reach what lies outside of their cluster, as a script does that fetches its data."""
 
 
 def project(run_dir: Path) -> str:
@@ -75,7 +82,8 @@ def _literal(value: Any) -> Any:
 
 def _service(spec: ClusterSpec, task: Task, containers: Containers, command: list[str]) -> dict[str, Any]:
     run = f"{RUNS_MOUNT}/{containers.run_dir.name}"
-    environment = {"TASK": task.name, "RUN_DIR": run, "DATA_DIR": DATA_MOUNT}
+    environment: dict[str, str | None] = {"TASK": task.name, "RUN_DIR": run, "DATA_DIR": DATA_MOUNT}
+    environment |= containers.environment
     if text := tf_config.dumps(spec, task):
         environment["TF_CONFIG"] = text
     service: dict[str, Any] = {
@@ -86,13 +94,20 @@ def _service(spec: ClusterSpec, task: Task, containers: Containers, command: lis
         "environment": environment,
         "volumes": [
             {"type": "bind", "source": str(containers.run_dir), "target": run},
-            {"type": "bind", "source": str(containers.data_dir), "target": DATA_MOUNT, "read_only": True},
+            _read_only(containers.data_dir, DATA_MOUNT),
+            *(_read_only(source, target) for source, target in containers.mounts),
         ],
         "labels": {"tf-cluster.run": containers.run_dir.name, "tf-cluster.task": task.name},
     }
     if command:
         service["command"] = command
+    if containers.way_out:
+        service["networks"] = ["cluster", "egress"]
     return service
+
+
+def _read_only(source: Path, target: str) -> dict[str, Any]:
+    return {"type": "bind", "source": str(source), "target": target, "read_only": True}
 
 
 def command(overlay_path: Path, *words: str) -> str:

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from cluster import processes, summary, tf_config
 from cluster.errors import PrerequisiteError, TimedOut
 from cluster.runs import RunFolder, read_json, write_json
 from cluster.spec import ClusterSpec
+from cluster.words import counted
 
 PORTS = range(20000, 32000)
 """Below the ports that Linux gives to outgoing connections, which could take a chosen one before its task does."""
@@ -65,16 +67,27 @@ def check_memory(num_tasks: int) -> None:
     available = int(fields["MemAvailable"].split()[0]) * 1024
     if num_tasks * TASK_MEMORY_BYTES > available:
         raise PrerequisiteError(
-            f"{num_tasks} tasks need about {num_tasks * TASK_MEMORY_BYTES / 2**30:.1f} GiB of memory, "
-            f"{available / 2**30:.1f} GiB are free; use at most {available // TASK_MEMORY_BYTES} tasks here"
+            f"{counted(num_tasks, 'task')} need about {num_tasks * TASK_MEMORY_BYTES / 2**30:.1f} GiB of memory, "
+            f"{available / 2**30:.1f} GiB are free; use at most {counted(available // TASK_MEMORY_BYTES, 'task')} here"
         )
 
 
-def processes_of(spec: ClusterSpec, run_dir: Path, data_dir: Path, command: list[str]) -> dict[str, Any]:
-    """Return the local form of `compose.json`: each task's command and the environment that it gets on top."""
+def processes_of(
+    spec: ClusterSpec, run_dir: Path, data_dir: Path, command: list[str], more: Mapping[str, str | None] | None = None
+) -> dict[str, Any]:
+    """Return the local form of `compose.json`: each task's command and the environment that it gets on top.
+
+    Args:
+        spec: the cluster.
+        run_dir: the run's folder.
+        data_dir: the folder of prepared data.
+        command: what the agents start; empty for the built-in trainer.
+        more: variables that every task gets; one without a value is inherited anyway.
+    """
+    given = {name: value for name, value in (more or {}).items() if value is not None}
     tasks = {}
     for task in spec.tasks:
-        environment = {"RUN_DIR": str(run_dir), "DATA_DIR": str(data_dir), "TASK": task.name}
+        environment = {"RUN_DIR": str(run_dir), "DATA_DIR": str(data_dir), "TASK": task.name, **given}
         if text := tf_config.dumps(spec, task):
             environment["TF_CONFIG"] = text
         tasks[task.name] = {

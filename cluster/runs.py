@@ -100,6 +100,10 @@ class RunFolder:
         """What the task's program printed."""
         return self.path / "logs" / f"{task}.log"
 
+    def work(self, task: str) -> Path:
+        """The folder that the task's script runs in, where the run has one."""
+        return self.path / "work" / task
+
     def tensorboard(self, task: str) -> Path:
         """The task's TensorBoard event files."""
         return self.path / "tensorboard" / task
@@ -123,6 +127,12 @@ class RunFolder:
     def load_cluster(self) -> ClusterSpec:
         """Return the run's cluster."""
         return ClusterSpec.from_json(read_json(self.cluster))
+
+    @property
+    def script(self) -> dict[str, Any] | None:
+        """The script that every task runs instead of the built-in trainer, and its arguments; None without one."""
+        config: dict[str, Any] = read_json(self.config, {})
+        return config if "script" in config else None
 
     # Heartbeats
 

@@ -26,8 +26,20 @@ CLASS_NAMES = {
     "central": "CentralStorageStrategy",
     "multiworker": "MultiWorkerMirroredStrategy",
     "ps": "ParameterServerStrategy",
+    "tpu": "TPUStrategy",
 }
 """Each strategy's name on the command line and TensorFlow's name for it."""
+
+ONE_PROCESS = ("one", "mirrored", "central", "tpu")
+"""The strategies that train in the chief's process alone."""
+
+
+def needs_tf_keras(strategy: str) -> bool:
+    """Whether `Model.fit` under this strategy (a key of `CLASS_NAMES`) must be that of tf_keras.
+
+    Keras 3's own fails on more than one task (keras issue 20585).
+    """
+    return strategy in ("multiworker", "ps")
 
 
 class Role(StrEnum):
@@ -180,6 +192,7 @@ def resolve_strategy(requested: str, workers: int, ps: int, devices: int) -> str
         "one": (not workers and not ps and devices == 1, "--workers 0 --ps 0 --devices 1"),
         "mirrored": (not workers and not ps, "--workers 0 --ps 0"),
         "central": (not workers and not ps, "--workers 0 --ps 0"),
+        "tpu": (not workers and not ps, "--workers 0 --ps 0"),
         "multiworker": (workers >= 1 and not ps, "--workers 1 or more and --ps 0"),
         "ps": (workers >= 1 and ps >= 1, "--workers 1 or more and --ps 1 or more"),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from cluster import restarts
 from cluster.runs import RunFolder, read_json, read_json_lines, write_json
 
 SETTLE_S = 20.0
@@ -27,19 +28,19 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
     result = read_json(run.control / "result.json", {})
     started = read_json(run.control / "started.json")["time"]
     wall_s = outcome["time"] - started
-    first_step = next((e["time"] for e in run.events() if e["event"] == "first step" and e["time"] > started), None)
+    began = restarts.under_way(spec, [event for event in run.events() if event["time"] > started])
     value = {
         "state": outcome["state"],
         "strategy": spec.strategy_class,
         "replicas": spec.replicas,
         "steps": result.get("steps", max((beat["step"] for beat in beats.values()), default=0)),
         "epochs": result.get("epochs"),
-        "startup_s": None if first_step is None else round(first_step - started, 3),
+        "startup_s": None if began is None else round(began - started, 3),
         "wall_s": round(wall_s, 3),
         "examples_per_s": result.get("examples_per_s"),
         "metrics": result.get("metrics", {}),
         "weights_sha256": result.get("weights_sha256"),
-        "restarts": _restarts(run, started),
+        "restarts": restarts.costs(run, started),
         "goodput": _goodput(run, started, wall_s),
         "tasks": {name: beats.get(name, {}).get("exit_code") for name in names},
     }
@@ -47,30 +48,6 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
         value["cause"] = {key: outcome.get(key) for key in ("task", "exit_code", "step", "error")}
     write_json(run.summary, value)
     return value
-
-
-def _restarts(run: RunFolder, started: float) -> list[dict[str, Any]]:
-    """Return what each restart since `started` cost, in seconds from the failure and in steps done again."""
-    events = run.events()
-    restarts = []
-    for generation in (g for g in run.generations() if g.get("cause") and g["time"] > started):
-        later = [e for e in events if e["generation"] == generation["generation"] and e["time"] >= generation["time"]]
-        before = [e for e in events if e["generation"] == generation["generation"] - 1]
-        fault = next((e["time"] for e in reversed(before) if e["event"] == "fault"), None)
-        failed_at = fault or generation["failed_at"]
-        first_step = next((e["time"] for e in later if e["event"] == "first step"), None)
-        restored = next((e["step"] for e in later if e["event"] == "restored"), None)
-        restarts.append(
-            {
-                "generation": generation["generation"],
-                "task": generation["task"],
-                "cause": generation["cause"],
-                "detected_s": round(generation["time"] - failed_at, 3),
-                "resumed_s": None if first_step is None else round(first_step - failed_at, 3),
-                "steps_lost": None if restored is None else max(0, generation["step"] - restored),
-            }
-        )
-    return restarts
 
 
 def _goodput(run: RunFolder, started: float, wall_s: float) -> float | None:

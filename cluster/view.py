@@ -11,6 +11,7 @@ from typing import Any
 from cluster import tensorboard
 from cluster.processes import describe_exit
 from cluster.runs import RunFolder, read_json
+from cluster.words import counted
 
 
 def status(run: RunFolder) -> dict[str, Any]:
@@ -20,12 +21,14 @@ def status(run: RunFolder) -> dict[str, Any]:
     spec = run.load_cluster()
     chief = beats.get("chief", {})
     step, total, rate = chief.get("step", 0), chief.get("steps_total"), chief.get("examples_per_s")
-    batch = read_json(run.config)["global_batch"]
+    config = read_json(run.config)
+    batch = config.get("global_batch", 0)
     port = tensorboard.running(run.path.parent)
     return {
         "run": run.name,
         "state": summary["state"] if summary else chief.get("state", "starting"),
         "strategy": spec.strategy_class,
+        "script": config.get("script"),
         "generation": run.generation,
         "step": step,
         "steps_total": total,
@@ -44,6 +47,8 @@ def _checkpoint(run: RunFolder) -> dict[str, Any] | None:
 
 def table(value: dict[str, Any]) -> list[str]:
     """Return a status as lines of text."""
+    if value["script"]:
+        return _script_table(value)
     head = f"{value['run']}  {value['state']}  {value['strategy']}  {progress(value)}"
     lines = [head, f"{'TASK':<12}{'STATE':<12}{'STEP':>8}{'EXAMPLES/S':>12}{'LOSS':>10}{'RESTARTS':>10}{'AGE':>7}"]
     for beat in value["tasks"]:
@@ -54,12 +59,26 @@ def table(value: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _script_table(value: dict[str, Any]) -> list[str]:
+    lines = [f"{value['run']}  {value['state']}  {value['script']}"]
+    lines.append(f"{'TASK':<12}{'STATE':<12}{'EXIT CODE':>10}{'RESTARTS':>10}{'AGE':>7}")
+    for beat in value["tasks"]:
+        code = beat.get("exit_code")
+        lines.append(
+            f"{beat['task']:<12}{beat['state']:<12}{'-' if code is None else code:>10}{beat['restarts']:>10}"
+            f"{time.time() - beat['updated_at']:>6.0f}s"
+        )
+    return lines
+
+
 def plan(value: dict[str, Any]) -> list[str]:
     """Return a plan as lines of text."""
-    lines = [
-        f"run {value['run']}: {value['strategy']}, {value['replicas']} replicas, runtime {value['runtime']}",
-        f"global batch {value['global_batch']}: {value['replica_batch']} a replica and step",
-    ]
+    replicas = counted(value["replicas"], "replica")
+    lines = [f"run {value['run']}: {value['strategy']}, {replicas}, runtime {value['runtime']}"]
+    if value["global_batch"] is None:
+        lines.append(f"script {' '.join([value['config']['script'], *value['config']['arguments']])}")
+    else:
+        lines.append(f"global batch {value['global_batch']}: {value['replica_batch']} a replica and step")
     for task in value["tasks"]:
         shown = json.dumps(task["tf_config"]) if task["tf_config"] else "no TF_CONFIG: it trains alone"
         lines.append(f"{task['task']:<12}{task['address']:<18}{shown}")
@@ -77,6 +96,8 @@ def findings(value: dict[str, Any]) -> list[str]:
 
 def progress(value: dict[str, Any]) -> str:
     """Return a status' progress in one line."""
+    if value["script"]:
+        return f"{value['script']} runs"
     total = f"/{value['steps_total']}" if value["steps_total"] else ""
     parts = [f"step {value['step']}{total}"]
     loss = next((beat["loss"] for beat in value["tasks"] if beat["task"] == "chief"), None)
@@ -138,15 +159,19 @@ def ended(run: RunFolder, shown_path: str) -> list[str]:
     else:
         accuracy = summary["metrics"].get("eval_accuracy")
         told = f", accuracy {accuracy:.4f} on the test set" if accuracy is not None else ""
-        restarts = f", {len(summary['restarts'])} restarts" if summary["restarts"] else ""
+        restarts = f", {counted(len(summary['restarts']), 'restart')}" if summary["restarts"] else ""
         start = f" (start {summary['startup_s']:.1f} s)" if summary["startup_s"] else ""
-        lines += [f"{summary['state']}: {summary['steps']} steps in {summary['wall_s']:.1f} s{start}{told}{restarts}"]
+        work = _script_end(run, summary) if run.script else counted(summary["steps"], "step")
+        lines += [f"{summary['state']}: {work} in {summary['wall_s']:.1f} s{start}{told}{restarts}"]
     lines += [f"run folder   {shown_path}"]
+    if run.script:
+        lines += [f"its files    {shown_path}/work/TASK"]
     if port:
         lines += [f"TensorBoard  {tensorboard.address(port)}"]
     further = f"invoke up --resume {run.name}"
+    more = "" if run.script else ", or train on: " + further + " -- --epochs 6"
     after = {
-        "succeeded": "invoke down (ends TensorBoard), or train on: " + further + " -- --epochs 6",
+        "succeeded": "invoke down (ends TensorBoard)" + more,
         "stopped": further,
         "failed": f"mend the cause, then {further}",
     }
@@ -175,10 +200,20 @@ def logs(run: RunFolder, names: list[str], follow: bool) -> None:
         time.sleep(0.2)
 
 
+def _script_end(run: RunFolder, summary: dict[str, Any]) -> str:
+    """Return how a run of a script ended well."""
+    if summary["state"] == "stopped":
+        return "every task's script ended"
+    spec = run.load_cluster()
+    serves = any(spec.serves(task) for task in spec.tasks)
+    return "the chief's script ended with 0" if serves else "every task's script ended with 0"
+
+
 def _failure(run: RunFolder, summary: dict[str, Any]) -> list[str]:
     """Return the failures in a box, the root cause last."""
     cause = summary["cause"]
-    inside = [f"run {run.name} failed after {summary['steps']} steps"]
+    after = f"{summary['wall_s']:.1f} s" if run.script else counted(summary["steps"], "step")
+    inside = [f"run {run.name} failed after {after}"]
     for name, code in summary["tasks"].items():
         if name != cause["task"] and code:
             inside.append(f"{name}: {describe_exit(code)}, ended because of the other")

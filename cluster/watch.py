@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from cluster import launch, summary, tensorboard, view
+from cluster import launch, startup, summary, teardown, tensorboard, view
 from cluster.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -50,14 +50,15 @@ def until_training(run: RunFolder, on_status: Callable[[dict[str, Any]], None]) 
         value = view.status(run)
         on_status(value)
         under_way = {"training", "saving", "evaluating", "done"}
-        if {beat["task"] for beat in value["tasks"] if beat["state"] in under_way} == names and value["step"]:
+        all_train = {beat["task"] for beat in value["tasks"] if beat["state"] in under_way} == names
+        if all_train and (value["step"] or run.script):  # a script tells no steps
             return True
         _notice_silence(run, began)
         time.sleep(POLL_S)
     return False
 
 
-def stop(run: RunFolder, by: str) -> dict[str, Any]:
+def stop(run: RunFolder, by: str, timeout_s: float = STOP_TIMEOUT_S) -> dict[str, Any]:
     """Ask a run to save and stop; return its summary.
 
     Raises:
@@ -65,36 +66,39 @@ def stop(run: RunFolder, by: str) -> dict[str, Any]:
     """
     run.request_stop(by)
     try:
-        return follow(run, lambda value: None, STOP_TIMEOUT_S)
+        return follow(run, lambda value: None, timeout_s)
     except TimedOut:
-        raise TimedOut(f"run {run.name} did not stop in {STOP_TIMEOUT_S:g} s; `invoke down` ends it at once") from None
+        raise TimedOut(f"run {run.name} did not stop in {timeout_s:g} s; `invoke down` ends it at once") from None
 
 
-def attend(run: RunFolder, runtime: str, port: int, detach: bool, sh: launch.Shell) -> int:
+def attend(run: RunFolder, runtime: str, port: int, detach: bool, sh: startup.Shell) -> int:
     """Show a run that was started until it ends or, detached, until it trains; return the exit code."""
     live = view.Live()
     try:
         try:
-            print(f"run folder {launch.shown(run.path)}; Ctrl-C saves and stops, a second one kills", flush=True)
+            stops = "stops every script" if run.script else "saves and stops"
+            print(f"run folder {launch.shown(run.path)}; Ctrl-C {stops}, a second one kills", flush=True)
             if until_training(run, live.show):
                 live.clear()
                 if port:
                     tensorboard.start(run.path.parent, port, runtime, sh)
                     print(f"TensorBoard {tensorboard.address(port)}", flush=True)
                 if detach:
-                    print("training in the background; next: invoke status --watch, invoke wait, invoke stop")
+                    what = "every script runs" if run.script else "training"
+                    print(f"{what} in the background; next: invoke status --watch, invoke wait, invoke stop")
                     return EXIT_DONE
             ended = follow(run, live.show)
         except KeyboardInterrupt:
             live.clear()
-            print("stopping: every task saves at the same step; Ctrl-C again kills", flush=True)
+            how = "every script gets a SIGTERM" if run.script else "every task saves at the same step"
+            print(f"stopping: {how}; Ctrl-C again kills", flush=True)
             ended = stop(run, "Ctrl-C")
     except KeyboardInterrupt:
         print("killing every task", flush=True)
-        launch.kill(run, sh)
+        teardown.kill(run, sh)
         ended = read_json(run.summary, None) or summary.write(run, settle_s=0)  # no agent is left to write it
     live.clear()
-    launch.remove(run, sh)
+    teardown.remove(run, sh)
     print("\n".join(view.ended(run, launch.shown(run.path))))
     return exit_code(ended)
 

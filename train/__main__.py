@@ -11,8 +11,10 @@ trains from that step on. `train/program.py` is that story; this file starts it 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -37,7 +39,9 @@ def main(arguments: list[str]) -> int:
     try:
         if options.print_config:
             base = config.TrainConfig.from_json(read_json(options.base)) if options.base else None
-            print(json.dumps(config.resolve(options.preset, options.overrides, base).to_json()))
+            resolved = config.resolve(options.preset, options.overrides, base)
+            code_dirs = [str(folder) for folder in resolved.code_dirs()]
+            print(json.dumps({"config": resolved.to_json(), "code_dirs": code_dirs}))
             return 0
         if not options.run_dir or not (options.run_dir / "cluster.json").exists():
             parser.error("--run-dir must name a run folder; `invoke up` makes one and starts every task of it")
@@ -51,9 +55,12 @@ def train(run: RunFolder) -> int:
     """Run this task's part of the run; return the exit code that tells the agent what to do next."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+    if config.TrainConfig.from_json(read_json(run.config)).needs_tf_keras(run.load_cluster().strategy):
+        os.environ["TF_USE_LEGACY_KERAS"] = "1"  # read when TensorFlow is imported: tf.keras is tf_keras then
     from train import program  # TensorFlow is imported here, while the agents meet at the start barrier
 
     wait_at_gate()
+    faulthandler.register(signal.SIGUSR1)  # the agent asks for every thread's stack when the gang hangs
     try:
         program.Program(run, run.load_cluster().task(os.environ.get("TASK", "chief"))).main()
     except ClusterError:
@@ -70,11 +77,12 @@ def train(run: RunFolder) -> int:
 
 
 def wait_at_gate() -> None:
-    """Wait for the agent's word that the cluster is complete. Without an agent there is no gate."""
+    """Wait for the agent's word that the cluster is complete, and which life this is. Without an agent is no gate."""
     if "GATE_FD" in os.environ:
         with os.fdopen(int(os.environ["GATE_FD"]), "rb") as gate:
-            if not gate.read(1):
+            if not (line := gate.readline()):
                 sys.exit(EXIT_PEER_LOST)  # the agent is gone, or wants this life to end
+            os.environ.update(json.loads(line))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,89 @@
-"""Checkpoints of the model, the optimizer and the step, in the run folder that every task shares."""
+"""Checkpoints of the model, the optimizer and the step, in the run folder that every task shares.
+
+    checkpoints/ckpt-200.index  ckpt-200.data-00000-of-00001   TensorFlow's own files
+    checkpoints/ckpt-200.json                                  their sizes and sha256; written last
+
+A checkpoint without its JSON file was never finished, and does not count. On restore the newest one whose files are as
+recorded is used.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import re
 import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-import keras
 import tensorflow as tf
+from tensorflow import keras
+
+from cluster.runs import read_json, write_json
+
+_RECORD = re.compile(r"ckpt-(\d+)\.json")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A finished checkpoint."""
+
+    folder: Path
+    step: int
+
+    @property
+    def prefix(self) -> str:
+        """What TensorFlow restores it by."""
+        return str(self.folder / f"ckpt-{self.step}")
+
+    @property
+    def record(self) -> Path:
+        """The file that makes it count."""
+        return self.folder / f"ckpt-{self.step}.json"
+
+    def damage(self) -> str | None:
+        """Return what is wrong with its files, in words; None where they are as recorded."""
+        try:
+            files = read_json(self.record)["files"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            return f"{self.record.name} cannot be read ({error})"
+        for name, expected in files.items():
+            path = self.folder / name
+            if not path.exists():
+                return f"{name} is missing"
+            if path.stat().st_size != expected["size_bytes"]:
+                return f"{name} has {path.stat().st_size} bytes, expected {expected['size_bytes']}"
+            if _sha256(path) != expected["sha256"]:
+                return f"{name} does not have the contents that were saved"
+        return None
+
+    def remove(self) -> None:
+        """Delete it, the record first."""
+        self.record.unlink(missing_ok=True)
+        for path in self.folder.glob(f"ckpt-{self.step}.*"):
+            path.unlink(missing_ok=True)
+
+
+def finished(folder: Path) -> list[Saved]:
+    """Return the finished checkpoints of a folder, newest first, whether or not their files are still good."""
+    matches = [_RECORD.fullmatch(path.name) for path in folder.glob("ckpt-*.json")]
+    return [Saved(folder, step) for step in sorted((int(match[1]) for match in matches if match), reverse=True)]
+
+
+def newest_good(folder: Path, warn: Callable[[str], None] = print) -> Saved | None:
+    """Return the newest checkpoint whose files are as they were saved; None where there is none.
+
+    Args:
+        folder: of the checkpoints.
+        warn: told in one line of each newer one that is passed over.
+    """
+    for saved in finished(folder):
+        damage = saved.damage()
+        if damage is None:
+            return saved
+        warn(f"warning: checkpoint of step {saved.step} is damaged ({damage}); the one before it is used")
+    return None
 
 
 class Checkpoint:
@@ -20,44 +97,136 @@ class Checkpoint:
         model: keras.Model,
         optimizer: keras.optimizers.Optimizer,
         step: tf.Variable,
-        directory: Path,
+        folder: Path,
         *,
         keep: int,
         writes: bool,
+        saved: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """Make the manager.
+        """Prepare to save.
 
         Args:
             model: what is trained, built.
             optimizer: what trains it, built.
             step: int64 scalar, the optimizer steps done.
-            directory: the shared folder.
+            folder: shared by all tasks.
             keep: newest checkpoints that are kept.
-            writes: whether this task writes to the shared folder. The others save too, to a folder of their own that
-                nobody reads, because saving can be a collective operation
+            writes: whether this task writes. The others only take part in reading what is spread over the tasks, which
+                can be a collective operation
                 (https://www.tensorflow.org/tutorials/distribute/multi_worker_with_ctl#checkpoint_saving).
+            saved: told of each step whose checkpoint is finished, perhaps from another thread.
         """
         self._checkpoint = tf.train.Checkpoint(step=step, model=model, optimizer=optimizer)
-        self._shared = directory
-        self._scratch = None if writes else tempfile.TemporaryDirectory(prefix="checkpoint-")
-        own = directory if self._scratch is None else Path(self._scratch.name)
-        self._manager = tf.train.CheckpointManager(self._checkpoint, str(own), max_to_keep=keep)
         self._step = step
+        self._folder = folder
+        self._keep = keep
+        self._writes = writes
+        self._saved = saved
+        self._copy: Copy | None = None
+        self._writing: threading.Thread | None = None
+        self._error: BaseException | None = None
 
     def restore(self) -> int:
-        """Restore the newest checkpoint, if there is one; return the step to go on from."""
-        path = tf.train.latest_checkpoint(str(self._shared))
-        if path is not None:
-            self._checkpoint.restore(path).assert_existing_objects_matched()
+        """Restore the newest good checkpoint, if there is one; return the step to go on from."""
+        newest = newest_good(self._folder, lambda words: print(words, flush=True) if self._writes else None)
+        if newest is not None:
+            self._checkpoint.read(newest.prefix).assert_existing_objects_matched()
         return int(self._step.numpy())
 
     def save(self, step: int) -> None:
-        """Save the state after `step` optimizer steps. Every task calls this at the same step."""
+        """Save the state after `step` optimizer steps. Every task calls this at the same step.
+
+        Training may go on at once: what is saved was copied, and is written by a thread.
+
+        Raises:
+            OSError, tf.errors.OpError: this save failed, or the one before it.
+        """
+        self.wait()
         self._step.assign(step)
-        self._manager.save(checkpoint_number=step)
+        if self._copy is None:
+            self._copy = Copy(self._checkpoint)
+        self._copy.update()
+        if self._writes:
+            self._writing = threading.Thread(target=self._write, args=(step,), name="checkpoint")
+            self._writing.start()
+
+    def wait(self) -> None:
+        """Return when nothing is being written any more.
+
+        Raises:
+            OSError, tf.errors.OpError: writing failed.
+        """
+        if self._writing:
+            self._writing.join()
+            self._writing = None
+        if self._error:
+            error, self._error = self._error, None
+            raise error
+
+    def _write(self, step: int) -> None:
+        try:
+            assert self._copy is not None
+            write(self._copy.checkpoint, Saved(self._folder, step))
+            for old in finished(self._folder)[self._keep :]:
+                old.remove()
+            self._saved(step)
+        except BaseException as error:  # told by the next `wait`, in the thread that trains
+            self._error = error
 
 
-def newest(directory: Path) -> tuple[str, int] | None:
-    """Return the newest checkpoint's path prefix and step, or None where there is none yet."""
-    path = tf.train.latest_checkpoint(str(directory))
-    return None if path is None else (path, int(path.rpartition("-")[2]))
+def write(checkpoint: tf.train.Checkpoint, saved: Saved) -> None:
+    """Write a checkpoint's files, then the record that makes it count."""
+    saved.remove()  # what an earlier life may have left of it
+    with tempfile.TemporaryDirectory(prefix=".ckpt-", dir=saved.folder) as scratch:
+        checkpoint.write(f"{scratch}/ckpt-{saved.step}")
+        files = {}
+        for path in sorted(Path(scratch).iterdir()):
+            if path.is_file():
+                files[path.name] = {"size_bytes": path.stat().st_size, "sha256": _sha256(path)}
+                path.replace(saved.folder / path.name)
+    write_json(saved.record, {"step": saved.step, "files": files})
+
+
+class Copy:
+    """The variables of a checkpoint once more, as plain ones in this task's memory.
+
+    TensorFlow's own asynchronous checkpoints do the same, but fail on Keras 3's variables.
+    """
+
+    def __init__(self, checkpoint: tf.train.Checkpoint) -> None:
+        """Copy the tree that TensorFlow would save, so that what is saved can be restored to the original."""
+        self._view = tf.train.TrackableView(checkpoint)
+        self._pairs: list[tuple[tf.Variable, tf.Variable]] = []
+        self._nodes: dict[int, tf.Module | tf.Variable] = {}
+        with tf.device("CPU:0"):
+            self.checkpoint = tf.train.Checkpoint(
+                **{
+                    name: self._copy(child)
+                    for name, child in self._view.children(checkpoint).items()
+                    if name != "save_counter"
+                }
+            )
+
+    def update(self) -> None:
+        """Take over the variables' values."""
+        for original, copy in self._pairs:
+            copy.assign(original)
+
+    def _copy(self, node: object) -> tf.Module | tf.Variable:
+        if id(node) in self._nodes:
+            return self._nodes[id(node)]
+        value = node if isinstance(node, tf.Variable) else getattr(node, "value", None)  # Keras 3 wraps its variables
+        if isinstance(value, tf.Variable):
+            copy = tf.Variable(value, trainable=False, dtype=value.dtype)
+            self._nodes[id(node)] = copy
+            self._pairs.append((value, copy))
+            return copy
+        twin = self._nodes[id(node)] = tf.Module()
+        for name, child in self._view.children(node).items():
+            setattr(twin, name, self._copy(child))
+        return twin
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -9,9 +9,21 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from cluster.errors import UsageError, nearest
+from cluster import spec
+from cluster.errors import ClusterError, UsageError, nearest
+from train import references
+
+LOOPS = ("custom", "fit")
+SOURCES = ("memory", "stream")
+DATASETS = ("fashion_mnist", "mnist")
+MODELS = ("two_conv_cnn",)
+LOSSES = ("sparse_categorical_crossentropy", "mean_squared_error")
+CALLBACKS = ("tutorial",)
+REFERENCES = {"dataset": DATASETS, "model": MODELS, "loss": LOSSES, "callbacks": CALLBACKS}
+"""What is built in for each field that may also name something of the user's own, `package.module:name`."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +38,8 @@ class Optimizer:
 
     warmup_steps: int = 100
     """Steps over which the step size grows from near 0: 0 or more. The first steps of Adam are large otherwise, and
-    magnify how sums were rounded: runs on 1 and on 3 tasks would drift apart at once."""
+    magnify how sums were rounded: runs on 1 and on 3 tasks would drift apart at once. With callbacks there is no
+    warm-up: they may set the step size themselves."""
 
     momentum: float = 0.9
     """For `sgd`: share of the last update that is kept, 0 to 1."""
@@ -39,11 +52,26 @@ class TrainConfig:
     preset: str = "fashion_mnist"
     """Name of the preset that this configuration started from."""
 
+    loop: str = "custom"
+    """`custom`: our own loop, many steps in one `tf.function`. `fit`: Keras's `Model.fit`."""
+
+    source: str = "memory"
+    """`memory`: arrays, read at the start. `stream`: TFRecord shards written by `invoke data.shard`."""
+
     dataset: str = "fashion_mnist"
-    """Name of the TFDS dataset, prepared by `invoke data.prepare`."""
+    """`fashion_mnist`, `mnist`, or `package.module:function` that returns NumPy arrays, see docs/your-model.md. For
+    `source` `stream`: the name of any TFDS dataset."""
 
     model: str = "two_conv_cnn"
-    """Name of a model in train/models.py."""
+    """`two_conv_cnn`, or `package.module:function`: (feature shape, outputs) -> Keras model."""
+
+    loss: str = "sparse_categorical_crossentropy"
+    """`sparse_categorical_crossentropy` (of logits), `mean_squared_error`, or `package.module:function`: (labels,
+    outputs) -> `[B] float32`, the loss of every example."""
+
+    callbacks: str = ""
+    """None; `tutorial`: checkpoint, TensorBoard and learning rate by epoch, early stopping; or
+    `package.module:function`: (run folder, task's name) -> list of Keras callbacks. Works in both loops."""
 
     global_batch: int = 192
     """Examples in one optimizer step, over all replicas; at least 1."""
@@ -106,9 +134,33 @@ class TrainConfig:
         _check_range("optimizer.warmup_steps", self.optimizer.warmup_steps, 0, 10**9)
         if not 0 <= self.optimizer.momentum <= 1:
             raise UsageError(f"--optimizer.momentum {self.optimizer.momentum:g}: expected a number from 0 to 1")
-        if self.optimizer.name not in ("adam", "sgd"):
-            raise UsageError(f"--optimizer.name {self.optimizer.name!r}{nearest(self.optimizer.name, ['adam', 'sgd'])}")
+        _check_choice("optimizer.name", self.optimizer.name, ("adam", "sgd"))
+        _check_choice("loop", self.loop, LOOPS)
+        _check_choice("source", self.source, SOURCES)
         return self
+
+    def check_references(self) -> TrainConfig:
+        """Return this configuration if everything that it names is there: on the host, before anything is started.
+
+        Raises:
+            UsageError: a name is neither built in nor one of the user's modules.
+        """
+        for field_name, built_in in REFERENCES.items():
+            reference = getattr(self, field_name)
+            if field_name == "dataset" and self.source == "stream":
+                continue  # any TFDS dataset: the data step knows them
+            if reference or field_name != "callbacks":
+                references.check(_option(field_name), reference, built_in)
+        return self
+
+    def code_dirs(self) -> list[Path]:
+        """Return the folders from which the user's own modules come."""
+        named = [self.preset, *(getattr(self, field_name) for field_name in REFERENCES)]
+        return list(dict.fromkeys(folder for name in named if (folder := references.code_dir(name))))
+
+    def needs_tf_keras(self, strategy: str) -> bool:
+        """Whether this must run on tf_keras under a strategy, a key of `cluster.spec.CLASS_NAMES`."""
+        return self.loop == "fit" and spec.needs_tf_keras(strategy)
 
     def total_steps(self, num_examples: int) -> int:
         """Return the optimizer steps of the whole training on `num_examples` training examples."""
@@ -146,7 +198,7 @@ def resolve(preset: str, overrides: Sequence[str], base: TrainConfig | None = No
     """Return the preset's configuration, or `base`, with dotted overrides applied.
 
     Args:
-        preset: a key of `PRESETS`.
+        preset: a key of `PRESETS`, or `package.module:function` that returns a `TrainConfig`.
         overrides: such as `["--epochs", "3", "--optimizer.learning-rate", "0.001"]`.
         base: the configuration of a run that is resumed, instead of the preset.
 
@@ -154,15 +206,27 @@ def resolve(preset: str, overrides: Sequence[str], base: TrainConfig | None = No
         UsageError: the preset or an option is unknown (the nearest name is offered), or a value is out of range.
     """
     if base is None:
-        if preset not in PRESETS:
-            raise UsageError(f"--preset {preset!r} is not a preset{nearest(preset, PRESETS)}")
-        base = PRESETS[preset]()
+        references.check("--preset", preset, PRESETS)
+        made = PRESETS[preset]() if preset in PRESETS else _own_preset(preset)
+        if not isinstance(made, TrainConfig):
+            raise UsageError(f"--preset {preset!r} returned {made!r:.80}; expected a train.config.TrainConfig")
+        base = dataclasses.replace(made, preset=preset)
     known = {_option(name): name for name in _field_names(TrainConfig) if name != "preset"}
     for word in overrides:
         option = word.split("=", 1)[0].replace("_", "-")
         if word.startswith("--") and option not in known and not _negates(option, known):
             raise UsageError(f"override {word!r} is not an option of the training config{nearest(option, known)}")
-    return _parse(base, overrides).check()
+    return _parse(base, overrides).check().check_references()
+
+
+def _own_preset(preset: str) -> Any:
+    function = references.load("--preset", preset)
+    try:
+        return function()
+    except ClusterError:
+        raise
+    except Exception as error:  # whatever the user's function does
+        raise UsageError(f"--preset {preset!r}: {type(error).__name__}: {error}") from error
 
 
 def _parse(base: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
@@ -203,3 +267,8 @@ def _negates(option: str, known: dict[str, str]) -> bool:
 def _check_range(name: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise UsageError(f"{_option(name)} {value}: expected a whole number from {low} to {high}")
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise UsageError(f"{_option(name)} {value!r}{nearest(value, choices)}")

@@ -2,42 +2,34 @@
 
 from __future__ import annotations
 
-import threading
-
-import keras
 import tensorflow as tf
 
-from cluster.runs import Heartbeat, RunFolder
-from train import checkpoint, steps
-from train.data import memory
+from train import checkpoint
+from train.assignment import Assignment
 from train.metrics import Metrics
 
 POLL_S = 0.5
 
 
-def evaluate_checkpoints(
-    run: RunFolder,
-    model: keras.Model,
-    tensors: memory.Examples,
-    metrics: Metrics,
-    heartbeat: Heartbeat,
-    stop: threading.Event,
-) -> None:
-    """Evaluate each checkpoint as it appears, until `stop`; then the newest one if it was not yet."""
-    evaluate = steps.evaluation(tf.distribute.get_strategy(), model, tensors, batch=500)
+def evaluate_checkpoints(assignment: Assignment) -> None:
+    """Evaluate each checkpoint as it appears, until a stop; then the newest one if it was not yet."""
+    run, heartbeat, stop = assignment.run, assignment.heartbeat, assignment.stop
+    metrics = Metrics(run, assignment.task.name, talks=True)
+    evaluate = assignment.new_evaluation()
     seen = -1
     heartbeat.update(state="evaluating")
     while True:
         last = stop.is_set()
-        newest = checkpoint.newest(run.checkpoints)
-        if newest and newest[1] > seen:
-            path, step = newest
+        newest = next(iter(checkpoint.finished(run.checkpoints)), None)
+        if newest and newest.step > seen:
+            step = newest.step
             try:
-                tf.train.Checkpoint(model=model).restore(path).expect_partial()
+                tf.train.Checkpoint(model=assignment.model).read(newest.prefix).expect_partial()
             except tf.errors.NotFoundError:
                 continue  # a newer checkpoint has just pushed this one out
             results = evaluate()
-            metrics.log(step, 0.0, step, dict(results))
+            epoch = assignment.config.epoch(step, assignment.source.train_examples)
+            metrics.log(step, epoch, step, dict(results))
             metrics.flush()
             run.event("evaluator", "evaluated", step=step, results=results)
             heartbeat.update(step=step, loss=results["eval_loss"])

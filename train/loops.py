@@ -13,13 +13,19 @@ import numpy as np
 from cluster.errors import RunFailed
 from train.steps import LoopResult
 
+Inner = Callable[[int, int, bool], LoopResult]
+"""Does some optimizer steps: (steps done before, steps to do, was this task asked to stop?) -> result."""
+
 
 @dataclass(frozen=True)
 class Every:
-    """Periodic work: `action(step)` whenever `steps` more optimizer steps are done."""
+    """Periodic work: `action(step)` whenever `steps` more optimizer steps are done.
+
+    An action that returns True ends the training; it must do so in every task of the cluster at the same step.
+    """
 
     steps: int
-    action: Callable[[int], None]
+    action: Callable[[int], bool | None]
 
     def next(self, step: int) -> int:
         """Return the first step after `step` at which the action is due."""
@@ -44,7 +50,7 @@ class Progress:
 
 
 def run(
-    inner: Callable[[int, int, bool], LoopResult],
+    inner: Inner,
     first: int,
     total: int,
     *,
@@ -58,7 +64,7 @@ def run(
     How many steps an inner call does follows from the step alone, so every task of the cluster does the same.
 
     Args:
-        inner: does some steps: (steps done before, steps to do, was this task asked to stop?) -> result.
+        inner: does some steps.
         first: steps done before.
         total: steps to be done in all.
         steps_per_loop: most steps in one inner call.
@@ -67,7 +73,7 @@ def run(
         stop: whether this task was asked to stop.
 
     Returns:
-        The steps done, and whether training was stopped before `total`.
+        The steps done, and whether training was stopped before `total` (not: ended by an action).
 
     Raises:
         RunFailed: a loss was not finite; names the step.
@@ -85,9 +91,9 @@ def run(
         if step < total:
             if result.stop:
                 return step, True
-            for periodic in every:
-                if step % periodic.steps == 0:
-                    periodic.action(step)
+            ends = [periodic.action(step) for periodic in every if step % periodic.steps == 0]
+            if any(ends):
+                return step, False
     return step, False
 
 

@@ -9,43 +9,64 @@ import numpy as np
 import tensorflow as tf
 
 from train.data import memory
-from train.data.arrays import Split
+from train.sources import Source
 from train.steps import LoopResult, Trainee
 
 
 def asynchronous(
-    strategy: tf.distribute.ParameterServerStrategy, trainee: Trainee, split: Split, steps_per_loop: int, workers: int
+    strategy: tf.distribute.ParameterServerStrategy,
+    trainee: Trainee,
+    source: Source,
+    *,
+    seed: int,
+    steps_per_loop: int,
+    workers: int,
 ) -> Callable[[int, int, bool], LoopResult]:
     """Return a function that does some asynchronous steps: (steps done before, steps to do, stop?) -> result.
 
-    A step is one worker's update from a whole global batch, and its batch follows from its number alone; so a slice
-    that is handed out again after its worker died trains on the same examples, and each is seen once an epoch at any
-    number of workers. Two updates may start from the same weights: that is this strategy, and why its runs do not
-    repeat bit for bit.
+    A step is one worker's update from a whole global batch. From arrays, the batch follows from the step's number
+    alone; so a slice that is handed out again after its worker died trains on the same examples, and each is seen once
+    an epoch at any number of workers. From a stream, each worker reads on in an order of its own. Two updates may start
+    from the same weights: that is this strategy, and why its runs do not repeat bit for bit.
     """
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 
-    def examples() -> tf.data.Dataset:
-        # One element, the whole split: read by the worker itself, then handed out by reference.
-        return tf.data.Dataset.from_tensors(0).map(lambda _: memory.load(split)).cache().repeat()
+    def one_step(batch: memory.Batch, step: tf.Tensor) -> tf.Tensor:
+        return strategy.run(trainee.update, args=(batch, step, tf.constant(0, tf.int64)))
 
     @tf.function
-    def slice_of_steps(iterator: Any, first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
-        tensors = next(iterator)
+    def slice_of_gathered(iterator: Any, first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+        examples = next(iterator)
         results_S2 = tf.zeros([steps_per_loop, 2])
         for done in tf.range(count):
-            result_2 = strategy.run(trainee.update, args=(tensors, first + done, tf.constant(0, tf.int64)))
+            batch = memory.train_batch(
+                examples,
+                first + done,
+                tf.constant(0, tf.int64),
+                replica_batch=trainee.global_batch,
+                num_replicas=1,
+                seed=seed,
+            )
+            results_S2 = tf.tensor_scatter_nd_update(results_S2, [[done]], [one_step(batch, first + done)])
+        return results_S2
+
+    @tf.function
+    def slice_of_streamed(iterator: Any, first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+        results_S2 = tf.zeros([steps_per_loop, 2])
+        for done in tf.range(count):
+            result_2 = one_step(next(iterator), first + done)
             results_S2 = tf.tensor_scatter_nd_update(results_S2, [[done]], [result_2])
         return results_S2
 
-    iterator = iter(coordinator.create_per_worker_dataset(examples))
+    work = slice_of_gathered if source.arrays else slice_of_streamed
+    iterator = iter(coordinator.create_per_worker_dataset(worker_dataset(source, trainee.global_batch, seed)))
 
     def run(first: int, count: int, stop: bool) -> LoopResult:
         # Two slices a worker: a fast worker takes another one while a slow one finishes.
         size = max(1, count // (2 * workers))
         slices = [(at, min(size, first + count - at)) for at in range(first, first + count, size)]
         pending = [
-            coordinator.schedule(slice_of_steps, (iterator, tf.constant(at, tf.int64), tf.constant(n, tf.int64)))
+            coordinator.schedule(work, (iterator, tf.constant(at, tf.int64), tf.constant(n, tf.int64)))
             for at, n in slices
         ]
         coordinator.join()
@@ -54,3 +75,42 @@ def asynchronous(
         return LoopResult(results_S2[:, 0], results_S2[:, 1], stop)
 
     return run
+
+
+def worker_dataset(source: Source, global_batch: int, seed: int) -> Callable[[], tf.data.Dataset]:
+    """Return what makes a worker's dataset, on that worker: all examples at once, or an endless stream of batches."""
+
+    def examples() -> tf.data.Dataset:
+        # One element, the whole split: read by the worker itself, then handed out by reference.
+        assert source.arrays is not None
+        split = source.arrays.train
+        return tf.data.Dataset.from_tensors(0).map(lambda _: memory.load(split)).cache().repeat()
+
+    def batches() -> tf.data.Dataset:
+        return shuffled_batches(source, global_batch, seed)
+
+    return examples if source.arrays else batches
+
+
+def shuffled_batches(source: Source, global_batch: int, seed: int) -> tf.data.Dataset:
+    """Return global batches without end, from a random place of the endless order of (seed, epoch).
+
+    Every worker runs the same graph and cannot tell which one it is; the place, drawn anew on each of them and in each
+    of their lives, is what makes them differ.
+    """
+    place = tf.raw_ops.RandomUniformInt(
+        shape=tf.constant([], tf.int32),
+        minval=tf.constant(0, tf.int64),
+        maxval=tf.constant(2**31, tf.int64),
+        seed=0,
+        seed2=0,
+    )
+    return source.train_dataset(
+        first_step=place,
+        num_steps=None,
+        global_batch=global_batch,
+        num_replicas=1,
+        first_replica=0,
+        local_replicas=1,
+        seed=seed,
+    )

@@ -1,18 +1,24 @@
 """The inner loops: many optimizer steps, or a whole evaluation, inside one call of a `tf.function`.
 
-Shapes: B replica batch, G global batch, N examples, H W C image, S steps of one loop.
+Shapes: B replica batch, K outputs, S steps of one loop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from cluster.errors import RunFailed
+from train import guards
 from train.data import memory
+from train.data.memory import Batch
+from train.objectives import Objective, global_mean
+from train.sources import Feed
 
 
 @dataclass(frozen=True)
@@ -20,57 +26,52 @@ class LoopResult:
     """What some optimizer steps gave, over all replicas."""
 
     losses: np.ndarray
-    """`[S] float32`: mean loss of each step's global batch, before the step's update."""
-    accuracies: np.ndarray
-    """`[S] float32`: share of each step's global batch that was classified right."""
+    """`[S] float32`: loss of each step's global batch, regularisation included, before the step's update."""
+    scores: np.ndarray
+    """`[S] float32`: mean score of each step's global batch."""
     stop: bool
     """Whether any task was asked to stop. All tasks see the same answer, so all stop after the same step."""
 
 
 @dataclass(frozen=True)
 class Trainee:
-    """What is trained, and on what."""
+    """What is trained, and how."""
 
     model: keras.Model
     optimizer: keras.optimizers.Optimizer
+    objective: Objective
     global_batch: int
     num_replicas: int
-    seed: int
 
-    def update(self, tensors: memory.Examples, step: tf.Tensor, replica: tf.Tensor) -> tf.Tensor:
+    def update(self, batch: Batch, step: tf.Tensor, replica: tf.Tensor) -> tf.Tensor:
         """Do this replica's part of one optimizer step.
 
-        The loss is summed over the replica's examples and divided by the global batch, so that the sum over replicas
-        is the global batch's mean (https://www.tensorflow.org/tutorials/distribute/custom_training#define_the_loss_function).
+        The replicas' shares of the loss add up to what one device would compute for the whole batch: example losses
+        divided by the global batch, and the model's own losses (regularisation), which every replica computes whole,
+        by the number of replicas.
 
         Args:
-            tensors: the training split.
+            batch: this replica's examples.
             step: int64 scalar, optimizer steps done before this one.
             replica: int64 scalar, this replica's place in the global batch.
 
         Returns:
-            `[2] float32`: this replica's share of the loss and of the accuracy.
+            `[2] float32`: this replica's share of the loss and of the score.
         """
-        images_BHWC, labels_B = memory.train_batch(
-            tensors,
-            step,
-            replica,
-            replica_batch=self.global_batch // self.num_replicas,
-            num_replicas=self.num_replicas,
-            seed=self.seed,
-        )
-        with tf.GradientTape() as tape:
-            logits_BK = self.model(tf.cast(images_BHWC, tf.float32), training=True)
-            losses_B = tf.nn.sparse_softmax_cross_entropy_with_logits(labels_B, logits_BK)
-            loss = tf.nn.compute_average_loss(losses_B, global_batch_size=self.global_batch)
+        with guards.random_place(step, replica), tf.GradientTape() as tape:
+            outputs_BK = self.model(tf.cast(batch.features, tf.float32), training=True)
+            losses_B = self.objective.loss(batch.labels, outputs_BK)
+            loss = global_mean(losses_B, batch.weights, self.global_batch)
+            if self.model.losses:
+                loss += tf.add_n([tf.cast(term, tf.float32) for term in self.model.losses]) / self.num_replicas
         variables = [variable.value for variable in self.model.trainable_variables]
         self.optimizer.apply(tape.gradient(loss, variables), self.model.trainable_variables)
-        right_B = tf.cast(tf.argmax(logits_BK, -1, labels_B.dtype) == labels_B, tf.float32)
-        return tf.stack([loss, tf.reduce_sum(right_B) / self.global_batch])
+        scores_B = self.objective.score(batch.labels, outputs_BK)
+        return tf.stack([loss, global_mean(scores_B, tf.ones_like(batch.weights), self.global_batch)])
 
 
 def synchronous(
-    strategy: tf.distribute.Strategy, trainee: Trainee, tensors: memory.Examples, steps_per_loop: int
+    strategy: tf.distribute.Strategy, trainee: Trainee, feed: Feed, steps_per_loop: int
 ) -> Callable[[int, int, bool], LoopResult]:
     """Return a function that does some synchronous steps: (steps done before, steps to do, stop?) -> result.
 
@@ -81,64 +82,101 @@ def synchronous(
     def start() -> tf.Tensor:
         return tf.zeros([steps_per_loop, 2])
 
-    def one_step(results_S2: tf.Tensor, tensors: memory.Examples, first: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
+    def one_step(results_S2: tf.Tensor, given: Any, first: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
         replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
-        result_2 = trainee.update(tensors, first + done, replica)
+        result_2 = trainee.update(feed.batch(given, first + done, replica), first + done, replica)
         return tf.tensor_scatter_nd_update(results_S2, [[done]], [result_2])
 
     def join(results_S2: tf.Tensor, stop: tf.Tensor) -> tf.Tensor:
         return tf.concat([tf.reshape(results_S2, [-1]), [stop]], 0)
 
     @tf.function
-    def loop(tensors: memory.Examples, first: tf.Tensor, count: tf.Tensor, stop: tf.Tensor) -> tf.Tensor:
+    def loop(first: tf.Tensor, count: tf.Tensor, stop: tf.Tensor) -> tf.Tensor:
         results = strategy.run(start)
         for done in tf.range(count):
-            results = strategy.run(one_step, args=(results, tensors, first, done))
+            results = strategy.run(one_step, args=(results, feed.next(), first, done))
         return strategy.reduce("SUM", strategy.run(join, args=(results, stop)), axis=None)
 
     def run(first: int, count: int, stop: bool) -> LoopResult:
-        arguments = (tf.constant(first, tf.int64), tf.constant(count, tf.int64), tf.constant(float(stop)))
-        flat = loop(tensors, *arguments).numpy()
+        flat = loop(tf.constant(first, tf.int64), tf.constant(count, tf.int64), tf.constant(float(stop))).numpy()
         results_S2 = flat[:-1].reshape(-1, 2)[:count]
         return LoopResult(results_S2[:, 0], results_S2[:, 1], bool(flat[-1] > 0))
 
     return run
 
 
+def check_same_step(strategy: tf.distribute.Strategy, step: int) -> None:
+    """Check that every task goes on from the same step; all tasks call it.
+
+    Raises:
+        RunFailed: another task restored another checkpoint: the run folder does not look the same to all of them.
+    """
+
+    @tf.function
+    def total(value: tf.Tensor) -> tf.Tensor:
+        return strategy.reduce("SUM", strategy.run(lambda: tf.identity(value)), axis=None)
+
+    mean = int(total(tf.constant(step, tf.int64))) / strategy.num_replicas_in_sync
+    if mean != step:
+        raise RunFailed(
+            f"this task goes on from step {step}, others do not (mean {mean:g}); is RUNS_DIR one shared disk?"
+        )
+
+
+def agreement(strategy: tf.distribute.Strategy) -> Callable[[bool], bool]:
+    """Return a function that says whether any task said True; all tasks call it at the same step."""
+
+    @tf.function
+    def total(flag: tf.Tensor) -> tf.Tensor:
+        return strategy.reduce("SUM", strategy.run(lambda: tf.identity(flag)), axis=None)
+
+    return lambda flag: bool(total(tf.constant(float(flag))) > 0)
+
+
 def evaluation(
-    strategy: tf.distribute.Strategy, model: keras.Model, tensors: memory.Examples, *, batch: int
+    strategy: tf.distribute.Strategy | None,
+    model: keras.Model,
+    objective: Objective,
+    feed: Feed,
+    *,
+    num_examples: int,
+    batch: int,
 ) -> Callable[[], dict[str, float]]:
     """Return a function that evaluates the model on every example of a split exactly once, at any replica count.
 
     Args:
-        strategy: whose replicas share the work; every task calls the function.
+        strategy: whose replicas share the work; every task calls the function. None: this task does it all.
         model: what is evaluated.
-        tensors: the split.
+        objective: by what.
+        feed: the split's batches, padding with weight 0.
+        num_examples: of the split.
         batch: examples that one replica takes at once.
     """
-    replicas = strategy.num_replicas_in_sync
-    num_examples = int(tensors[0].shape[0])
+    replicas = strategy.num_replicas_in_sync if strategy else 1
     batches = memory.eval_batches(num_examples, replica_batch=batch, num_replicas=replicas)
 
-    def evaluate(tensors: memory.Examples) -> tf.Tensor:
-        replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
-        totals_2 = tf.zeros([2])
-        for at in tf.range(batches, dtype=tf.int64):
-            images_BHWC, labels_B, weights_B = memory.eval_batch(
-                tensors, at, replica, replica_batch=batch, num_replicas=replicas
-            )
-            logits_BK = model(tf.cast(images_BHWC, tf.float32), training=False)
-            losses_B = tf.nn.sparse_softmax_cross_entropy_with_logits(labels_B, logits_BK)
-            right_B = tf.cast(tf.argmax(logits_BK, -1, labels_B.dtype) == labels_B, tf.float32)
-            totals_2 += tf.stack([tf.reduce_sum(losses_B * weights_B), tf.reduce_sum(right_B * weights_B)])
-        return totals_2
+    def start() -> tf.Tensor:
+        return tf.zeros([2])
+
+    def add(totals_2: tf.Tensor, given: Any, at: tf.Tensor) -> tf.Tensor:
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group if strategy else 0
+        replica = tf.cast(replica, tf.int64)
+        examples = feed.batch(given, at, replica)
+        outputs_BK = model(tf.cast(examples.features, tf.float32), training=False)
+        losses_B = objective.loss(examples.labels, outputs_BK) * examples.weights
+        scores_B = objective.score(examples.labels, outputs_BK) * examples.weights
+        return totals_2 + tf.stack([tf.reduce_sum(losses_B), tf.reduce_sum(scores_B)])
 
     @tf.function
-    def evaluate_all(tensors: memory.Examples) -> tf.Tensor:
-        return strategy.reduce("SUM", strategy.run(evaluate, args=(tensors,)), axis=None)
+    def evaluate_all() -> tf.Tensor:
+        totals = strategy.run(start) if strategy else start()
+        for at in tf.range(batches, dtype=tf.int64):
+            arguments = (totals, feed.next(), at)
+            totals = strategy.run(add, args=arguments) if strategy else add(*arguments)
+        return strategy.reduce("SUM", totals, axis=None) if strategy else totals
 
     def run() -> dict[str, float]:
-        loss, right = (float(total) for total in evaluate_all(tensors).numpy())
-        return {"eval_loss": loss / num_examples, "eval_accuracy": right / num_examples}
+        loss, score = (float(total) for total in evaluate_all().numpy())
+        return {"eval_loss": loss / num_examples, f"eval_{objective.score_name}": score / num_examples}
 
     return run

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import tensorflow as tf
+import os
 
+import tensorflow as tf
+from tensorflow import keras
+
+from cluster.errors import PrerequisiteError, UsageError
 from cluster.spec import ClusterSpec, Role, Task
 
 
@@ -35,6 +39,8 @@ def build(spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strategy:
         return tf.distribute.MirroredStrategy([f"/{device}" for device in devices])
     if spec.strategy == "central":
         return tf.distribute.experimental.CentralStorageStrategy([f"/{device}" for device in devices])
+    if spec.strategy == "tpu":
+        return _tpu(spec.devices)
     if spec.strategy == "multiworker":
         implementation = tf.distribute.experimental.CommunicationImplementation
         options = tf.distribute.experimental.CommunicationOptions(
@@ -55,3 +61,30 @@ def serve(task: Task) -> None:
         protocol="grpc",
         start=True,
     ).join()
+
+
+def _tpu(devices: int) -> tf.distribute.Strategy:
+    """Return the strategy of the TPU that TPU_NAME names, or of the one in this machine."""
+    try:
+        resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=os.environ.get("TPU_NAME", "local"))
+        tf.config.experimental_connect_to_cluster(resolver)
+        tf.tpu.experimental.initialize_tpu_system(resolver)
+        strategy = tf.distribute.TPUStrategy(resolver)
+    except (ValueError, tf.errors.OpError) as error:
+        raise PrerequisiteError(
+            f"no TPU answers ({str(error).splitlines()[0]}); set TPU_NAME to one that does"
+        ) from error
+    if strategy.num_replicas_in_sync != devices:
+        raise UsageError(
+            f"--devices {devices}: this TPU has {strategy.num_replicas_in_sync} cores; use --devices "
+            f"{strategy.num_replicas_in_sync}"
+        )
+    return strategy
+
+
+def set_policy(spec: ClusterSpec) -> None:
+    """Set the precision that layers built from now on compute in: bfloat16 on TPUs, whose matrix units want it.
+
+    Weights and losses stay in float32. Bfloat16 has float32's range, so no loss scaling is needed.
+    """
+    keras.mixed_precision.set_global_policy("mixed_bfloat16" if spec.strategy == "tpu" else "float32")

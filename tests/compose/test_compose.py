@@ -21,6 +21,7 @@ import pytest
 
 from cluster import agent, compose, spec
 from cluster.compose import FILES, ROOT, Containers
+from cluster.payload import Payload
 from cluster.spec import ClusterSpec
 
 EXAMPLE = FILES / "example.json"
@@ -48,8 +49,12 @@ def compose_cli(unavailable: Callable[[str], NoReturn]) -> None:
 def config(compose_cli: None, tmp_path: Path) -> Config:
     """Returns the services and networks of a topology, as `docker compose config` understands them."""
 
-    def read(command: list[str] | None = None, data_dir: str = "data", **topology: Any) -> dict[str, Any]:
-        containers = Containers(tmp_path / "runs" / "a-run", tmp_path / data_dir, "tf-cluster/train:cpu", "1000:1000")
+    def read(
+        command: list[str] | None = None, data_dir: str = "data", brought: dict[str, Any] | None = None, **topology: Any
+    ) -> dict[str, Any]:
+        containers = Containers(
+            tmp_path / "runs" / "a-run", tmp_path / data_dir, "tf-cluster/train:cpu", "1000:1000", **(brought or {})
+        )
         overlay = tmp_path / "compose.json"
         overlay.write_text(json.dumps(compose.overlay(spec.build(**topology), containers, command or [])))
         return read_config(compose.command(overlay, "config", "--format", "json"))
@@ -142,6 +147,43 @@ def test_a_dollar_sign_is_no_variable(config: Config, tmp_path: Path) -> None:
 
 def test_built_in_training_needs_no_command(config: Config) -> None:
     assert config(workers=0)["services"]["chief"].get("command") is None
+
+
+# The tasks of a script
+
+
+SCRIPT = Payload(Path("/theirs/train.py"), ("--epochs", "1"), (), None, Path("/packages/kept"))
+
+
+def brought(cluster: ClusterSpec, *, way_out: bool = True) -> dict[str, Any]:
+    """Return what the containers get for a script."""
+    return {"mounts": SCRIPT.mounts(), "environment": SCRIPT.environment(cluster, contained=True), "way_out": way_out}
+
+
+def test_a_script_gets_its_folders_read_only_and_a_way_out(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy")
+    monkeypatch.delenv("TF_USE_LEGACY_KERAS", raising=False)
+    read = config(SCRIPT.command(contained=True), brought=brought(spec.build(2)), workers=2)
+    assert (True, False) == tuple(read["networks"][name].get("internal", False) for name in ("cluster", "egress"))
+    for name in ("chief", "worker-0", "worker-1"):
+        task = read["services"][name]
+        assert ["--script", "/script/train.py", "--epochs", "1"] == task["command"]
+        assert {"cluster": None, "egress": None} == task["networks"], name
+        assert not {"ports", "privileged", "cap_add", "devices", "network_mode", "pid", "ipc"} & set(task), name
+        assert (True, ["ALL"]) == (task["read_only"], task["cap_drop"])
+        more = {volume["target"]: (volume["source"], volume["read_only"]) for volume in task["volumes"][2:]}
+        assert {"/script": ("/theirs", True), "/packages": ("/packages/kept", True)} == more
+        environment = task["environment"]
+        assert ("/packages", "1", "1") == tuple(
+            environment[key] for key in ("PYTHONPATH", "PYTHONUNBUFFERED", "TF_USE_LEGACY_KERAS")
+        )
+        assert "http://proxy" == environment["HTTPS_PROXY"]  # as Compose finds it, the overlay does not hold it
+
+
+def test_the_built_in_trainer_has_no_way_out(config: Config) -> None:
+    read = config(brought=brought(spec.build(2), way_out=False), workers=2)
+    assert {"cluster"} == set(read["networks"])
+    assert [{"cluster": None}] * 3 == [task["networks"] for task in read["services"].values()]
 
 
 def test_up_names_every_task_and_neither_builds_nor_pulls() -> None:

@@ -70,18 +70,6 @@ def test_chief_alone_must_agree_with_chief_and_workers(clusters: Clusters, three
     assert max(apart[step] for step in range(1, 21)) <= 1e-4
 
 
-@pytest.mark.parametrize(
-    ("name", "strategy"), [("mirrored", "MirroredStrategy"), ("central", "CentralStorageStrategy")]
-)
-def test_several_devices_in_one_process_must_agree_with_several_tasks(
-    clusters: Clusters, three: RunFolder, name: str, strategy: str
-) -> None:
-    mirrored = clusters.up(name, f"--workers=0 --devices=3 --strategy={name} -- --max-steps 10")
-    assert (strategy, 3) == (summary(mirrored)["strategy"], summary(mirrored)["replicas"])
-    apart = [abs(losses(mirrored)[step] / losses(three)[step] - 1) for step in range(1, 11)]
-    assert max(apart) <= 1e-6
-
-
 def test_parameter_server_must_train_with_an_evaluator_beside_it(clusters: Clusters) -> None:
     run = clusters.up("ps", "--workers=2 --ps=1 --evaluator --checkpoint-every=20 -- --max-steps 60")
     ended = summary(run)
@@ -135,6 +123,44 @@ def test_killing_a_worker_must_restart_the_gang_and_end_with_the_same_bits(
     assert restart["steps_lost"] <= 5
     assert summary(three)["weights_sha256"] == summary(run)["weights_sha256"]
     assert losses(three) == losses(run)
+
+
+def test_a_frozen_worker_must_be_noticed_and_the_run_end_with_the_same_bits(
+    clusters: Clusters, three: RunFolder
+) -> None:
+    words = ("up", "--name=frozen", "--runtime=local", "--tensorboard-port=0", "--detach", "--checkpoint-every=5")
+    clusters.invoke(*words, "--", *TRAINING)
+    run = clusters.run("frozen")
+    wait_for(lambda: step_of(run) >= 10, "step 10")
+    for pid in local.processes_left(run):
+        if is_program(pid, "worker-0"):
+            os.kill(pid, signal.SIGSTOP)
+    clusters.invoke("wait", "--timeout=120")
+    (restart,) = summary(run)["restarts"]
+    assert restart["detected_s"] < 15
+    assert restart["steps_lost"] <= 5
+    assert summary(three)["weights_sha256"] == summary(run)["weights_sha256"]
+
+
+def test_a_damaged_checkpoint_must_be_passed_over(clusters: Clusters) -> None:
+    whole = clusters.up("whole", "--workers=0 --checkpoint-every=10 -- --max-steps 40")
+    damaged = clusters.up("damaged", "--workers=0 --checkpoint-every=10 -- --max-steps 30")
+    newest = damaged.checkpoints / "ckpt-30.data-00000-of-00001"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    clusters.invoke("up", "--resume=damaged", "--runtime=local", "--tensorboard-port=0", "--", "--max-steps", "40")
+    log = damaged.log("chief").read_text()
+    assert "warning: checkpoint of step 30 is damaged (ckpt-30.data-00000-of-00001 has" in log
+    assert [20] == [event["step"] for event in damaged.events() if event["event"] == "restored"]
+    assert summary(whole)["weights_sha256"] == summary(damaged)["weights_sha256"]
+
+
+def test_a_streamed_run_must_go_on_in_the_middle_of_an_epoch(clusters: Clusters) -> None:
+    words = "--workers=0 -- --source stream --max-steps"
+    whole = clusters.up("streamed", f"{words} 30")
+    halved = clusters.up("streamed-halves", f"{words} 15")
+    clusters.invoke("up", "--resume=streamed-halves", "--runtime=local", "--tensorboard-port=0", "--", "--max-steps=30")
+    assert losses(whole) == losses(halved)
+    assert summary(whole)["weights_sha256"] == summary(halved)["weights_sha256"]
 
 
 def test_first_ctrl_c_must_stop_with_a_checkpoint(clusters: Clusters) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cluster import local
-from cluster.runs import RunFolder, write_json
+from cluster.runs import RunFolder, read_json, write_json
 from tests.unit.gang import Gang, StartGang
 
 
@@ -29,12 +29,15 @@ def start_gang(make_run: Callable[..., RunFolder], tmp_path: Path) -> Iterator[S
         imports: str = "from tests.unit.trainer import *",
         absent: tuple[str, ...] = (),
         stopped: bool = False,
+        hang_timeout_s: float = 60,
         **topology: Any,
     ) -> Gang:
         run = make_run(**topology)
         program = [sys.executable, "-c", f"{imports}\n{lines}"]
         how = local.processes_of(run.load_cluster(), run.path, tmp_path / "data", ["--", *program])
         write_json(run.compose, how | {"tasks": {n: task for n, task in how["tasks"].items() if n not in absent}})
+        started_as = read_json(run.control / "started.json") | {"hang_timeout_s": hang_timeout_s}
+        write_json(run.control / "started.json", started_as)
         if stopped:
             run.request_stop("a test")
         started.append(run)

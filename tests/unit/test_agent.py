@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster import agent, watch
+from cluster import agent, restarts, watch
 from cluster.processes import start_ticks
 from cluster.runs import RunFolder, read_json
 from tests.unit.gang import StartGang
@@ -110,6 +110,7 @@ def test_killing_a_worker_restarts_the_gang(start_gang: StartGang) -> None:
     assert 0 <= restart.pop("detected_s") < restart.pop("resumed_s")
     assert {"generation": 1, "task": "worker-1", "cause": SIGKILLED, "steps_lost": 3} == restart
     assert [1, 1, 1] == [gang.pid(task, "life") for task in first_life]
+    assert [1, 1, 1] == [gang.beat(task)["restarts"] for task in first_life]
     assert not set(first_life.values()) & {gang.pid(task) for task in first_life}
 
 
@@ -120,6 +121,18 @@ def test_the_same_step_failing_three_times_ends_the_run(start_gang: StartGang) -
     error = "step 5 failed 3 times: worker-0 dies of SIGSEGV"
     assert {"task": "worker-0", "exit_code": 1, "step": 5, "error": error} == summary["cause"]
     assert [(1, "worker-0"), (2, "worker-0")] == [(r["generation"], r["task"]) for r in summary["restarts"]]
+
+
+def test_failures_before_a_resume_do_not_count(make_run: Callable[..., RunFolder]) -> None:
+    run = make_run(workers=1)
+    for number in (1, 2):
+        run.begin_generation(number, task="worker-0", cause="killed", error=None, step=5, failed_at=time.time())
+    assert restarts.gang_keeps_failing(run, 5, time.time())
+    assert not restarts.gang_keeps_failing(run, 6, time.time())
+    assert 2 == restarts.count(run, "chief")
+    run.begin_generation(3, resumed=True)
+    assert not restarts.gang_keeps_failing(run, 5, time.time())
+    assert 0 == restarts.count(run, "chief")
 
 
 def test_failures_at_different_steps_do_not_end_the_run(start_gang: StartGang) -> None:
@@ -193,7 +206,7 @@ def test_a_worker_under_ps_restarts_alone(start_gang: StartGang) -> None:
     lines = """
 if NAME == 'worker-0' and not RESTARTS: train(3), die()
 if NAME.startswith(('worker', 'ps')): serve()
-train(3), until(lambda: run.heartbeats()['worker-0']['restarts']), meet(), finish()
+train(3), until(lambda: any(event['event'] == 'resumed' for event in run.events())), meet(), finish()
 """
     gang = start_gang(lines, workers=2, ps=1)
     summary = gang.summary()
@@ -204,6 +217,9 @@ train(3), until(lambda: run.heartbeats()['worker-0']['restarts']), meet(), finis
         name: beat["restarts"] for name, beat in gang.run.heartbeats().items() if name != "chief"
     }
     assert {"chief": 0, "worker-0": 0, "worker-1": 0, "ps-0": 0} == summary["tasks"]
+    (restart,) = summary["restarts"]
+    assert 0 <= restart.pop("detected_s") < restart.pop("resumed_s")
+    assert {"generation": 0, "task": "worker-0", "cause": SIGKILLED, "steps_lost": 0} == restart
 
 
 @pytest.mark.parametrize("task", ["ps-0", "chief"])
@@ -226,7 +242,8 @@ if NAME == 'ps-0' and not GENERATION: until(lambda: run.heartbeats()['worker-0']
 """
     gang = start_gang(lines + SERVERS_SERVE + "if not GENERATION: work()\ntrain(5), meet(), finish()", workers=1, ps=1)
     summary = gang.summary()
-    assert ("succeeded", ["ps-0"]) == (summary["state"], [r["task"] for r in summary["restarts"]])
+    assert ("succeeded", ["worker-0", "ps-0"]) == (summary["state"], [r["task"] for r in summary["restarts"]])
+    assert {"chief": 1, "worker-0": 2, "ps-0": 1} == {n: beat["restarts"] for n, beat in gang.run.heartbeats().items()}
 
 
 def test_a_killed_agent_of_a_worker_under_ps_restarts_only_that_worker(start_gang: StartGang) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -15,14 +16,21 @@ IMAGES = np.arange(5 * 4 * 4 * 1, dtype=np.uint8).reshape(5, 4, 4, 1)
 LABELS = np.array([3, 1, 4, 1, 5], np.int64)
 
 
-def write(data_dir: Path, images: np.ndarray = IMAGES) -> arrays.ArraySet:
+def write(
+    data_dir: Path,
+    *train: np.ndarray,
+    name: str = "mnist",
+    version: str = "3.0.1",
+    classes: tuple[str, ...] = tuple("0123456789"),
+) -> arrays.ArraySet:
+    """Write `train`, and the first two of its examples to test on."""
     scratch = data_dir / "scratch"
     scratch.mkdir(parents=True)
-    splits = {"train": (images, LABELS[: len(images)]), "test": (images[:2], LABELS[:2])}
-    classes = tuple("0123456789")
+    train = train or (IMAGES, LABELS)
+    splits = {"train": train, "test": tuple(array[:2] for array in train)}
     try:
         return arrays.write(
-            scratch, data_dir, "mnist", classes=classes, splits=splits, source="a test", source_files={}
+            scratch, data_dir, name, version, classes=classes, splits=splits, source="a test", source_files={}
         )
     finally:
         shutil.rmtree(scratch)
@@ -32,26 +40,89 @@ def test_what_is_found_is_what_was_written(tmp_path: Path) -> None:
     written = write(tmp_path)
     found = arrays.find(tmp_path, "mnist")
     assert written == found
-    assert ("mnist", "3.0.1", 10, "a test") == (found.name, found.version, found.num_classes, found.source)
+    assert ("mnist", "3.0.1", 10, "a test") == (found.name, found.version, found.num_outputs, found.source)
     assert (5, 2) == (found.train.num_examples, found.test.num_examples)
-    assert (5, 4, 4, 1) == found.train.images.shape
-    assert IMAGES.tobytes() == found.train.images.path.read_bytes()
+    assert (5, 4, 4, 1) == found.train.features.shape
+    assert IMAGES.tobytes() == found.train.features.path.read_bytes()
     assert LABELS.astype("<i8").tobytes() == found.train.labels.path.read_bytes()
     assert tmp_path / "arrays" / "mnist-3.0.1" / "test_labels.bin" == found.test.labels.path
 
 
 def test_writing_again_replaces(tmp_path: Path) -> None:
     write(tmp_path)
-    write(tmp_path, IMAGES[:3])
+    write(tmp_path, IMAGES[:3], LABELS[:3])
     assert 3 == arrays.find(tmp_path, "mnist").train.num_examples
     assert ["mnist-3.0.1"] == [path.name for path in (tmp_path / "arrays").iterdir()]
 
 
 def test_the_wrong_type_is_refused_and_leaves_nothing_under_the_name(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"train_images\.bin must be uint8, not float32"):
-        write(tmp_path, IMAGES.astype(np.float32))
+    with pytest.raises(
+        ValueError, match=r"train_features\.bin must be uint8 or int32 or int64 or float32, not float64"
+    ):
+        write(tmp_path, IMAGES.astype(np.float64), LABELS)
     with pytest.raises(PrerequisiteError):
         arrays.find(tmp_path, "mnist")
+
+
+def test_weights_and_vectors_of_floats_come_back(tmp_path: Path) -> None:
+    features, labels, weights = (np.random.default_rng(0).random(shape, np.float32) for shape in [(5, 7), (5, 3), 5])
+    found = write(tmp_path, features, labels, weights, classes=())
+    assert ((), 3) == (found.classes, found.num_outputs)
+    assert found.train.weights is not None
+    for array, file in zip((features, labels, weights), found.train.files, strict=True):
+        assert (array.shape, "float32", array.tobytes()) == (file.shape, file.dtype, file.path.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "outputs"),
+    [
+        (LABELS, tuple("0123456789"), 10),
+        (LABELS, (), 6),
+        (np.array([[1, 2], [3, 4], [5, 9]]), (), 10),
+        (np.zeros(3, np.float32), (), 1),
+        (np.zeros([3, 4], np.float32), (), 4),
+    ],
+)
+def test_outputs_are_classes_or_quantities(
+    tmp_path: Path, labels: np.ndarray, classes: tuple[str, ...], outputs: int
+) -> None:
+    assert outputs == write(tmp_path, IMAGES[: len(labels)], labels, classes=classes).num_outputs
+
+
+def test_what_was_prepared_when_features_were_called_images_is_read(tmp_path: Path) -> None:
+    folder = write(tmp_path).train.features.path.parent
+    index = json.loads((folder / "arrays.json").read_text())
+    del index["num_outputs"]
+    for split in index["splits"]:
+        part = index["splits"][split].pop("features")
+        (folder / part["file"]).rename(folder / f"{split}_images.bin")
+        index["splits"][split]["images"] = {**part, "file": f"{split}_images.bin"}
+    (folder / "arrays.json").write_text(json.dumps(index))
+    found = arrays.find(tmp_path, "mnist")
+    assert (10, (5, 4, 4, 1)) == (found.num_outputs, found.train.features.shape)
+    assert folder / "train_images.bin" == found.train.features.path
+    arrays.verify(found, lambda line: None)
+
+
+def test_of_ones_own_datasets_the_newest_is_found_or_the_one_asked_for(tmp_path: Path) -> None:
+    write(tmp_path, name="mine:digits", version="aaa")
+    write(tmp_path, IMAGES[:3], LABELS[:3], name="mine:digits", version="bbb")
+    assert "bbb" == arrays.find(tmp_path, "mine:digits").version
+    assert 3 == arrays.find(tmp_path, "mine:digits").train.num_examples
+    assert 5 == arrays.find(tmp_path, "mine:digits", "aaa").train.num_examples
+    names = {path.name for path in (tmp_path / "arrays").iterdir()}
+    assert {"mine-digits.json", "mine-digits-aaa", "mine-digits-bbb"} == names
+
+
+def test_ones_own_dataset_that_is_not_prepared_names_the_command(tmp_path: Path) -> None:
+    with pytest.raises(PrerequisiteError, match=r"^mine:digits is not prepared: .*; run `invoke data\.prepare --name"):
+        arrays.find(tmp_path, "mine:digits")
+    with pytest.raises(PrerequisiteError, match=r"^mine:digits aaa is not prepared in .*; copy .*/mine-digits-aaa"):
+        arrays.find(tmp_path, "mine:digits", "aaa")
+    (tmp_path / "arrays").mkdir()
+    (tmp_path / "arrays" / "mine-digits.json").write_text("{")
+    with pytest.raises(RunFailed, match=r"mine-digits\.json cannot be read"):
+        arrays.find(tmp_path, "mine:digits")
 
 
 def test_nothing_prepared_names_the_command(tmp_path: Path) -> None:
@@ -66,7 +137,7 @@ def test_an_unknown_name_offers_the_nearest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [0, 79, 81])
 def test_a_file_of_the_wrong_size_is_named_with_both_sizes(tmp_path: Path, size: int) -> None:
-    path = write(tmp_path).train.images.path
+    path = write(tmp_path).train.features.path
     path.write_bytes(bytes(size))
     with pytest.raises(RunFailed) as error:
         arrays.find(tmp_path, "mnist")
@@ -95,7 +166,7 @@ def test_verify_says_a_line_for_each_file(tmp_path: Path) -> None:
 
 
 def test_verify_names_the_file_of_which_one_byte_differs(tmp_path: Path) -> None:
-    path = write(tmp_path).test.images.path
+    path = write(tmp_path).test.features.path
     content = bytearray(path.read_bytes())
     content[7] ^= 1
     path.write_bytes(content)

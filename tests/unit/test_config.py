@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +43,12 @@ def test_a_preset_is_complete_and_in_range(preset: str) -> None:
         (["--max-steps", "None"], "max_steps", None),
         (["--seed", "7"], "seed", 7),
         (["--no-deterministic"], "deterministic", False),
+        (["--loop", "fit"], "loop", "fit"),
+        (["--source", "stream"], "source", "stream"),
+        (["--dataset", "mnist"], "dataset", "mnist"),
+        (["--loss", "mean_squared_error"], "loss", "mean_squared_error"),
+        (["--callbacks", "tutorial"], "callbacks", "tutorial"),
+        (["--callbacks", ""], "callbacks", ""),
         (["--seed", "7", "--seed", "8"], "seed", 8),
     ],
 )
@@ -69,7 +78,10 @@ def test_a_typo_is_refused_with_the_nearest_name(typed: str, meant: str) -> None
 
 
 def test_an_unknown_preset_is_refused_with_the_nearest_name() -> None:
-    assert "--preset 'fashon' is not a preset; did you mean 'fashion_mnist'?" == refusal(preset="fashon")
+    expected = (
+        "--preset 'fashon' is neither built in nor of the form package.module:name; did you mean 'fashion_mnist'?"
+    )
+    assert expected == refusal(preset="fashon")
 
 
 def test_the_preset_cannot_be_overridden_behind_its_back() -> None:
@@ -119,8 +131,118 @@ def test_a_value_out_of_range_is_refused_with_the_range(option: str, value: str,
     assert f"{option} {value}: expected {expected}" == refusal(option, value)
 
 
-def test_an_unknown_optimizer_is_refused_with_the_nearest() -> None:
-    assert "--optimizer.name 'adamw'; did you mean 'adam'?" == refusal("--optimizer.name", "adamw")
+@pytest.mark.parametrize(
+    ("option", "typed", "told"),
+    [
+        ("--optimizer.name", "adamw", "did you mean 'adam'?"),
+        ("--loop", "fitt", "did you mean 'fit'?"),
+        ("--loop", "keras", "known: custom, fit"),
+        ("--source", "steam", "did you mean 'stream'?"),
+        ("--source", "memory:x", "did you mean 'memory'?"),
+    ],
+)
+def test_an_unknown_choice_is_refused_with_the_nearest(option: str, typed: str, told: str) -> None:
+    assert f"{option} {typed!r}; {told}" == refusal(option, typed)
+
+
+@pytest.mark.parametrize(
+    ("option", "typed", "meant"),
+    [
+        ("--dataset", "fashion-mnist", "fashion_mnist"),
+        ("--model", "two_conv", "two_conv_cnn"),
+        ("--loss", "mean_square_error", "mean_squared_error"),
+        ("--callbacks", "tutorials", "tutorial"),
+    ],
+)
+def test_an_unknown_part_is_refused_with_the_nearest(option: str, typed: str, meant: str) -> None:
+    expected = f"{option} {typed!r} is neither built in nor of the form package.module:name; did you mean {meant!r}?"
+    assert expected == refusal(option, typed)
+
+
+def test_a_stream_can_be_of_any_tfds_dataset() -> None:
+    assert "cifar10" == config.resolve("mnist", ["--source", "stream", "--dataset", "cifar10"]).dataset
+    assert "--dataset 'cifar10' is neither built in" in refusal("--dataset", "cifar10")
+
+
+# Parts of the user's own
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Path]]:
+    """Writes the user's module `own_parts`, whose folder is on the path."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_parts", raising=False)
+
+    def write(text: str) -> Path:
+        imports = "import dataclasses\nfrom train.config import TrainConfig\n"
+        (tmp_path / "own_parts.py").write_text(imports + text + "\n")
+        return tmp_path
+
+    yield write
+    sys.modules.pop("own_parts", None)
+
+
+def test_a_preset_of_the_users_own_is_a_base_like_any_other(own: Callable[[str], Path]) -> None:
+    folder = own("def mine(): return TrainConfig(seed=7, global_batch=96, model='own_parts:net')\ndef net(s, k): pass")
+    resolved = config.resolve("own_parts:mine", ["--seed", "8"])
+    expected = TrainConfig(preset="own_parts:mine", seed=8, global_batch=96, model="own_parts:net")
+    assert expected == resolved
+    assert [folder] == resolved.code_dirs()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("def mine(): return {'seed': 7}", "returned {'seed': 7}; expected a train.config.TrainConfig"),
+        ("def mine(): return TrainConfig", "returned <class 'train.config.TrainConfig'>; expected a train"),
+        ("def mine(): pass", "returned None; expected a train.config.TrainConfig"),
+        ("def mine(): return TrainConfig(sed=7)", ": TypeError: TrainConfig.__init__() got an unexpected keyword"),
+        ("def mine(size): pass", ": TypeError: mine() missing 1 required positional argument"),
+        ("mine = 7", ": TypeError: 'int' object is not callable"),
+        ("raise RuntimeError('run')\ndef mine(): pass", ": RuntimeError: run"),
+        ("def min(): pass", "has no 'mine'; did you mean 'min'?"),
+    ],
+)
+def test_a_preset_that_makes_no_configuration_is_refused_in_one_line(
+    text: str, told: str, own: Callable[[str], Path]
+) -> None:
+    own(text)
+    words = refusal(preset="own_parts:mine")
+    assert words.startswith("--preset 'own_parts:mine'")
+    assert told in words
+
+
+def test_a_preset_out_of_range_is_refused(own: Callable[[str], Path]) -> None:
+    own("def mine(): return TrainConfig(global_batch=0)")
+    assert "--global-batch 0: expected a whole number from 1 to 2147483647" == refusal(preset="own_parts:mine")
+
+
+@pytest.mark.parametrize("option", ["--dataset", "--model", "--loss", "--callbacks"])
+def test_a_part_of_the_users_own_is_checked_without_running_its_module(option: str, own: Callable[[str], Path]) -> None:
+    folder = own("raise RuntimeError('run')\ndef part(): pass")
+    resolved = config.resolve("fashion_mnist", [option, "own_parts:part"])
+    assert "own_parts:part" == getattr(resolved, option.removeprefix("--"))
+    assert [folder] == resolved.code_dirs()
+    assert "has no 'prt'; did you mean 'part'?" in refusal(option, "own_parts:prt")
+
+
+def test_built_in_parts_need_no_folder() -> None:
+    assert [] == config.resolve("fashion_mnist", ["--callbacks", "tutorial"]).code_dirs()
+
+
+def test_a_resumed_run_keeps_its_own_parts_and_checks_them_again(own: Callable[[str], Path]) -> None:
+    own("def mine(): return TrainConfig(model='own_parts:net')\ndef net(s, k): pass")
+    saved = TrainConfig.from_json(config.resolve("own_parts:mine", []).to_json())
+    resumed = config.resolve("fashion_mnist", ["--epochs", "6"], saved)
+    assert dataclasses.replace(saved, epochs=6.0) == resumed
+    own("def net_2(s, k): pass")
+    with pytest.raises(UsageError, match="^--model 'own_parts:net': .* has no 'net'; did you mean 'net_2'"):
+        config.resolve("fashion_mnist", [], saved)
+
+
+def test_a_resumed_run_needs_its_preset_no_more() -> None:
+    saved = TrainConfig(preset="gone:preset", seed=7)
+    assert saved == config.resolve("fashion_mnist", [], saved)
 
 
 @pytest.mark.parametrize(
@@ -146,5 +268,5 @@ def test_printing_the_configuration_does_not_import_tensorflow() -> None:
         "import sys; from train import __main__ as m; m.main(['--print-config']); print(*sys.modules, file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", lines], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith('{"preset": "fashion_mnist"')
+    assert {"config": config.fashion_mnist().to_json(), "code_dirs": []} == json.loads(done.stdout)
     assert not {"tensorflow", "keras", "numpy"} & set(done.stderr.split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import socket
@@ -14,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from cluster import engine, launch, local, tensorboard
+from cluster import configuration, engine, launch, local, payload, request, startup, teardown, tensorboard
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, PrerequisiteError
-from cluster.launch import Request
+from cluster.request import Request
 from cluster.runs import RunFolder, read_json, write_json
+from cluster.spec import Role
 
 MakeRun = Callable[..., RunFolder]
 
@@ -27,13 +29,13 @@ CONFIG = {"preset": "fashion_mnist", "dataset": "fashion_mnist", "global_batch":
 @pytest.fixture
 def resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     """The configuration, without the process that checks it."""
-    monkeypatch.setattr(launch, "_resolve_config", lambda request, run: dict(CONFIG))
+    monkeypatch.setattr(configuration, "resolve", lambda request, base, packages: (dict(CONFIG), ()))
 
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> None:
     """One command in the place of those that build the images."""
-    monkeypatch.setattr(launch, "image_commands", lambda: ["docker build ."])
+    monkeypatch.setattr(startup, "image_commands", lambda: ["docker build ."])
 
 
 @pytest.fixture
@@ -75,7 +77,17 @@ def refusal(asked: Request) -> ClusterError:
         (Request(workers="10000"), "--workers '10000': expected a whole number from 0 to 512"),
         (Request(workers="0", ps="1"), "--ps 1 with --workers 0: parameter servers need workers"),
         (Request(strategy="mirored"), "--strategy 'mirored' is not a strategy; did you mean 'mirrored'?"),
-        (Request(strategy="mirrored"), "--strategy mirrored cannot run on --workers 2"),
+        (Request(strategy="mirrored", workers="2"), "--strategy mirrored cannot run on --workers 2"),
+        (Request(loop="fitt"), "--loop 'fitt' is not a loop; did you mean 'fit'?"),
+        (Request(strategy="tpu", runtime="docker"), "--runtime docker with --strategy tpu: containers get no TPU"),
+        (Request(script="s.py", preset="mnist"), "--preset with a script: they are the built-in trainer's"),
+        (Request(script="s.py", loop="fit", checkpoint_every="5"), "--loop and --checkpoint-every with a script"),
+        (Request(script="s.py", evaluator=True), "--evaluator with a script: "),
+        (Request(script="absent.py"), "--script 'absent.py' does not exist: expected a Python file"),
+        (Request(script="/"), "--script '/' is a folder: expected a Python file"),
+        (Request(script="/.profile"), "--script '/.profile' lies in the root of the file system, and tasks see all of"),
+        (Request(resume="one", script="s.py"), "--resume goes on with what its run was started with: leave out --scr"),
+        (Request(requirements="absent.txt"), "--requirements "),
         (Request(runtime="podman"), "--runtime 'podman' is not a runtime; known: auto, docker, local"),
         (Request(runtime="dokcer"), "--runtime 'dokcer' is not a runtime; did you mean 'docker'?"),
         (Request(name="a/b"), "run name 'a/b': expected letters, digits"),
@@ -88,7 +100,13 @@ def refusal(asked: Request) -> ClusterError:
         (Request(resume="one", fresh=True), "--resume names its run: leave out --name and --fresh"),
     ],
 )
-def test_a_request_that_makes_no_sense_is_refused(resolved: None, tmp_path: Path, request_: Request, told: str) -> None:
+def test_a_request_that_makes_no_sense_is_refused(
+    resolved: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request_: Request, told: str
+) -> None:
+    monkeypatch.setenv("TPU_NAME", "a-tpu")
+    if request_.script == "/.profile":
+        monkeypatch.setattr(Path, "is_file", lambda path: True)
+        monkeypatch.setattr(payload.os, "access", lambda path, mode: True)
     error = refusal(request_)
     assert EXIT_USAGE == error.exit_code
     assert str(error).startswith(told)
@@ -98,7 +116,7 @@ def test_a_request_that_makes_no_sense_is_refused(resolved: None, tmp_path: Path
 @pytest.mark.parametrize(
     ("request_", "told"),
     [
-        (Request(preset="fashion-mnst"), "--preset 'fashion-mnst' is not a preset; did you mean 'fashion_mnist'?"),
+        (Request(preset="fashion-mnst"), "--preset 'fashion-mnst' is neither built in nor of the form"),
         (Request(overrides=("--epoch", "1")), "override '--epoch' is not an option of the training config; did you"),
         (Request(overrides=("--epochs", "-1")), "--epochs -1: expected a number above 0"),
         (Request(checkpoint_every="0"), "--checkpoint-every 0: expected a whole number from 1 to "),
@@ -150,12 +168,75 @@ def test_a_run_of_which_one_task_lives_is_in_progress(make_run: MakeRun) -> None
     run = make_run(workers=1)
     beat(run, "worker-0", "done", age_s=60)
     beat(run, "chief", "training")
-    assert launch.in_progress(run)
+    assert teardown.in_progress(run)
     write_json(run.summary, {})
-    assert not launch.in_progress(run)
+    assert not teardown.in_progress(run)
+
+
+def topology(run: RunFolder, **asked: Any) -> tuple[str, int, int, int]:
+    """Return strategy, workers, parameter servers and devices of a resumed run."""
+    cluster = launch.plan(Request(resume=run.name, runtime="local", **asked)).cluster
+    return cluster.strategy, len(cluster.of(Role.WORKER)), len(cluster.of(Role.PS)), cluster.devices
+
+
+@pytest.mark.parametrize(
+    ("had", "asked", "expected"),
+    [
+        ({"workers": 1}, {}, ("multiworker", 1, 0, 1)),
+        ({"workers": 0}, {}, ("one", 0, 0, 1)),
+        ({"workers": 3, "ps": 2, "devices": 2}, {}, ("ps", 3, 2, 2)),
+        ({"workers": 0, "devices": 2, "strategy": "central"}, {}, ("central", 0, 0, 2)),
+        ({"workers": 0, "devices": 2, "strategy": "central"}, {"devices": "4"}, ("central", 0, 0, 4)),
+        ({"workers": 0, "devices": 2}, {"devices": "1"}, ("one", 0, 0, 1)),
+        ({"workers": 1}, {"workers": "2"}, ("multiworker", 2, 0, 1)),
+        ({"workers": 2}, {"workers": "0"}, ("one", 0, 0, 1)),
+        ({"workers": 2}, {"ps": "1"}, ("ps", 2, 1, 1)),
+        ({"workers": 2, "ps": 1}, {"workers": "0"}, ("one", 0, 0, 1)),
+        ({"workers": 2, "ps": 1}, {"ps": "0"}, ("multiworker", 2, 0, 1)),
+        ({"workers": 2, "ps": 1}, {"strategy": "multiworker"}, ("multiworker", 2, 0, 1)),
+        ({"workers": 2}, {"strategy": "one"}, ("one", 0, 0, 1)),
+        ({"workers": 0}, {"strategy": "multiworker"}, ("multiworker", 2, 0, 1)),
+    ],
+)
+def test_a_resumed_run_keeps_its_topology_unless_another_is_given(
+    resolved: None, make_run: MakeRun, had: dict[str, Any], asked: dict[str, str], expected: tuple[str, int, int, int]
+) -> None:
+    run = make_run(**had)
+    run.end("stopped")
+    write_json(run.summary, {"state": "stopped"})
+    assert expected == topology(run, **asked)
+
+
+def test_a_resumed_run_keeps_its_evaluator(resolved: None, make_run: MakeRun) -> None:
+    run = make_run(workers=0, evaluator=True)
+    write_json(run.summary, {"state": "stopped"})
+    assert launch.plan(Request(resume=run.name, runtime="local")).cluster.of(Role.EVALUATOR)
+
+
+@pytest.mark.parametrize("strategy", ["one", "mirrored", "central", "tpu"])
+def test_strategies_of_one_process_have_no_workers_by_default(
+    resolved: None, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    monkeypatch.setenv("TPU_NAME", "a-tpu")
+    cluster = launch.plan(Request(strategy=strategy, runtime="local")).cluster
+    assert (strategy, ["chief"]) == (cluster.strategy, [task.name for task in cluster.tasks])
 
 
 # What the machine lacks
+
+
+def test_a_tpu_that_is_not_there_is_told_before_anything_else(
+    resolved: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("TPU_NAME", raising=False)
+    monkeypatch.setattr(request, "DEVICE_FILES", (f"{tmp_path}/accel*",))
+    error = refusal(Request(strategy="tpu", workers="2", ps="1"))
+    assert EXIT_PREREQUISITE == error.exit_code
+    assert str(error).startswith("--strategy tpu: this machine has no TPU (no /dev/accel* and no /dev/vfio); ")
+    assert "set TPU_NAME" in str(error)
+    (tmp_path / "accel0").touch()
+    planned = launch.plan(Request(strategy="tpu", devices="8"))
+    assert ("local", "TPUStrategy", 8) == (planned.runtime, planned.cluster.strategy_class, planned.cluster.replicas)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +290,7 @@ def start_refusal(request_: Request) -> ClusterError:
     """Return the error that ends the start of a run that could be planned; nothing may have been started."""
     planned, commands = launch.plan(request_), Commands()
     with pytest.raises(PrerequisiteError) as refused:
-        launch.start(planned, commands, began=time.time())
+        startup.start(planned, commands, began=time.time())
     assert [] == commands
     assert not planned.run.path.exists()
     return refused.value
@@ -224,7 +305,7 @@ def test_a_port_in_use_ends_the_start(resolved: None) -> None:
 
 
 def test_a_full_disk_ends_the_start(resolved: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.shutil, "disk_usage", lambda path: SimpleNamespace(free=100 * 2**20))
+    monkeypatch.setattr(startup.shutil, "disk_usage", lambda path: SimpleNamespace(free=100 * 2**20))
     told = str(start_refusal(Request(runtime="local", tensorboard_port="0")))
     assert told.startswith("100 MiB are free for ")
     assert "a run needs 512; free space" in told
@@ -260,7 +341,7 @@ def test_a_run_folder_that_cannot_be_written_ends_the_start(
     monkeypatch.setattr(Path, "mkdir", read_only)
     monkeypatch.setattr(local, "start", started.append)
     with pytest.raises(PrerequisiteError, match=rf"run folder {tmp_path}/runs/run: Permission denied; .* RUNS_DIR"):
-        launch.start(planned, Commands(), began=time.time())
+        startup.start(planned, Commands(), began=time.time())
     assert [] == started
 
 
@@ -296,12 +377,137 @@ def test_a_local_start_prepares_data_and_leaves_the_whole_folder(
     started, commands = [], Commands()
     monkeypatch.setattr(local, "start", started.append)
     planned = launch.plan(Request(name="one", workers="1", runtime="local", tensorboard_port="0"))
-    launch.start(planned, commands, began=123.0)
-    assert [launch.data_command("prepare", "fashion_mnist")] == commands
+    startup.start(planned, commands, began=123.0)
+    assert [startup.data_command("prepare", "fashion_mnist")] == commands
     assert [planned.run] == started
     assert (CONFIG, planned.cluster) == (read_json(planned.run.config), planned.run.load_cluster())
     assert 123.0 == read_json(planned.run.control / "started.json")["time"]
     assert planned.run == launch.find_run() == launch.find_run("one")
+
+
+# One's own code
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    """Somebody's script, in a folder that everybody may read."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    folder.chmod(0o755)
+    (folder / "fit.py").touch()
+    (folder / "table.csv").touch()
+    return folder / "fit.py"
+
+
+def test_a_script_needs_no_data_and_gets_a_folder_to_work_in(
+    theirs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(local, "start", lambda run: None)
+    monkeypatch.delenv("TF_USE_LEGACY_KERAS", raising=False)
+    commands = Commands()
+    asked = Request(script=str(theirs), workers="1", runtime="local", tensorboard_port="0", overrides=("-n", "a b"))
+    planned = launch.plan(asked)
+    assert planned.run.name.startswith("fit-")
+    (note,) = planned.notes
+    assert note.startswith("tf.keras is Keras 2 (tf_keras) for the script, ")
+    startup.start(planned, commands, began=time.time())
+    assert [] == commands
+    assert {"script": str(theirs), "arguments": ["-n", "a b"]} == planned.run.script == read_json(planned.run.config)
+    assert (tmp_path / "data").is_dir()
+    assert theirs.parent / "table.csv" == (planned.run.work("worker-0") / "table.csv").readlink()
+    for task in read_json(planned.run.compose)["tasks"].values():
+        assert ["-m", "cluster.agent", "--script", str(theirs), "-n", "a b"] == task["command"][1:]
+    value = planned.to_json()
+    assert (None, None) == (value["global_batch"], value["replica_batch"])
+
+
+def test_a_script_s_run_goes_on_with_its_script(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "start", lambda run: None)
+    asked = Request(script=str(theirs), name="one", workers="1", runtime="local", tensorboard_port="0")
+    startup.start(launch.plan(dataclasses.replace(asked, overrides=("7",))), Commands(), began=time.time())
+    run = launch.find_run("one")
+    run.end("stopped")
+    write_json(run.summary, {"state": "stopped"})
+    resumed = launch.plan(Request(resume="one", runtime="local"))
+    assert (theirs, ("7",), 2) == (resumed.payload.script, resumed.payload.arguments, len(resumed.cluster.tasks))
+    assert ("8",) == launch.plan(Request(resume="one", runtime="local", overrides=("8",))).payload.arguments
+    assert str(refusal(Request(resume="one", preset="mnist"))).startswith("--preset with a script: ")
+    startup.start(resumed, Commands(), began=time.time())
+    assert 1 == run.generation
+
+
+def test_a_script_in_containers_is_mounted(theirs: Path, docker: Callable[[str], Path]) -> None:
+    docker(WORKING_ENGINE)
+    task = launch.plan(Request(script=str(theirs), workers="1")).compose["services"]["worker-0"]
+    assert ["--script", "/script/fit.py"] == task["command"]
+    assert {"type": "bind", "source": str(theirs.parent), "target": "/script", "read_only": True} in task["volumes"]
+    assert ["cluster", "egress"] == task["networks"]
+
+
+def test_modules_of_one_s_own_are_mounted_and_on_the_path(
+    docker: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(configuration, "resolve", lambda request, base, packages: (dict(CONFIG), (tmp_path / "mine",)))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine").chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "mine"))
+    asked = Request(preset="mine.presets:small", workers="1", runtime="local")
+    planned = launch.plan(asked)
+    assert planned.run.name.startswith("mine.presets-small-")
+    path = f"{tmp_path}/mine"
+    assert path == planned.compose["tasks"]["chief"]["environment"]["PYTHONPATH"]
+    assert startup.commands(planned)[0].startswith(f"PYTHONPATH={path} {startup.sys.executable} -m train.data prepare ")
+    docker(WORKING_ENGINE)
+    task = launch.plan(Request(preset="mine.presets:small", workers="1")).compose["services"]["chief"]
+    assert "/code/0" == task["environment"]["PYTHONPATH"]
+    assert {"type": "bind", "source": f"{tmp_path}/mine", "target": "/code/0", "read_only": True} in task["volumes"]
+    assert "networks" not in task
+
+
+def test_the_caller_s_modules_are_found_where_the_caller_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder, name in ((here, "presets_here"), (there, "presets_there")):
+        folder.mkdir()
+        text = "from train.config import TrainConfig\n\n\ndef small():\n    return TrainConfig(global_batch=6)\n"
+        (folder / f"{name}.py").write_text(text)
+        (folder / "train.py").write_text("raise SystemExit('this is not the training program')\n")
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("PYTHONPATH", "../there")
+    for folder, name in ((here, "presets_here"), (there, "presets_there")):
+        planned = launch.plan(Request(preset=f"{name}:small", runtime="local"))
+        assert (6, (folder,)) == (planned.config["global_batch"], planned.payload.code_dirs)
+
+
+def test_extra_packages_are_got_before_anything_is_started(
+    resolved: None, theirs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, docker: Callable[[str], Path]
+) -> None:
+    monkeypatch.setattr(local, "start", lambda run: None)
+    asked = []
+
+    def prepare(requirements: Path, python: str) -> Path:
+        asked.append((requirements, python))
+        (tmp_path / "kept").mkdir(exist_ok=True)
+        (tmp_path / "kept" / "requirements.txt").write_text("resolved\n")
+        return tmp_path / "kept"
+
+    monkeypatch.setattr(launch.packages, "prepare", prepare)
+    (tmp_path / "r.txt").touch()
+    for options in ({"script": str(theirs)}, {}):
+        planned = launch.plan(Request(**options, requirements=str(tmp_path / "r.txt"), runtime="local", workers="0"))
+        assert str(tmp_path / "kept") == planned.compose["tasks"]["chief"]["environment"]["PYTHONPATH"]
+    startup.start(planned, Commands(), began=time.time())
+    assert "resolved\n" == (planned.run.path / "requirements.txt").read_text()
+    write_json(planned.run.summary, {"state": "stopped"})
+    assert tmp_path / "kept" == launch.plan(Request(resume=planned.run.name, runtime="local")).payload.packages
+    assert {(tmp_path / "r.txt", launch.packages.host_python())} == set(asked)
+    docker(WORKING_ENGINE)
+    launch.plan(Request(script=str(theirs), requirements=str(tmp_path / "r.txt")))
+    assert (tmp_path / "r.txt", "3.11") == asked[-1]
+
+
+def test_options_of_up_that_are_overrides_are_passed_on() -> None:
+    asked = Request(loop="fit", checkpoint_every="5", overrides=("--epochs", "1"))
+    assert ["--loop", "fit", "--checkpoint-every", "5", "--epochs", "1"] == asked.training()
 
 
 def test_a_container_start_builds_images_then_brings_up_every_task(
@@ -309,9 +515,9 @@ def test_a_container_start_builds_images_then_brings_up_every_task(
 ) -> None:
     calls, commands = docker(WORKING_ENGINE), Commands()
     planned = launch.plan(Request(name="one", workers="1", tensorboard_port="0"))
-    launch.start(planned, commands, began=time.time())
-    assert commands == launch.commands(planned)
-    assert launch.data_command("prepare", "fashion_mnist") == commands[0]
+    startup.start(planned, commands, began=time.time())
+    assert commands == startup.commands(planned)
+    assert startup.data_command("prepare", "fashion_mnist") == commands[0]
     assert "docker build ." == commands[1]
     assert commands[2].endswith("up --detach --no-build --pull never chief worker-0")
     assert f"-f {planned.run.compose}" in commands[2]
@@ -325,7 +531,7 @@ def test_root_hands_the_run_folder_to_the_unprivileged_user(
 ) -> None:
     docker(WORKING_ENGINE)
     planned = launch.plan(Request(name="one", workers="0", tensorboard_port="0"))
-    launch.start(planned, Commands(), began=time.time())
+    startup.start(planned, Commands(), began=time.time())
     paths = [planned.run.path, *planned.run.path.rglob("*")]
     assert {(10001, 10001)} == {(path.stat().st_uid, path.stat().st_gid) for path in paths}
 
@@ -337,7 +543,7 @@ def test_a_fresh_start_deletes_the_old_folder(
     run = make_run("again", workers=0)
     run.event("chief", "first step")
     asked = Request(name="again", fresh=True, runtime="local", tensorboard_port="0")
-    launch.start(launch.plan(asked), Commands(), began=time.time())
+    startup.start(launch.plan(asked), Commands(), began=time.time())
     assert ([], 0) == (run.events(), run.generation)
 
 
@@ -351,7 +557,7 @@ def test_a_resumed_run_keeps_its_history_in_a_new_generation(
     run.end("stopped")
     write_json(run.summary, {"state": "stopped"})
     asked = Request(resume="stopped", runtime="local", tensorboard_port="0")
-    launch.start(launch.plan(asked), Commands(), began=time.time())
+    startup.start(launch.plan(asked), Commands(), began=time.time())
     assert (1, 1, {}) == (len(run.events()), run.generation, run.heartbeats())
     assert (None, False) == (run.outcome, run.summary.exists())
 
@@ -369,8 +575,8 @@ def test_what_was_started_is_ended_by_its_own_engine(
     run, commands, killed = make_run(), Commands(), []
     write_json(run.compose, how)
     monkeypatch.setattr(local, "kill", killed.append)
-    launch.kill(run, commands)
-    launch.remove(run, commands)
+    teardown.kill(run, commands)
+    teardown.remove(run, commands)
     assert "stopped" == run.outcome["state"]
     assert expected == [command.partition(f"{run.compose} ")[2] for command in commands]
     assert killed == ([] if expected else [run, run])
@@ -381,7 +587,7 @@ def test_leftovers_are_the_runs_of_this_folder_that_live(make_run: MakeRun, monk
     make_run("ended")
     monkeypatch.setattr(local, "processes_left", lambda run: [1] if run == left else [])
     monkeypatch.setattr(engine, "ask", lambda *words: (1, "no engine"))
-    assert [left] == launch.leftovers()
+    assert [left] == teardown.leftovers(launch.runs_dir())
 
 
 def test_no_current_run_is_told(tmp_path: Path, make_run: MakeRun) -> None:

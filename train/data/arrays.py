@@ -1,36 +1,38 @@
 """The prepared form of a dataset that fits in memory: raw arrays on disk, read by every task in a moment.
 
     <data_dir>/arrays/<name>-<version>/
-        arrays.json  train_images.bin  train_labels.bin  test_images.bin  test_labels.bin
+        arrays.json  train_features.bin  train_labels.bin  [train_weights.bin]  test_features.bin  test_labels.bin ...
 
-Images are `[N, H, W, C] uint8`, labels `[N] int64`, in C order, little endian, without a header. A task reads them
-inside its graph (`train.data.memory.load`), so a remote parameter-server worker can too. It takes 0.1 s, where decoding
-TFDS's 60,000 PNGs takes 5 s at every start of every task. Standard library only: finding needs neither NumPy nor
-TensorFlow.
+In C order, little endian, without a header. A task reads them inside its graph (`train.data.memory.load`), so a remote
+parameter-server worker can too. It takes 0.1 s, where decoding TFDS's 60,000 PNGs takes 5 s at every start of every
+task. Standard library only: finding needs neither NumPy nor TensorFlow.
+
+A dataset is one of TFDS's, by its name, or the user's own, named `package.module:function`. The user's own has no
+version number, so its version is drawn from its contents, and `<data_dir>/arrays/<name>.json` tells the newest.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.errors import PrerequisiteError, RunFailed, UsageError, nearest
+from train.data import store
 
 if TYPE_CHECKING:
     import numpy as np
 
 VERSIONS = {"fashion_mnist": "3.0.1", "mnist": "3.0.1"}
-"""The datasets known here and the TFDS version of each: another version may order its examples differently."""
+"""The TFDS datasets known here and the version of each: another version may order its examples differently."""
 
 INDEX = "arrays.json"
-DTYPES = {"images": "uint8", "labels": "int64"}
-_ITEM_BYTES = {"uint8": 1, "int64": 8}
+DTYPES = {"features": ("uint8", "int32", "int64", "float32"), "labels": ("int64", "float32"), "weights": ("float32",)}
+"""What each part of a split may consist of."""
+ITEM_BYTES = {"uint8": 1, "int32": 4, "int64": 8, "float32": 4}
 
 
 @dataclass(frozen=True)
@@ -45,20 +47,30 @@ class ArrayFile:
     @property
     def size_bytes(self) -> int:
         """What the file must have."""
-        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class Split:
-    """Examples to train on or to test on: images `[N, H, W, C] uint8`, labels `[N] int64`."""
+    """Examples to train on or to test on.
 
-    images: ArrayFile
+    Features are `[N, ...]` uint8, int32, int64 or float32; labels `[N]` or `[N, K]`, int64 (classes) or float32
+    (quantities); the weight of each example, if there is one, `[N] float32`.
+    """
+
+    features: ArrayFile
     labels: ArrayFile
+    weights: ArrayFile | None = None
 
     @property
     def num_examples(self) -> int:
         """N."""
-        return self.images.shape[0]
+        return self.features.shape[0]
+
+    @property
+    def files(self) -> tuple[ArrayFile, ...]:
+        """Every array on disk."""
+        return tuple(file for file in (self.features, self.labels, self.weights) if file is not None)
 
 
 @dataclass(frozen=True)
@@ -69,60 +81,74 @@ class ArraySet:
     name: str
     version: str
     classes: tuple[str, ...]
+    """The names of the classes; empty where they have none, and where labels are quantities."""
+    num_outputs: int
+    """How many classes there are; of labels that are quantities, how many each example has."""
     train: Split
     test: Split
     source: str
     source_files: Mapping[str, str]
 
     @property
-    def num_classes(self) -> int:
-        """Labels are 0 to one less than this."""
-        return len(self.classes)
-
-    @property
     def files(self) -> tuple[ArrayFile, ...]:
         """Every array on disk."""
-        return (self.train.images, self.train.labels, self.test.images, self.test.labels)
+        return (*self.train.files, *self.test.files)
 
 
-def version_of(name: str) -> str:
-    """Return the TFDS version of the dataset `name` that is used here.
+def is_own(name: str) -> bool:
+    """Return whether `name` names a dataset of the user's own: `package.module:function`."""
+    return ":" in name
+
+
+def newest(data_dir: Path, name: str) -> str:
+    """Return the version of the dataset `name` to use: the one of TFDS known here, or the user's own, newest prepared.
 
     Raises:
         UsageError: no dataset of this name is known.
+        PrerequisiteError: the user's own was never prepared in `data_dir`.
+        RunFailed: the file that tells the newest cannot be read.
     """
+    if is_own(name):
+        return store.read_pointer(pointer_of(data_dir, name), name, f"invoke data.prepare --name {name}")
     if name not in VERSIONS:
-        raise UsageError(f"unknown dataset {name!r}{nearest(name, VERSIONS)}")
+        raise UsageError(f"unknown dataset {name!r}{nearest(name, VERSIONS)}, or package.module:function of your own")
     return VERSIONS[name]
 
 
-def folder_of(data_dir: Path, name: str) -> Path:
-    """Return the folder of the arrays of the dataset `name`, there or not."""
-    return data_dir / "arrays" / f"{name}-{version_of(name)}"
+def pointer_of(data_dir: Path, name: str) -> Path:
+    """Return the file that tells which version of the user's own dataset `name` is the newest."""
+    return data_dir / "arrays" / f"{store.slug(name)}.json"
 
 
-def find(data_dir: Path, name: str) -> ArraySet:
+def folder_of(data_dir: Path, name: str, version: str) -> Path:
+    """Return the folder of the arrays of one version of the dataset `name`, there or not."""
+    return data_dir / "arrays" / f"{store.slug(name)}-{version}"
+
+
+def find(data_dir: Path, name: str, version: str = "") -> ArraySet:
     """Return the arrays prepared for the dataset `name`, after comparing every file's size with its shape.
+
+    Args:
+        data_dir: where `prepare` was told to put them.
+        name: of a TFDS dataset, or `package.module:function`.
+        version: exactly this one; none: the newest.
 
     Raises:
         UsageError: no dataset of this name is known.
         PrerequisiteError: it was never prepared in `data_dir`.
         RunFailed: a file is missing or has the wrong size, or the index cannot be read.
     """
-    folder = folder_of(data_dir, name)
+    version = version or newest(data_dir, name)
+    folder = folder_of(data_dir, name, version)
     again = f"run `invoke data.prepare --name {name} --fresh`"
     try:
         array_set = _from_index(data_dir, folder, json.loads((folder / INDEX).read_text(encoding="utf-8")))
     except (FileNotFoundError, NotADirectoryError):
-        raise PrerequisiteError(
-            f"{name} {version_of(name)} is not prepared in {data_dir}; run `invoke data.prepare --name {name}`"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        do = f"copy {folder} from where it is" if is_own(name) else f"run `invoke data.prepare --name {name}`"
+        raise PrerequisiteError(f"{name} {version} is not prepared in {data_dir}; {do}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunFailed(f"{folder / INDEX} cannot be read ({error!r}); {again}") from None
-    for file in array_set.files:
-        size = file.path.stat().st_size if file.path.is_file() else 0
-        if size != file.size_bytes:
-            raise RunFailed(f"{file.path} has {size} bytes, expected {file.size_bytes} for {list(file.shape)}; {again}")
+    store.check_sizes({file.path: (file.size_bytes, f" for {list(file.shape)}") for file in array_set.files}, again)
     return array_set
 
 
@@ -130,9 +156,10 @@ def write(
     scratch: Path,
     data_dir: Path,
     name: str,
+    version: str,
     *,
     classes: tuple[str, ...],
-    splits: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    splits: Mapping[str, tuple[np.ndarray, ...]],
     source: str,
     source_files: Mapping[str, str],
 ) -> ArraySet:
@@ -142,25 +169,27 @@ def write(
 
     Args:
         scratch: a folder on the disk of `data_dir`, for what is not complete yet.
-        splits: for "train" and "test", images `[N, H, W, C] uint8` and labels `[N] int64`.
+        splits: for "train" and "test", features, labels and, if examples have them, weights; see `Split`.
         source: where the data came from, in words.
         source_files: the files it was decoded from, below `data_dir`, and their sha256.
     """
-    partial, folder = scratch / "arrays", folder_of(data_dir, name)
+    partial, folder = scratch / "arrays", folder_of(data_dir, name, version)
     partial.mkdir()
-    index: dict[str, Any] = {"name": name, "version": version_of(name), "classes": classes, "num_classes": len(classes)}
-    index |= {"source": source, "source_files": dict(source_files), "splits": {}}
-    for split, arrays in splits.items():
-        index["splits"][split] = {
-            part: _write_array(partial / f"{split}_{part}.bin", array, dtype)
-            for (part, dtype), array in zip(DTYPES.items(), arrays, strict=True)
+    labels = [arrays[1] for arrays in splits.values()]
+    index: dict[str, Any] = {"name": name, "version": version, "classes": classes}
+    index |= {"num_outputs": _num_outputs(classes, labels), "source": source, "source_files": dict(source_files)}
+    index["splits"] = {
+        split: {
+            part: _write_array(partial / f"{split}_{part}.bin", array, DTYPES[part])
+            for part, array in zip(DTYPES, arrays, strict=False)  # weights may be missing
         }
+        for split, arrays in splits.items()
+    }
     (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    folder.parent.mkdir(exist_ok=True)
-    if folder.exists():
-        os.replace(folder, scratch / "replaced")
-    os.replace(partial, folder)
-    return find(data_dir, name)
+    store.replace_folder(partial, folder, scratch)
+    if is_own(name):
+        store.write_pointer(pointer_of(data_dir, name), version, scratch)
+    return find(data_dir, name, version)
 
 
 def verify(array_set: ArraySet, say: Callable[[str], None] = print) -> None:
@@ -173,50 +202,38 @@ def verify(array_set: ArraySet, say: Callable[[str], None] = print) -> None:
     """
     expected = {file.path: file.sha256 for file in array_set.files}
     expected |= {array_set.data_dir / name: digest for name, digest in array_set.source_files.items()}
-    differing = []
-    for path, digest in expected.items():
-        if not path.exists():
-            say(f"gone      {path} (not needed to train)")
-        elif sha256(path) == digest:
-            say(f"ok        {path}")
-        else:
-            say(f"DIFFERENT {path}")
-            differing.append(str(path))
-    if differing:
-        raise RunFailed(
-            f"{', '.join(differing)}: not the bytes that were prepared; "
-            f"run `invoke data.prepare --name {array_set.name} --fresh`"
-        )
+    store.verify(expected, f"run `invoke data.prepare --name {array_set.name} --fresh`", say)
 
 
-def sha256(path: Path) -> str:
-    """Return the sha256 of a file's bytes in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _num_outputs(classes: tuple[str, ...], labels: Sequence[np.ndarray]) -> int:
+    if labels[0].dtype.kind == "f":
+        return int(math.prod(labels[0].shape[1:]))
+    return len(classes) or 1 + max(int(array.max()) for array in labels)
 
 
-def _write_array(path: Path, array: np.ndarray, dtype: str) -> dict[str, Any]:
-    if array.dtype != dtype:
-        raise ValueError(f"{path.name} must be {dtype}, not {array.dtype}")
-    data = array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
-    path.write_bytes(data)
-    return {"file": path.name, "shape": array.shape, "dtype": dtype, "sha256": hashlib.sha256(data).hexdigest()}
+def _write_array(path: Path, array: np.ndarray, dtypes: tuple[str, ...]) -> dict[str, Any]:
+    if array.dtype.name not in dtypes:
+        raise ValueError(f"{path.name} must be {' or '.join(dtypes)}, not {array.dtype}")
+    data = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
+    data.tofile(path)
+    return {"file": path.name, "shape": array.shape, "dtype": array.dtype.name, "sha256": store.sha256(path)}
 
 
 def _from_index(data_dir: Path, folder: Path, index: Mapping[str, Any]) -> ArraySet:
+    def file(part: Mapping[str, Any]) -> ArrayFile:
+        return ArrayFile(folder / part["file"], tuple(part["shape"]), part["dtype"], part["sha256"])
+
     def split(parts: Mapping[str, Any]) -> Split:
-        return Split(
-            *(
-                ArrayFile(folder / parts[part]["file"], tuple(parts[part]["shape"]), dtype, parts[part]["sha256"])
-                for part, dtype in DTYPES.items()
-            )
-        )
+        # An index from before features were more than images calls them so; the bytes are the same.
+        features = parts["features"] if "features" in parts else parts["images"]
+        return Split(file(features), file(parts["labels"]), file(parts["weights"]) if "weights" in parts else None)
 
     return ArraySet(
         data_dir=data_dir,
         name=index["name"],
         version=index["version"],
         classes=tuple(index["classes"]),
+        num_outputs=index.get("num_outputs") or len(index["classes"]),
         train=split(index["splits"]["train"]),
         test=split(index["splits"]["test"]),
         source=index["source"],

@@ -40,15 +40,19 @@ def fetch(dataset: str, files: Sequence[SourceFile], folder: Path, say: Callable
     Raises:
         PrerequisiteError: no answer, a broken connection, or not done within `DOWNLOAD_TIMEOUT_S`.
     """
-    _probe(files[0].url)
+    probe(files[0].url)
     deadline = time.monotonic() + DOWNLOAD_TIMEOUT_S
     for file in files:
         say(f"downloading {file.name} ({file.size_bytes / 1e6:.1f} MB) for {dataset}")
         _download(file, folder / file.name, deadline)
 
 
-def _probe(url: str) -> None:
-    """Open and close `url`. In a thread, because no timeout bounds the resolving of a name."""
+def probe(url: str) -> None:
+    """Open and close `url`, within `PROBE_TIMEOUT_S`.
+
+    Raises:
+        PrerequisiteError: no answer, or an HTTP error.
+    """
     outcome: list[str] = []
 
     def attempt() -> None:
@@ -58,7 +62,7 @@ def _probe(url: str) -> None:
         except (OSError, http.client.HTTPException) as error:
             outcome.append(_reason(error))
 
-    thread = threading.Thread(target=attempt, daemon=True)
+    thread = threading.Thread(target=attempt, daemon=True)  # no timeout bounds the resolving of a name
     thread.start()
     thread.join(PROBE_TIMEOUT_S)
     failure = outcome[0] if outcome else f"no answer within {PROBE_TIMEOUT_S:g} s"

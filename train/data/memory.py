@@ -3,7 +3,7 @@
 There is no iterator, so there is no iterator state: a run resumes at any step at once, and any number of replicas
 that share a global batch see the same global batches in the same order.
 
-Shapes: N examples, B replica batch, H height, W width, C channels.
+Shapes: N examples, B replica batch, K labels of an example where it has more than one.
 
 Everything runs on the host's CPU: TensorFlow has the shuffle for the CPU alone, and a batch of bytes is small to send.
 Under a strategy, `CPU:0` is the CPU of the task that runs the step.
@@ -11,12 +11,36 @@ Under a strategy, `CPU:0` is the CPU of the task that runs the step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import tensorflow as tf
 
+from cluster.errors import UsageError
 from train.data.arrays import ArrayFile, Split
 
-Examples = tuple[tf.Tensor, tf.Tensor]
-"""Images `[N, H, W, C] uint8` and labels `[N] int64`, or a batch of them."""
+
+class Examples(NamedTuple):
+    """A whole split."""
+
+    features: tf.Tensor
+    """`[N, ...]` uint8, int32, int64 or float32."""
+    labels: tf.Tensor
+    """`[N]` or `[N, K]`, int64 or float32."""
+    weights: tf.Tensor | None
+    """`[N] float32`; None where the split has none."""
+
+
+class Batch(NamedTuple):
+    """What one replica works on at one step."""
+
+    features: tf.Tensor
+    """`[B, ...]` uint8, int32, int64 or float32."""
+    labels: tf.Tensor
+    """`[B]` or `[B, K]`, int64 or float32."""
+    weights: tf.Tensor
+    """`[B] float32`: in training each example's weight, 1 where it has none; in evaluation 1, and 0 for padding."""
+
 
 # `tf.random.experimental.index_shuffle` runs 4 rounds of its cipher. Measured over 60,000 examples and 40 epochs, the
 # orders of two epochs then correlate up to 0.9 and batches are too even; with 8 rounds they match NumPy's permutations.
@@ -24,8 +48,8 @@ _ROUNDS = 8
 
 
 def load(split: Split) -> Examples:
-    """Return all of a split: images `[N, H, W, C] uint8`, labels `[N] int64`. Eagerly or inside a graph."""
-    return _read(split.images), _read(split.labels)
+    """Return all of a split. Eagerly or inside a graph."""
+    return Examples(_read(split.features), _read(split.labels), None if split.weights is None else _read(split.weights))
 
 
 def train_indices(
@@ -42,7 +66,7 @@ def train_indices(
         seed: of the shuffle; the orders of two seeds are unrelated.
 
     Raises:
-        ValueError: the replica batch is larger than an epoch, or TensorFlow cannot permute this many examples.
+        UsageError: the replica batch is larger than an epoch, or TensorFlow cannot permute this many examples.
     """
     _check(num_examples, replica_batch)
     with tf.device("CPU:0"):
@@ -61,18 +85,20 @@ def train_indices(
 
 def train_batch(
     examples: Examples, step: tf.Tensor, replica: tf.Tensor, *, replica_batch: int, num_replicas: int, seed: int
-) -> Examples:
-    """Return one replica's part of the global batch of `step`: images `[B, H, W, C] uint8`, labels `[B] int64`.
+) -> Batch:
+    """Return one replica's part of the global batch of `step`.
 
     Args:
         examples: from `load`.
         step, replica, replica_batch, num_replicas, seed: as for `train_indices`.
     """
-    num_examples = examples[1].shape[0]
+    num_examples = examples.labels.shape[0]
     indices_B = train_indices(
         step, replica, replica_batch=replica_batch, num_replicas=num_replicas, num_examples=num_examples, seed=seed
     )
-    return _gather(examples, indices_B)
+    with tf.device("CPU:0"):
+        weights_B = tf.ones([replica_batch]) if examples.weights is None else tf.gather(examples.weights, indices_B)
+        return Batch(tf.gather(examples.features, indices_B), tf.gather(examples.labels, indices_B), weights_B)
 
 
 def eval_batches(num_examples: int, *, replica_batch: int, num_replicas: int) -> int:
@@ -82,38 +108,106 @@ def eval_batches(num_examples: int, *, replica_batch: int, num_replicas: int) ->
 
 def eval_batch(
     examples: Examples, batch: tf.Tensor, replica: tf.Tensor, *, replica_batch: int, num_replicas: int
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+) -> Batch:
     """Return one replica's part of a global batch to evaluate, in the order of the file.
 
-    Over all replicas and `eval_batches` batches, every example has weight 1 once; padding has weight 0.
+    Over all replicas and `eval_batches` batches, every example has weight 1 once; padding has weight 0. The weights of
+    the split itself are for training only: what is measured is a plain mean.
 
     Args:
         examples: from `load`.
         batch: number of the global batch, integer scalar, from 0.
         replica: number of the replica, integer scalar, from 0.
-
-    Returns:
-        images `[B, H, W, C] uint8`, labels `[B] int64`, weights `[B] float32`.
     """
-    num_examples = examples[1].shape[0]
+    num_examples = examples.labels.shape[0]
     with tf.device("CPU:0"):
         first = (tf.cast(batch, tf.int64) * num_replicas + tf.cast(replica, tf.int64)) * replica_batch
         positions_B = first + tf.range(replica_batch, dtype=tf.int64)
         weights_B = tf.cast(positions_B < num_examples, tf.float32)
-        images_BHWC, labels_B = _gather(examples, tf.minimum(positions_B, num_examples - 1))
-    return images_BHWC, labels_B, weights_B
+        indices_B = tf.minimum(positions_B, num_examples - 1)
+        return Batch(tf.gather(examples.features, indices_B), tf.gather(examples.labels, indices_B), weights_B)
+
+
+def train_dataset(
+    split: Split,
+    *,
+    first_step: int,
+    num_steps: int | None,
+    global_batch: int,
+    num_replicas: int,
+    first_replica: int,
+    local_replicas: int,
+    seed: int,
+) -> tf.data.Dataset:
+    """Return the batches of `train_batch` as a dataset: for Keras, for TPUs, for whatever does not gather by itself.
+
+    Step by step, it has one `Batch` for each of the replicas `first_replica` to `first_replica + local_replicas - 1`,
+    of static shape: what the function given to `tf.distribute.Strategy.distribute_datasets_from_function` must return.
+
+    Args:
+        split: of `arrays.find`.
+        first_step: optimizer updates done before.
+        num_steps: optimizer updates to do; None: without end.
+        global_batch: examples of one update over all replicas; a multiple of `num_replicas`.
+        num_replicas: of the whole cluster.
+        first_replica, local_replicas: the part of them that this dataset feeds.
+        seed: as for `train_indices`.
+
+    Raises:
+        UsageError: the global batch is no multiple of the replicas, or as for `train_indices`.
+    """
+    replica_batch = batch_of_replica(global_batch, num_replicas)
+    examples = load(split)
+
+    def batch(position: tf.Tensor) -> Batch:
+        step, replica = first_step + position // local_replicas, first_replica + position % local_replicas
+        return train_batch(examples, step, replica, replica_batch=replica_batch, num_replicas=num_replicas, seed=seed)
+
+    return _batches(num_steps, local_replicas, batch)
+
+
+def eval_dataset(
+    split: Split, *, replica_batch: int, num_replicas: int, first_replica: int, local_replicas: int
+) -> tf.data.Dataset:
+    """Return the batches of `eval_batch` as a dataset, in the order of `train_dataset`; every replica has as many."""
+    examples = load(split)
+
+    def batch(position: tf.Tensor) -> Batch:
+        number, replica = position // local_replicas, first_replica + position % local_replicas
+        return eval_batch(examples, number, replica, replica_batch=replica_batch, num_replicas=num_replicas)
+
+    batches = eval_batches(split.num_examples, replica_batch=replica_batch, num_replicas=num_replicas)
+    return _batches(batches, local_replicas, batch)
+
+
+def batch_of_replica(global_batch: int, num_replicas: int) -> int:
+    """Return the examples of one replica at one step.
+
+    Raises:
+        UsageError: the replicas cannot share the global batch evenly.
+    """
+    if global_batch % num_replicas:
+        raise UsageError(f"global batch {global_batch}: expected a multiple of the {num_replicas} replicas")
+    return global_batch // num_replicas
+
+
+def _batches(steps: int | None, local_replicas: int, batch: Callable[[tf.Tensor], Batch]) -> tf.data.Dataset:
+    positions = tf.data.Dataset.counter() if steps is None else tf.data.Dataset.range(steps * local_replicas)
+    batches = positions.map(batch, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    return batches.prefetch(tf.data.AUTOTUNE).with_options(own_share())
+
+
+def own_share() -> tf.data.Options:
+    """Return the options of a dataset that is one task's share already: TensorFlow must not share it out again."""
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return options
 
 
 def _read(file: ArrayFile) -> tf.Tensor:
     with tf.device("CPU:0"):
         flat = tf.io.decode_raw(tf.io.read_file(str(file.path)), tf.as_dtype(file.dtype), little_endian=True)
         return tf.reshape(flat, file.shape)
-
-
-def _gather(examples: Examples, indices_B: tf.Tensor) -> Examples:
-    images_NHWC, labels_N = examples
-    with tf.device("CPU:0"):
-        return tf.gather(images_NHWC, indices_B), tf.gather(labels_N, indices_B)
 
 
 def _key(seed: int, epoch: tf.Tensor) -> tf.Tensor:
@@ -129,8 +223,8 @@ def _key(seed: int, epoch: tf.Tensor) -> tf.Tensor:
 
 def _check(num_examples: int, replica_batch: int) -> None:
     if not 1 <= replica_batch <= num_examples:
-        raise ValueError(f"replica_batch={replica_batch} is not between 1 and the {num_examples} examples")
+        raise UsageError(f"{replica_batch} examples a replica: expected 1 to the {num_examples} that there are")
     bits = (num_examples - 1).bit_length() - 1
     if bits >= 16 and bits % 2 == 0 and num_examples - 1 == 1 << bits:
         # TensorFlow sizes its cipher by ceil(log2(num_examples - 1)), here one bit short: two examples would collide.
-        raise ValueError(f"RandomIndexShuffle is no permutation of {num_examples} examples; leave one out")
+        raise UsageError(f"{num_examples} examples: TensorFlow can shuffle any number but this one; leave one out")

@@ -1,26 +1,26 @@
 """Prepare a dataset once, from the first source that has it; afterwards nothing here needs a network.
 
-Sources, in order:
+Sources of a TFDS dataset, in order:
     1. arrays that are prepared already;
     2. a TFDS dataset that is in the data folder already;
     3. the addresses that TFDS records;
     4. Debian's package (Fashion-MNIST).
 What 3 and 4 fetch must have the sha256 that TFDS records, and goes through the real TFDS builder.
+
+A dataset of the user's own, `package.module:function`, has one source: the function, which is called every time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from cluster.errors import PrerequisiteError, RunFailed, UsageError
-from train.data import arrays, debian, download
+from cluster.errors import PrerequisiteError, RunFailed
+from train.data import arrays, debian, download, store
 from train.data.download import SourceFile
 
 if TYPE_CHECKING:
@@ -56,27 +56,30 @@ def prepare(
     Processes that call this at once wait for the first; the others find its arrays.
 
     Args:
+        name: of a TFDS dataset, or `package.module:function`, see `train.data.own_dataset`.
+        data_dir: what everything is below; made where it is not there.
         fresh: decode again what is prepared already. Intact TFDS files are used, damaged ones are replaced.
         open_dataset: instead of `TfdsDataset`, for tests.
         fetchers: the sources of the files that TFDS builds from, tried in order.
 
     Raises:
-        UsageError: no dataset of this name is known, or `data_dir` cannot be written.
+        UsageError: no dataset of this name is known, the function of the user's own fails or returns what cannot be
+            trained on, or `data_dir` cannot be written.
         PrerequisiteError: no source has it; says why each failed.
         RunFailed: arrays that are there are damaged and `fresh` was not asked for, or the disk is full.
     """
-    arrays.version_of(name)
+    if arrays.is_own(name):
+        return _prepare_own(name, data_dir, fresh)
+    version = arrays.newest(data_dir, name)
     with contextlib.suppress(PrerequisiteError):
         if not fresh:
             return arrays.find(data_dir, name)
-    with _disk_errors(data_dir), _lock(data_dir):
+    with store.disk_errors(data_dir), store.lock(data_dir, say):
         with contextlib.suppress(PrerequisiteError):
             if not fresh:  # another process may have prepared them while this one waited
                 return arrays.find(data_dir, name)
-        free_bytes = shutil.disk_usage(data_dir).free
-        if free_bytes < NEEDED_BYTES:
-            raise OSError(errno.ENOSPC, f"{free_bytes / 1e6:.0f} MB free")
-        return _prepare(name, data_dir, open_dataset or _tfds_dataset(), fetchers)
+        store.check_space(data_dir, NEEDED_BYTES)
+        return _prepare(name, version, data_dir, open_dataset or _tfds_dataset(), fetchers)
 
 
 def say(message: str) -> None:
@@ -84,29 +87,58 @@ def say(message: str) -> None:
     print(f"data: {message}", flush=True)
 
 
+def _prepare_own(name: str, data_dir: Path, fresh: bool) -> arrays.ArraySet:
+    """Call the user's function, and write what it returns unless that is there already."""
+    from train.data import own_dataset  # imports NumPy
+
+    say(f"calling {name}")
+    dataset = own_dataset.read(name)
+    partial = data_dir / f".{store.slug(name)}.partial"
+    with store.disk_errors(data_dir), store.lock(data_dir, say), store.scratch_folder(partial) as scratch:
+        if not fresh:
+            # Damaged arrays are no reason to stop here: what they should be is at hand.
+            with contextlib.suppress(PrerequisiteError, RunFailed):
+                found = arrays.find(data_dir, name, dataset.version)
+                store.write_pointer(arrays.pointer_of(data_dir, name), dataset.version, scratch)
+                return found
+        store.check_space(data_dir, dataset.size_bytes)
+        return arrays.write(
+            scratch,
+            data_dir,
+            name,
+            dataset.version,
+            classes=dataset.classes,
+            splits=dataset.splits,
+            source=f"calling {name}",
+            source_files={},
+        )
+
+
 def _prepare(
     name: str,
+    version: str,
     data_dir: Path,
     open_dataset: Callable[[str, str, Path], Dataset],
     fetchers: Mapping[str, Fetch],
 ) -> arrays.ArraySet:
-    version, started = arrays.version_of(name), time.monotonic()
+    started = time.monotonic()
     say(f"preparing {name} {version} in {data_dir}")
     dataset = open_dataset(name, version, data_dir)
-    with _scratch(data_dir / f".{name}.partial") as scratch:
-        source, (classes, splits) = _decode_first(name, dataset, fetchers, scratch, data_dir)
-        source_files = {str(path.relative_to(data_dir)): arrays.sha256(path) for path in dataset.files()}
+    with store.scratch_folder(data_dir / f".{name}.partial") as scratch:
+        folder = arrays.folder_of(data_dir, name, version)
+        source, (classes, splits) = _decode_first(name, dataset, fetchers, scratch, folder)
+        source_files = {str(path.relative_to(data_dir)): store.sha256(path) for path in dataset.files()}
         array_set = arrays.write(
-            scratch, data_dir, name, classes=classes, splits=splits, source=source, source_files=source_files
+            scratch, data_dir, name, version, classes=classes, splits=splits, source=source, source_files=source_files
         )
     for split in (array_set.train, array_set.test):
-        say(f"wrote {split.images.path} {list(split.images.shape)} and its labels")
+        say(f"wrote {split.features.path} {list(split.features.shape)} and its labels")
     say(f"{name} is ready, from: {source} ({time.monotonic() - started:.0f} s)")
     return array_set
 
 
 def _decode_first(
-    name: str, dataset: Dataset, fetchers: Mapping[str, Fetch], scratch: Path, data_dir: Path
+    name: str, dataset: Dataset, fetchers: Mapping[str, Fetch], scratch: Path, folder: Path
 ) -> tuple[str, tuple[tuple[str, ...], dict[str, tuple[np.ndarray, np.ndarray]]]]:
     """Return the first source that works, and what `dataset` decodes to with it."""
     attempts: dict[str, Fetch | None] = {"TFDS dataset in place": None, **fetchers}
@@ -120,8 +152,8 @@ def _decode_first(
             failures.append(f"{source}: {error}")
             say(failures[-1])
     raise PrerequisiteError(
-        f"no source has {name} {arrays.version_of(name)}: {'; '.join(failures)}. Connect this machine to one of them, "
-        f"or copy the folder {arrays.folder_of(data_dir, name)} from a machine that has it."
+        f"no source has {folder.name}: {'; '.join(failures)}. Connect this machine to one of them, "
+        f"or copy the folder {folder} from a machine that has it."
     )
 
 
@@ -132,7 +164,7 @@ def _build(name: str, dataset: Dataset, fetch: Fetch, scratch: Path) -> None:
     shutil.rmtree(sources, ignore_errors=True)  # what a source before this one left behind
     sources.mkdir()
     fetch(name, files, sources, say)
-    wrong = [file.name for file in files if arrays.sha256(sources / file.name) != file.sha256]
+    wrong = [file.name for file in files if store.sha256(sources / file.name) != file.sha256]
     if wrong:
         raise PrerequisiteError(f"{', '.join(wrong)} not with the sha256 that TFDS records")
     say(f"{len(files)} files have the sha256 that TFDS records; TFDS builds {name} from them (about 20 s)")
@@ -143,44 +175,3 @@ def _tfds_dataset() -> Callable[[str, str, Path], Dataset]:
     from train.data.tfds_dataset import TfdsDataset  # imports TensorFlow: only once there is something to prepare
 
     return TfdsDataset
-
-
-@contextlib.contextmanager
-def _scratch(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder that is gone afterwards, together with what a killed process left in it."""
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _lock(data_dir: Path) -> Iterator[None]:
-    """Let one process at a time prepare data in `data_dir`. The system frees the lock of a process that dies."""
-    data_dir.mkdir(parents=True, exist_ok=True)
-    with (data_dir / ".prepare.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"another process prepares data in {data_dir}; waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-@contextlib.contextmanager
-def _disk_errors(data_dir: Path) -> Iterator[None]:
-    """Say in one line that `data_dir` is full or cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise RunFailed(
-                f"the disk of {data_dir} is full ({error.strerror}); "
-                f"free {NEEDED_BYTES / 1e6:.0f} MB there or use another folder: --data-dir"
-            ) from None
-        raise UsageError(
-            f"{error.filename or data_dir} cannot be used ({error.strerror}); name another folder: --data-dir"
-        ) from None

@@ -1,0 +1,60 @@
+"""The training configuration, resolved by the training program itself: it knows it, and this side never imports it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import ClusterError, UsageError
+from cluster.payload import callers_path
+from cluster.request import PRESET, Request
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def resolve(request: Request, base: Path | None, packages: Path | None) -> tuple[dict[str, Any], tuple[Path, ...]]:
+    """Return the checked configuration, and the folders that its own modules come from.
+
+    Args:
+        request: what was asked for.
+        base: the `config.json` of a run that is resumed, instead of the preset.
+        packages: extra packages that those modules import.
+
+    Raises:
+        UsageError: a preset, an option or a value is wrong.
+    """
+    command = ["--base", str(base)] if base else []
+    value = json.loads(_ask(request.preset or PRESET, [*command, "--", *request.training()], packages))
+    return value["config"], tuple(Path(folder) for folder in value["code_dirs"])
+
+
+def options(request: Request) -> str:
+    """Return the help of the training options.
+
+    Raises:
+        UsageError: there is no such preset.
+    """
+    return _ask(request.preset or PRESET, ["--", "-h"], None)
+
+
+def _ask(preset: str, words: list[str], packages: Path | None) -> str:
+    # The caller's modules are looked for where the caller is, although the program runs in the checkout.
+    here = [] if Path.cwd() == ROOT else [str(Path.cwd())]
+    path = [*here, *callers_path(), *([str(packages)] if packages else [])]
+    done = subprocess.run(
+        [sys.executable, "-m", "train", "--print-config", "--preset", preset, *words],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+        check=False,
+    )
+    if done.returncode:
+        told = (done.stderr.strip() or done.stdout.strip() or "the configuration cannot be read").splitlines()[-1]
+        error = UsageError if done.returncode == UsageError.exit_code else ClusterError
+        raise error(told.removeprefix("error: "))
+    return done.stdout

@@ -1,0 +1,104 @@
+"""What was started again in a run, why, how often, and what each restart cost."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from cluster.runs import RunFolder
+from cluster.spec import ClusterSpec, Role
+
+SAME_STEP_LIMIT = 3
+STEADY_S = 600.0
+"""A script tells no step: one that lived this long got somewhere, so that its failure does not count as the same."""
+
+
+def count(run: RunFolder, task: str) -> int:
+    """Return how often a task's program was started again since `up`: alone, or with the gang."""
+    return run.generation - _first_generation(run) + len(alone(run, task))
+
+
+def alone(run: RunFolder, task: str) -> list[dict[str, Any]]:
+    """Return the events at which a task was started again alone since `up`."""
+    first = _first_generation(run)
+    events = [e for e in run.events() if e["task"] == task and e["event"] == "restarted"]
+    return [e for e in events if e["generation"] >= first]
+
+
+def gang_keeps_failing(run: RunFolder, step: int, failed_at: float) -> bool:
+    """Whether the newest gang restarts and this failure are as many as are tolerated, all at one step."""
+    first = _first_generation(run)
+    lives = [g for g in run.generations() if g["generation"] >= first]
+    steps: list[int] = []
+    for life, ended in [*pairwise(lives), (lives[-1], {"step": step, "failed_at": failed_at})]:
+        if run.script and ended["failed_at"] - life["time"] > STEADY_S:
+            steps.clear()
+        steps.append(ended["step"])
+    return same_step(steps[:-1], step)
+
+
+def same_step(before: list[int], step: int) -> bool:
+    """Whether the newest failures and this one are as many as are tolerated, all at one step."""
+    return before[-(SAME_STEP_LIMIT - 1) :] == [step] * (SAME_STEP_LIMIT - 1)
+
+
+def _first_generation(run: RunFolder) -> int:
+    """Return the generation that `up` began: the newest that no task's failure did."""
+    return max((g["generation"] for g in run.generations() if "task" not in g), default=0)
+
+
+def under_way(spec: ClusterSpec, events: list[dict[str, Any]]) -> float | None:
+    """Return when work began: the first finished step, or the moment when every task's script ran."""
+    begun: dict[str, float] = {}
+    for event in events:
+        if event["event"] == "first step":
+            return float(event["time"])
+        if event["event"] == "script started":
+            begun.setdefault(event["task"], event["time"])
+    return max(begun.values()) if len(begun) == len(spec.tasks) else None
+
+
+def costs(run: RunFolder, started: float) -> list[dict[str, Any]]:
+    """Return what each restart since `started` cost, in seconds from the failure and in steps done again."""
+    events = [event for event in run.events() if event["time"] >= started]
+    found = [(g["time"], _gang_cost(run, g, events)) for g in run.generations() if g.get("cause")]
+    workers = {task.name for task in run.load_cluster().of(Role.WORKER)}
+    found += [
+        (event["time"], _lone_cost(event, events[at + 1 :]))
+        for at, event in enumerate(events)
+        if event["event"] == "restarted" and event["task"] in workers
+    ]
+    return [cost for moment, cost in sorted(found, key=lambda entry: entry[0]) if moment > started]
+
+
+def _gang_cost(run: RunFolder, generation: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, Any]:
+    number = generation["generation"]
+    later = [e for e in events if e["generation"] == number and e["time"] >= generation["time"]]
+    before = [e for e in events if e["generation"] == number - 1]
+    fault = next((e["time"] for e in reversed(before) if e["event"] == "fault"), None)
+    failed_at = fault or generation["failed_at"]
+    resumed_at = under_way(run.load_cluster(), later)
+    restored = next((e["step"] for e in later if e["event"] == "restored"), None)
+    return {
+        "generation": number,
+        "task": generation["task"],
+        "cause": generation["cause"],
+        "detected_s": round(generation["time"] - failed_at, 3),
+        "resumed_s": None if resumed_at is None else round(resumed_at - failed_at, 3),
+        "steps_lost": None if restored is None else max(0, generation["step"] - restored),
+    }
+
+
+def _lone_cost(event: dict[str, Any], later: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the restart of one worker cost: no step of the others, whose work went on."""
+    failed_at = event["detail"].get("failed_at", event["time"])
+    resumed = ("resumed", event["task"], event["generation"])
+    resumed_at = next((e["time"] for e in later if (e["event"], e["task"], e["generation"]) == resumed), None)
+    return {
+        "generation": event["generation"],
+        "task": event["task"],
+        "cause": event["detail"]["cause"],
+        "detected_s": round(event["time"] - failed_at, 3),
+        "resumed_s": None if resumed_at is None else round(resumed_at - failed_at, 3),
+        "steps_lost": 0,
+    }

@@ -1,0 +1,145 @@
+"""The agent of a task that runs somebody's script: what a script cannot do for itself, its agent does.
+
+A script knows nothing of gates, heartbeats and exit codes with a meaning. So it is started when its cluster is
+complete, its agent writes the heartbeat until the end, and how it ends is read thus:
+
+    exit code 0                     its work is done; the run succeeds when every script that trains has ended so
+    any other exit code             its own fault, which trying again would only repeat: the run fails, naming it
+    a signal                        it was killed: started again, as the failure policy says
+    an exit code because of others  when a task is killed, the scripts of the others end with an error; so each waits a
+                                    moment for the task that really died to say so, and is then started again with it
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+from pathlib import Path
+
+from cluster.agent import PEER_LOST_PATIENCE_S, POLL_S, Agent
+from cluster.errors import EXIT_FAILED
+from cluster.processes import as_exit_code, describe_exit
+from cluster.program import Program, Script
+from cluster.restarts import SAME_STEP_LIMIT
+from cluster.runs import FINAL_STATES, LOST_AFTER_S, Heartbeat
+from cluster.spec import Role, Task
+
+ROOT = Path(__file__).resolve().parent.parent
+GRACE_S = float(os.environ.get("SCRIPT_GRACE_S", "10"))
+"""Seconds that a script gets to end by itself after SIGTERM, as many as `docker stop` gives. TensorFlow takes SIGTERM
+for a notice of preemption, so a script that trains on several tasks does not hear of it unless it asks TensorFlow."""
+SILENT_S = 3.0
+"""Age of a heartbeat after which its task may be dead, agent and all, and not yet brought back."""
+LONE_RESTART_S = 60.0
+"""How long after a worker's restart another script's error is taken for its consequence."""
+OTHERS_POLL_S = 0.2
+
+
+class ScriptAgent(Agent):
+    """Runs one task's script from its start to the run's outcome."""
+
+    grace_ends = 0.0
+    """When a script that was asked to end is killed."""
+
+    def _program(self, environment: dict[str, str]) -> Program:
+        folder = self.run.work(self.task.name)
+        return Script(self.command, script_environment(environment), self.run.log(self.task.name), folder)
+
+    def _begin(self, program: Program, heartbeat: Heartbeat, life: dict[str, str]) -> None:
+        program.open_gate(life)
+        self.heartbeat = heartbeat
+        heartbeat.update(state="training")
+        self.run.event(self.task.name, "script started")
+
+    def _ask_to_end(self, program: Program) -> None:
+        super()._ask_to_end(program)
+        self.grace_ends = self.grace_ends or time.monotonic() + GRACE_S
+        if time.monotonic() > self.grace_ends:
+            self.run.end("stopped", task=self.task.name)
+
+    def _grace_s(self) -> float:
+        left_s = max(0.0, self.grace_ends - time.monotonic()) if self.grace_ends else GRACE_S
+        return min(left_s, super()._grace_s())
+
+    @property
+    def _listener(self) -> Task:
+        """On all addresses of a container: it is on two networks, and its name may mean its address on either."""
+        return self.task if self.task.host == "127.0.0.1" else dataclasses.replace(self.task, host="0.0.0.0")  # noqa: S104
+
+    def _act_on_exit(self, program: Program, generation: int) -> None:
+        ended_at = time.time()
+        code, error = program.wait(), program.last_line
+        if self.run.outcome:
+            return
+        others_had_failed = self._others_failed(generation)
+        self.heartbeat.update(state="done" if code == 0 else "failed", exit_code=as_exit_code(code))
+        told = f"{describe_exit(code)}, last line: {error}" if error else describe_exit(code)
+        # An abort is TensorFlow's own when it hears that another task failed.
+        killed = code < 0 and not (code == -signal.SIGABRT and others_had_failed)
+        if self.run.stop_requested:
+            self.run.end("stopped", task=self.task.name)
+        elif code == 0:
+            self._await_outcome(generation)
+        elif killed and self.alone:
+            self._restart_alone(code, error)
+        elif killed:
+            self._begin_next(generation, describe_exit(code), error)
+        elif self._another_died(generation):
+            return
+        elif self._worker_restarted(generation, ended_at):
+            self._begin_next(generation, f"{describe_exit(code)}, after a worker had died", error)
+        else:
+            self.run.end("failed", task=self.task.name, exit_code=EXIT_FAILED, error=told)
+
+    def _await_outcome(self, generation: int) -> None:
+        """Wait until every script that trains has ended with 0, however long that takes; the chief's agent says so."""
+        if self.task.role != Role.CHIEF:
+            self._wait_until_over(generation, float("inf"))
+            return
+        training = {task.name for task in self.spec.tasks if not self.spec.serves(task)}
+        while not self._over(generation):
+            beats = self.run.heartbeats().values()
+            done = {b["task"] for b in beats if (b["state"], b["generation"]) == ("done", generation)}
+            if training <= done:
+                self.run.end("stopped" if self.run.stop_requested else "succeeded", task=self.task.name)
+            else:
+                time.sleep(OTHERS_POLL_S)
+
+    def _others_failed(self, generation: int) -> bool:
+        beats = self.run.heartbeats().values()
+        mine = self.task.name
+        return any(b["task"] != mine and b["generation"] == generation and b["state"] == "failed" for b in beats)
+
+    def _another_died(self, generation: int) -> bool:
+        """Wait a moment for a task that was killed to say so, longer while one is silent; return whether one did."""
+        now = time.monotonic()
+        deadline, last = now + PEER_LOST_PATIENCE_S, now + LOST_AFTER_S
+        while not self._over(generation):
+            now = time.monotonic()
+            if now > deadline and (now > last or not self._somebody_is_silent()):
+                break
+            time.sleep(POLL_S)
+        return self._over(generation)
+
+    def _somebody_is_silent(self) -> bool:
+        beats = self.run.heartbeats().values()
+        return any(b["state"] not in FINAL_STATES and time.time() - b["updated_at"] > SILENT_S for b in beats)
+
+    def _worker_restarted(self, generation: int, ended_at: float) -> bool:
+        """Whether a worker was started again alone shortly before: not every script goes on without one."""
+        times = [e["time"] for e in self.run.events() if (e["event"], e["generation"]) == ("restarted", generation)]
+        return any(moment > ended_at - LONE_RESTART_S for moment in times)
+
+    def _told_of_last(self, step: int, cause: str, error: str | None) -> str:  # noqa: ARG002  # a script has no steps
+        told = f"its script died {SAME_STEP_LIMIT} times: {cause}"
+        return f"{told}, last line: {error}" if error else told
+
+
+def script_environment(environment: dict[str, str]) -> dict[str, str]:
+    """Return what a script is started with: modules of this checkout must not stand before the ones it means."""
+    entries = environment.get("PYTHONPATH", "").split(os.pathsep)
+    kept = [entry for entry in entries if entry and Path(entry).resolve() != ROOT]
+    rest = {name: value for name, value in environment.items() if name != "PYTHONPATH"}
+    return rest | ({"PYTHONPATH": os.pathsep.join(kept)} if kept else {})

@@ -1,0 +1,77 @@
+"""A warm spare: the next life's program, started beside the one that trains, its imports done, waiting at its gate.
+
+Importing TensorFlow is most of what a restart takes. The spare costs its memory and, once, the import.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from cluster.program import Program
+
+DELAY_S = 10.0
+"""How long a program trains before its spare is started, so that the start of the run is not slowed down."""
+STAGGER_S = 2.0
+"""Tasks start their spares one after the other."""
+MEMORY_BYTES = 700 * 2**20
+"""What a program holds that has imported TensorFlow."""
+RESERVE_BYTES = 2 * 2**30
+"""Free memory that spares leave to the programs that train."""
+
+
+class Spare:
+    """Holds one task's spare program; there is none until the task has trained for a while."""
+
+    def __init__(self, start: Callable[[dict[str, str]], Program], index: int, num_tasks: int) -> None:
+        """Prepare for a spare.
+
+        Args:
+            start: starts a program in the environment given.
+            index: this task's place among the run's.
+            num_tasks: how many tasks may want a spare on this machine.
+        """
+        self._start = start
+        self._delay_s = float(os.environ.get("WARM_SPARE_DELAY_S", DELAY_S + STAGGER_S * index))
+        self._wanted = os.environ.get("WARM_SPARE", "1") != "0"
+        self._num_tasks = num_tasks
+        self._program: Program | None = None
+        self._training_since: float | None = None
+
+    def keep(self, *, training: bool) -> None:
+        """Have a spare if it is time for one: called often while the task's program lives.
+
+        Args:
+            training: whether it trains right now; what it does in between, such as saving, counts as well.
+        """
+        if self._training_since is None:
+            self._training_since = time.monotonic() if training else None
+            return
+        if not self._wanted or self._program or time.monotonic() - self._training_since < self._delay_s:
+            return
+        if available_bytes() < RESERVE_BYTES + MEMORY_BYTES * self._num_tasks:
+            self._wanted = False
+            return
+        self._program = self._start(dict(os.environ) | {"SPARE": "1"})
+
+    def take(self) -> Program | None:
+        """Return the spare for the next life, if there is one that lives."""
+        self._training_since = None
+        program, self._program = self._program, None
+        if program and program.ended:
+            program.end(0.0)
+            return None
+        return program
+
+    def end(self) -> None:
+        """End the spare."""
+        if program := self.take():
+            program.end(0.0)
+
+
+def available_bytes() -> int:
+    """Return the memory that can be had without swapping."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024

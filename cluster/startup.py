@@ -1,0 +1,162 @@
+"""Starting what was planned: data, images, the run folder, and then every task."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from cluster import compose, engine, images, local, packages, tensorboard
+from cluster.errors import PrerequisiteError
+from cluster.launch import MIN_FREE_BYTES, Plan, data_dir, runs_dir, shown
+from cluster.payload import lay_out
+from cluster.runs import write_json
+from cluster.teardown import remove
+
+Shell = Callable[[str], object]
+"""Runs a shell command and shows it; raises where it fails."""
+
+
+def start(plan: Plan, sh: Shell, *, began: float) -> None:
+    """Start every task of a plan: data, image, run folder, tasks.
+
+    Args:
+        plan: what to start.
+        sh: runs commands.
+        began: when `up` was called, for the summary's times.
+    """
+    check_machine(plan)
+    for command in _data_commands(plan):
+        sh(command)
+    if plan.contained:
+        build_images(sh)
+    _write_folder(plan, began)
+    try:
+        if plan.contained:
+            _hand_over(plan.run.path)
+            sh(compose.up(plan.run.compose, plan.cluster))
+        else:
+            local.start(plan.run)
+    except BaseException:
+        with contextlib.suppress(Exception):  # what went wrong first is what is told
+            remove(plan.run, sh)
+        raise
+
+
+def commands(plan: Plan) -> list[str]:
+    """Return the commands that `start` runs, to be shown or pasted. The run folder must exist for the last ones."""
+    shown = _data_commands(plan)
+    if plan.contained:
+        shown += image_commands()
+        shown += [compose.up(plan.run.compose, plan.cluster)]
+        if plan.tensorboard_port:
+            shown += [compose.tensorboard(runs_dir(), plan.tensorboard_port, "up", "--detach", "tensorboard")]
+        return shown
+    for task in plan.compose["tasks"].values():
+        environment = " ".join(f"{name}={shlex.quote(value)}" for name, value in task["environment"].items())
+        shown.append(f"{environment} {shlex.join(task['command'])} &")
+    return shown
+
+
+def check_machine(plan: Plan) -> None:
+    """Check what this machine must have before anything is started.
+
+    Raises:
+        PrerequisiteError: memory, disk space or a port is missing.
+    """
+    if plan.runtime == "local":
+        local.check_memory(len(plan.cluster.tasks))
+    try:
+        runs_dir().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PrerequisiteError(f"runs folder {runs_dir()}: {error.strerror}; set RUNS_DIR to one you own") from error
+    free = shutil.disk_usage(runs_dir()).free
+    if free < MIN_FREE_BYTES:
+        raise PrerequisiteError(
+            f"{free / 2**20:.0f} MiB are free for {shown(runs_dir())}, a run needs {MIN_FREE_BYTES / 2**20:.0f}; "
+            "free space, or set RUNS_DIR to another disk"
+        )
+    if plan.tensorboard_port:
+        tensorboard.check_port(runs_dir(), plan.tensorboard_port)
+
+
+def data_command(verb: str, name: str, *words: str, path: Sequence[str] = ()) -> str:
+    """Return the command that prepares or verifies a dataset, in a process that may import TensorFlow.
+
+    Args:
+        verb: a command of `python -m train.data`.
+        name: the dataset.
+        words: more options of that command.
+        path: folders in which the dataset's own modules are found.
+    """
+    command = [sys.executable, "-m", "train.data", verb, "--name", name, "--data-dir", str(data_dir()), *words]
+    return (f"PYTHONPATH={shlex.quote(os.pathsep.join(path))} " if path else "") + shlex.join(command)
+
+
+def _data_commands(plan: Plan) -> list[str]:
+    """Return what gets the data: once, here, never from several tasks at once. A script gets its own."""
+    if plan.payload.script:
+        return []
+    name, streams = plan.config["dataset"], plan.config.get("source") == "stream"
+    return [data_command("shard" if streams else "prepare", name, path=plan.payload.local_path())]
+
+
+def build_images(sh: Shell) -> None:
+    """Build both images; a second build with nothing changed takes about a second."""
+    for command in image_commands():
+        sh(command)
+
+
+def image_commands() -> list[str]:
+    """Return the commands that build the images of this checkout."""
+    names = (images.train_image("cpu"), images.TENSORBOARD_IMAGE)
+    commands = images.build_commands("cpu", images.default_base())
+    if all(engine.ask("image", "inspect", name)[0] == 0 for name in names):
+        # A rebuild with little or nothing changed takes seconds: then only what goes wrong is worth reading.
+        return [command.replace("docker build", "docker build --quiet", 1) for command in commands]
+    return commands
+
+
+def tensorboard_runtime(requested: str, sh: Shell) -> str:
+    """Return `docker` or `local` for a TensorBoard started by itself; its image is built where it needs one."""
+    runtime, _ = engine.choose_runtime(requested)
+    if runtime == "docker" and tensorboard.running(runs_dir()) is None:
+        build_images(sh)
+    runs_dir().mkdir(parents=True, exist_ok=True)
+    return runtime
+
+
+def _write_folder(plan: Plan, began: float) -> None:
+    if plan.replaces:
+        shutil.rmtree(plan.run.path)
+    plan.run.create()
+    lay_out(plan.payload, plan.run, plan.cluster, contained=plan.contained)
+    if plan.payload.packages:
+        shutil.copy(plan.payload.packages / packages.RESOLVED, plan.run.path)
+    if plan.payload.script:
+        data_dir().mkdir(parents=True, exist_ok=True)  # the tasks see it, and nothing was prepared
+    write_json(plan.run.config, plan.config)
+    write_json(plan.run.cluster, plan.cluster.to_json())
+    write_json(plan.run.compose, plan.compose)
+    if plan.resumes:
+        plan.run.reopen()
+        for beat in (plan.run.path / "status").glob("*.json"):
+            beat.unlink()
+    requirements = str(plan.payload.requirements) if plan.payload.requirements else ""
+    started = {"time": began, "runtime": plan.runtime, "requirements": requirements}
+    started["hang_timeout_s"] = plan.hang_timeout_s
+    write_json(plan.run.control / "started.json", started)
+    plan.run.begin_generation(plan.run.generation + 1 if plan.resumes else 0, resumed=plan.resumes)
+    (runs_dir() / ".current").write_text(plan.run.name + "\n")
+
+
+def _hand_over(path: Path) -> None:
+    """Give the run folder to the user that the containers run as, where root starts them."""
+    if os.getuid() == 0:
+        runs_dir().chmod(runs_dir().stat().st_mode | 0o055)  # TensorBoard reads all runs as that user
+        for name in (path, *path.rglob("*")):
+            os.chown(name, compose.UNPRIVILEGED, compose.UNPRIVILEGED, follow_symlinks=False)

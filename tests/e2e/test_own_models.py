@@ -1,0 +1,80 @@
+"""Models of a user's own, from outside of the project's tree: the very files of docs/your-model.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.e2e.scenario import ROOT, Clusters, losses, summary
+
+TOPOLOGIES = {
+    "OneDeviceStrategy": "--workers=0",
+    "MirroredStrategy": "--workers=0 --devices=2",
+    "MultiWorkerMirroredStrategy": "--workers=1",
+    "ParameterServerStrategy": "--workers=2 --ps=1",
+}
+ALL_STEPS = ("--steps-per-loop", "20")
+
+
+@pytest.fixture(scope="module")
+def own(clusters: Clusters, tmp_path_factory: pytest.TempPathFactory) -> Clusters:
+    """Clusters whose user has the files of the documentation, and a table of plants, in a folder of theirs."""
+    folder = tmp_path_factory.mktemp("own")
+    text = (ROOT / "docs" / "your-model.md").read_text()
+    for name, code in re.findall(r"`(\w+\.py)`[^\n]*:\n\n```python\n(.*?)```", text, re.DOTALL):
+        (folder / name).write_text(code)
+    light, water = np.random.default_rng(0).uniform(size=(2, 600))
+    rows = [f"{a:.4f},{b:.4f},{3 * a + 2 * b * b:.4f}" for a, b in zip(light, water, strict=True)]
+    (folder / "plants.csv").write_text("\n".join(["light,water,height", *rows]) + "\n")
+    data = tmp_path_factory.mktemp("data")
+    return Clusters(clusters.runs_dir, {"PYTHONPATH": str(folder), "DATA_DIR": str(data)})
+
+
+def train(own: Clusters, preset: str, strategy: str, *overrides: str) -> Path:
+    """Train a preset under a strategy; return the run folder."""
+    name = f"{preset}-{strategy}"
+    own.invoke(
+        "up", f"--name={name}", "--runtime=local", "--tensorboard-port=0", f"--preset={preset}:preset",
+        *TOPOLOGIES[strategy].split(), "--", *ALL_STEPS, *overrides,
+    )  # fmt: skip
+    run = own.run(name)
+    assert ("succeeded", strategy) == (summary(run)["state"], summary(run)["strategy"])
+    return run.path
+
+
+@pytest.mark.parametrize("strategy", ["MirroredStrategy", "MultiWorkerMirroredStrategy", "ParameterServerStrategy"])
+def test_a_small_resnet_must_learn_under(own: Clusters, strategy: str) -> None:
+    train(own, "small_resnet", strategy)
+    assert summary(own.run(f"small_resnet-{strategy}"))["metrics"]["eval_accuracy"] > 0.9
+
+
+def test_two_replicas_must_learn_the_same_resnet_wherever_they_are(own: Clusters) -> None:
+    """With dropout, regularisation and BatchNormalization: each of them goes wrong without its guard."""
+    mirrored, multi_worker = (
+        losses(own.run(f"small_resnet-{name}")) for name in ("MirroredStrategy", "MultiWorkerMirroredStrategy")
+    )
+    assert max(abs(mirrored[step] / loss - 1) for step, loss in multi_worker.items() if step <= 10) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "MultiWorkerMirroredStrategy",
+        pytest.param("OneDeviceStrategy", marks=pytest.mark.long),
+        pytest.param("ParameterServerStrategy", marks=pytest.mark.long),
+    ],
+)
+def test_a_regression_on_a_csv_file_must_learn_under(own: Clusters, strategy: str) -> None:
+    train(own, "plants", strategy)
+    metrics = summary(own.run(f"plants-{strategy}"))["metrics"]
+    assert {"eval_loss", "eval_absolute_error"} == set(metrics)
+    assert metrics["eval_absolute_error"] < 0.25  # heights lie between 0 and 5
+
+
+def test_a_typo_in_a_users_function_must_be_told_before_anything_starts(own: Clusters) -> None:
+    output = own.invoke("up", "--name=typo", "--preset=plants:preset", "--", "--model", "plants:modle", expect=2)
+    assert "did you mean 'model'?" in output
+    assert not own.run("typo").path.exists()

@@ -1,0 +1,95 @@
+"""What a run saved: restored under other strategies than it was trained under, evaluated, exported, served."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cluster.runs import RunFolder
+from tests.e2e.scenario import DATA, Clusters, losses, summary
+
+pytestmark = pytest.mark.usefixtures("data")
+
+LOAD_IN_SCOPE = """
+import sys
+import numpy as np
+import tensorflow as tf
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+images = tf.constant(np.load(sys.argv[2]))
+with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+    scoped = tf.saved_model.load(sys.argv[1])
+plain = tf.saved_model.load(sys.argv[1])
+np.testing.assert_allclose(scoped.serve(images), plain.serve(images), rtol=1e-6)
+print(plain.serve(images).numpy().argmax(-1).tolist())
+"""
+
+
+@pytest.fixture(scope="module")
+def alone(clusters: Clusters) -> RunFolder:
+    """The chief alone, undisturbed."""
+    return clusters.up("undisturbed", "--workers=0 -- --max-steps 20")
+
+
+@pytest.fixture(scope="module")
+def crossing(clusters: Clusters) -> RunFolder:
+    """Begun under MultiWorkerMirroredStrategy, ended under OneDeviceStrategy."""
+    run = clusters.up("crossing", "--workers=1 -- --max-steps 10")
+    assert "MultiWorkerMirroredStrategy" == summary(run)["strategy"]
+    options = ("--runtime=local", "--tensorboard-port=0")
+    clusters.invoke("up", "--resume=crossing", "--workers=0", *options, "--", "--max-steps", "20")
+    assert ("OneDeviceStrategy", 20) == (summary(run)["strategy"], summary(run)["steps"])
+    return run
+
+
+def test_a_checkpoint_must_go_on_under_another_strategy(alone: RunFolder, crossing: RunFolder) -> None:
+    assert list(range(1, 21)) == list(losses(crossing))
+    assert max(abs(losses(crossing)[step] / loss - 1) for step, loss in losses(alone).items()) < 1e-5
+
+
+def test_and_the_other_way(clusters: Clusters, crossing: RunFolder) -> None:
+    options = ("--runtime=local", "--tensorboard-port=0")
+    clusters.invoke("up", "--resume=crossing", "--workers=1", *options, "--", "--max-steps", "25")
+    assert ("MultiWorkerMirroredStrategy", 25) == (summary(crossing)["strategy"], summary(crossing)["steps"])
+    assert losses(crossing)[25] < losses(crossing)[1]
+
+
+def test_evaluate_must_give_what_the_run_gave(clusters: Clusters, alone: RunFolder) -> None:
+    value = json.loads(clusters.invoke("evaluate", "undisturbed", "--json"))
+    assert ("undisturbed", 20, 10_000) == (value["run"], value["step"], value["examples"])
+    assert summary(alone)["metrics"]["eval_accuracy"] == value["eval_accuracy"]
+    assert pytest.approx(summary(alone)["metrics"]["eval_loss"], rel=1e-6) == value["eval_loss"]
+
+
+def test_an_export_must_serve_with_and_without_a_strategy(clusters: Clusters, alone: RunFolder) -> None:
+    before = (alone.export / "saved_model.pb").stat().st_mtime_ns
+    assert "step 20" in clusters.invoke("export", "undisturbed")
+    assert (alone.export / "saved_model.pb").stat().st_mtime_ns > before
+    images = np.fromfile(sorted((DATA / "arrays").glob("fashion_mnist-*/test_[fi]*.bin"))[0], np.uint8)[: 32 * 784]
+    np.save(alone.path / "images.npy", images.reshape(32, 28, 28, 1).astype(np.float32))
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD_IN_SCOPE, str(alone.export), str(alone.path / "images.npy")],
+        env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert 0 == done.returncode, done.stderr
+    assert 32 == len(json.loads(done.stdout))
+
+
+def test_predict_must_name_the_likeliest_classes(clusters: Clusters, alone: RunFolder) -> None:
+    Image.fromarray(np.zeros((40, 40, 3), np.uint8)).save(alone.path / "image.png")
+    lines = clusters.invoke("predict", "undisturbed", f"--image={alone.path / 'image.png'}").splitlines()
+    assert 3 == len(lines)
+    assert all("%" in line for line in lines)
+    names = json.loads((alone.export / "assets.extra" / "classes.json").read_text())
+    assert {line.split("%")[1].strip() for line in lines} <= set(names)
+    output = clusters.invoke("predict", "undisturbed", f"--image={alone.summary}", expect=2)
+    assert "expected a PNG or JPEG file" in output

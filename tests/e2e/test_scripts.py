@@ -1,0 +1,196 @@
+"""Scripts that know nothing of this project run unmodified: written as for TF_CONFIG set by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster import engine, local
+from cluster.runs import RunFolder
+from tests.e2e.scenario import Clusters, summary
+from tests.e2e.test_containers import containers
+from tests.waiting import wait_for
+
+FIT = """
+import json
+import os
+import sys
+
+import numpy as np
+import tensorflow as tf
+
+strategy = tf.distribute.MultiWorkerMirroredStrategy()
+role = json.loads(os.environ["TF_CONFIG"])["task"]["type"]
+points = np.random.default_rng(0).normal(size=(480, 8)).astype("float32")
+labels = (points.sum(axis=1) > 0).astype("int64")
+dataset = tf.data.Dataset.from_tensor_slices((points, labels)).repeat().batch(48)
+options = tf.data.Options()
+options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+with strategy.scope():
+    model = tf.keras.Sequential([tf.keras.layers.Dense(16, activation="relu"), tf.keras.layers.Dense(2)])
+    model.build((None, 8))
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=tf.keras.optimizers.SGD(0.1), loss=loss, metrics=["accuracy"])
+# The tasks of a cluster share this folder.
+backup = tf.keras.callbacks.BackupAndRestore(os.path.join(os.environ.get("RUN_DIR", "."), "backup"))
+history = model.fit(
+    dataset.with_options(options), epochs=int(sys.argv[1]), steps_per_epoch=10, verbose=2, callbacks=[backup]
+)
+if role == "chief":
+    with open("history.json", "w") as file:
+        json.dump({"replicas": strategy.num_replicas_in_sync, "loss": history.history["loss"]}, file)
+"""
+
+COORDINATE = """
+import json
+
+import tensorflow as tf
+
+resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+if resolver.task_type in ("worker", "ps"):
+    tf.distribute.Server(
+        resolver.cluster_spec(), job_name=resolver.task_type, task_index=resolver.task_id, protocol="grpc", start=True
+    ).join()
+
+strategy = tf.distribute.ParameterServerStrategy(resolver)
+coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+with strategy.scope():
+    weight = tf.Variable(0.0)
+    steps = tf.Variable(0, dtype=tf.int64)
+
+
+@tf.function
+def step():
+    weight.assign_sub(0.1 * 2.0 * (weight - 3.0))
+    steps.assign_add(1)
+
+
+for _ in range(40):
+    coordinator.schedule(step)
+coordinator.join()
+with open("result.json", "w") as file:
+    json.dump({"weight": float(weight.numpy()), "steps": int(steps.numpy())}, file)
+"""
+
+ROUTES = """
+import os
+
+with open("/proc/net/route") as table:
+    routes = [line.split() for line in table][1:]
+with open("/script/neighbour.txt") as theirs, open("neighbour.txt") as linked:
+    assert theirs.read() == linked.read()
+try:
+    open("/script/written", "w")
+except OSError:
+    pass
+else:
+    raise SystemExit("the script's folder can be written")
+print("ways out:", sum(route[1] == "00000000" for route in routes), os.getcwd())
+"""
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    """A folder with scripts, as somebody has it."""
+    folder = tmp_path / "theirs"
+    folder.mkdir(mode=0o755)
+    folder.chmod(0o755)
+    for name, text in (("fit.py", FIT), ("coordinate.py", COORDINATE), ("routes.py", ROUTES)):
+        (folder / name).write_text(text)
+    (folder / "neighbour.txt").write_text("beside the script\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters]:
+    """Commands on a fresh folder of runs, without prepared data: a script has its own."""
+    folder = tmp_path_factory.mktemp("scripts")
+    cluster = Clusters(folder / "runs", {"DATA_DIR": str(folder / "data")})
+    yield cluster
+    cluster.invoke("down")
+    for path in cluster.runs_dir.glob("*/cluster.json"):
+        assert [] == local.processes_left(RunFolder(path.parent))
+
+
+def run_script(clusters: Clusters, name: str, script: Path, *words: str, runtime: str = "local") -> RunFolder:
+    """Run a script to its end on a cluster; return the run's folder."""
+    options, arguments = (words[: words.index("--")], words[words.index("--") :]) if "--" in words else (words, ())
+    started = ("up", f"--name={name}", f"--runtime={runtime}", "--tensorboard-port=0", f"--script={script}")
+    clusters.invoke(*started, *options, *arguments, timeout_s=400)
+    return clusters.run(name)
+
+
+def check_fit(run: RunFolder) -> None:
+    ended = summary(run)
+    assert ("succeeded", [], {}) == (ended["state"], ended["restarts"], ended["metrics"])
+    assert {"chief": 0, "worker-0": 0, "worker-1": 0} == ended["tasks"]
+    history = json.loads((run.work("chief") / "history.json").read_text())
+    assert 3 == history["replicas"]
+    assert history["loss"][-1] < history["loss"][0]
+
+
+def test_keras_fit_must_train_on_chief_and_two_workers(clusters: Clusters, theirs: Path) -> None:
+    run = run_script(clusters, "fit", theirs / "fit.py", "--workers=2", "--", "2")
+    check_fit(run)
+    assert not (theirs / "history.json").exists()
+
+
+def test_killing_a_script_must_restart_the_gang(clusters: Clusters, theirs: Path) -> None:
+    script = theirs / "fit.py"
+    up = ("up", "--name=killed", "--runtime=local", "--tensorboard-port=0", f"--script={script}", "--detach")
+    clusters.invoke(*up, "--workers=1", "--", "12")
+    run = clusters.run("killed")
+    wait_for(lambda: "Epoch 3/" in run.log("worker-0").read_text(), "epoch 3")
+    os.kill(script_of(run, "worker-0"), signal.SIGKILL)
+    clusters.invoke("wait", "--timeout=120")
+    ended = summary(run)
+    (restart,) = ended["restarts"]
+    assert ("succeeded", "worker-0", 1) == (ended["state"], restart["task"], restart["generation"])
+    assert restart["detected_s"] < 1
+    assert 1 == run.log("chief").read_text().count("Epoch 1/12")  # it went on from its own backup
+
+
+def script_of(run: RunFolder, task: str) -> int:
+    """Return the process id of a task's script."""
+    for pid in local.processes_left(run):
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if f"TASK={task}".encode() in environment and b"cluster.agent" not in command:
+            return pid
+    raise AssertionError(f"{task} has no script")
+
+
+def test_servers_must_end_with_the_coordinator(clusters: Clusters, theirs: Path) -> None:
+    run = run_script(clusters, "coordinate", theirs / "coordinate.py", "--workers=2", "--ps=1")
+    ended = summary(run)
+    assert ("succeeded", "ParameterServerStrategy") == (ended["state"], ended["strategy"])
+    assert {"chief": 0, "worker-0": 0, "worker-1": 0, "ps-0": 0} == ended["tasks"]
+    result = json.loads((run.work("chief") / "result.json").read_text())
+    assert 40 == result["steps"]
+    assert abs(result["weight"] - 3.0) < 0.1
+
+
+@pytest.mark.docker
+@pytest.mark.usefixtures("require_engine", "images")
+def test_keras_fit_must_train_in_containers(clusters: Clusters, theirs: Path) -> None:
+    run = run_script(clusters, "fit-docker", theirs / "fit.py", "--workers=2", "--", "2", runtime="docker")
+    check_fit(run)
+    assert {} == containers(run)
+
+
+@pytest.mark.docker
+@pytest.mark.usefixtures("require_engine", "images")
+def test_a_script_in_a_container_must_have_a_way_out_and_leave_its_folder_alone(
+    clusters: Clusters, theirs: Path
+) -> None:
+    run = run_script(clusters, "routes", theirs / "routes.py", "--workers=1", runtime="docker")
+    assert "succeeded" == summary(run)["state"]
+    for task in ("chief", "worker-0"):
+        assert f"ways out: 1 /runs/routes/work/{task}\n" == run.log(task).read_text()
+    _, networks = engine.ask("network", "ls", "--format", "{{.Name}}")
+    assert not [name for name in networks.split() if name.endswith(("_egress", "_cluster")) and "routes" in name]

@@ -1,0 +1,117 @@
+"""What Keras does to a parameter-server cluster: two workers and a parameter server, all of them in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from cluster import local
+from train import guards, optimizers
+from train.assignment import Assignment
+from train.config import TrainConfig
+
+SLICES = 4
+UPDATES = 150
+"""In each slice."""
+
+
+def cluster() -> tf.distribute.ParameterServerStrategy:
+    """Start the servers and return the strategy of their chief."""
+    ports = local.free_ports(3)
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    spec = tf.train.ClusterSpec({"worker": addresses[:2], "ps": addresses[2:]})
+    # With as many threads as this machine has cores, the servers of one process can wait for each other for ever.
+    threads = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=8)
+    for job, index in (("worker", 0), ("worker", 1), ("ps", 0)):
+        servers.append(tf.distribute.Server(spec, job_name=job, task_index=index, protocol="grpc", config=threads))
+    return tf.distribute.ParameterServerStrategy(
+        tf.distribute.cluster_resolver.SimpleClusterResolver(spec, rpc_layer="grpc")
+    )
+
+
+servers: list[tf.distribute.Server] = []
+strategy = cluster()
+coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+
+
+def new_model() -> keras.Model:
+    """Return a small model whose variables are on the parameter server."""
+    with strategy.scope():
+        return keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+
+
+def assignment(model: keras.Model) -> Assignment:
+    """Return as much of one as makes an optimizer."""
+    nothing: dict[str, Any] = dict.fromkeys(Assignment.__dataclass_fields__)
+    return Assignment(**{**nothing, "config": TrainConfig(), "strategy": strategy, "model": model})
+
+
+def update(model: keras.Model, optimizer: keras.optimizers.Optimizer, slices: int, updates: int) -> None:
+    """Have both workers update at the same time."""
+
+    def one() -> None:
+        gradients = [tf.ones(variable.shape) for variable in model.trainable_variables]
+        optimizer.apply(gradients, model.trainable_variables)
+
+    @tf.function
+    def work(count: tf.Tensor) -> tf.Tensor:
+        if updates == 1:  # not in a loop, in which no variable can be made
+            strategy.run(one)
+        else:
+            for _ in tf.range(count):
+                strategy.run(one)
+        return count
+
+    for _ in range(slices):
+        coordinator.schedule(work, (tf.constant(updates),))
+    coordinator.join()
+
+
+def devices(variables: list[keras.Variable]) -> list[str]:
+    """Return the tasks that hold the variables."""
+    return [variable.value.device.partition("/replica")[0] for variable in variables]
+
+
+def slots_without_build() -> list[str]:
+    """Return where the variables of an optimizer land that is left to build itself."""
+    model = new_model()
+    with strategy.scope():
+        optimizer = optimizers.build(TrainConfig())
+    update(model, optimizer, 1, 1)
+    return devices(optimizer.variables)
+
+
+def slots() -> list[str]:
+    """Return where those of ours are."""
+    model = new_model()
+    optimizer = assignment(model).new_optimizer()
+    update(model, optimizer, 1, 1)
+    return devices(optimizer.variables)
+
+
+def counted() -> int:
+    """Return how many of all updates an optimizer counts."""
+    model = new_model()
+    optimizer = assignment(model).new_optimizer()
+    update(model, optimizer, SLICES, UPDATES)
+    return int(optimizer.iterations.numpy())
+
+
+def main(result: Path) -> None:
+    """Measure: without the guards, then with them."""
+    found: dict[str, Any] = {"updates": SLICES * UPDATES}
+    found |= {"slots_without_build": slots_without_build(), "slots": slots(), "counted_without_guard": counted()}
+    guards.install()
+    found |= {"counted": counted()}
+    result.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    os._exit(0)  # TensorFlow's servers do not end

@@ -1,0 +1,58 @@
+"""Numbers measured in processes of their own, by `tests/unit/measure/`.
+
+What is measured needs several logical devices, a cluster, or Keras without our guards first and with them afterwards.
+Each of these is decided once a process, and all other unit tests share pytest's.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+
+def start(module: str, result: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """Start `tests/unit/measure/<module>.py`, which writes what it measured to `result`."""
+    return subprocess.Popen(
+        [sys.executable, "-m", f"tests.unit.measure.{module}", str(result), *arguments],
+        cwd=ROOT,
+        env={**os.environ, **ENVIRONMENT, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], result: Path, timeout_s: float = 240) -> dict[str, Any]:
+    """Wait for a process of `start` and return what it measured."""
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError(f"still measuring after {timeout_s:g} s: {process.communicate()[0][-4000:]}") from None
+    assert 0 == process.returncode, output[-4000:]
+    return json.loads(result.read_text())
+
+
+@functools.cache
+def begin(module: str, *arguments: str) -> tuple[subprocess.Popen[str], tempfile.TemporaryDirectory[str]]:
+    """Start to measure what `measured` will be asked for, so that a core that idles has work."""
+    folder = tempfile.TemporaryDirectory()
+    return start(module, Path(folder.name, "result.json"), *arguments), folder
+
+
+@functools.cache
+def measured(module: str, *arguments: str) -> dict[str, Any]:
+    """Return what `tests/unit/measure/<module>.py` measures, which it does once for all tests."""
+    process, folder = begin(module, *arguments)
+    with folder:
+        return finish(process, Path(folder.name, "result.json"))

@@ -1,0 +1,264 @@
+"""Keras callbacks in the custom loop: told what `Model.fit` would tell them, and able to do what they can do there."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow import keras
+
+from cluster.errors import UsageError
+from cluster.runs import Heartbeat, RunFolder, read_json, read_json_lines
+from train import callbacks, custom, objectives, sources
+from train.assignment import Assignment
+from train.config import Optimizer, TrainConfig
+from train.data import arrays
+
+EXAMPLES, GLOBAL_BATCH, EPOCH_STEPS = 18, 4, 5  # the last batch of an epoch runs into the next one
+CONFIG = TrainConfig(
+    dataset="own_parts:data",
+    loss="own_parts:loss",
+    callbacks="own_parts:callbacks",
+    global_batch=GLOBAL_BATCH,
+    epochs=100,
+    steps_per_loop=2,
+    log_every=1,
+    optimizer=Optimizer("sgd", 0.1, 0, 0.0),
+)
+
+
+class Recorder(keras.callbacks.Callback):
+    """Keeps what it is told, and the model's bias at that moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[str, int, dict[str, float]]] = []
+        self.biases: list[float] = []
+
+    def record(self, name: str, index: int, logs: dict[str, float] | None) -> None:
+        self.told.append((name, index, dict(logs or {})))
+        self.biases.append(float(self.model.trainable_variables[-1].numpy()[0]))
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.record("train begins", -1, logs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.record("train ends", -1, logs)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.record("epoch begins", epoch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.record("epoch ends", epoch, logs)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.record("batch begins", batch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.record("batch ends", batch, logs)
+
+    @property
+    def names(self) -> list[tuple[str, int]]:
+        """What it was told, without logs."""
+        return [one[:2] for one in self.told]
+
+    def logs(self, name: str) -> list[dict[str, float]]:
+        """The logs of one kind of call."""
+        return [logs for told, _, logs in self.told if told == name]
+
+
+@dataclasses.dataclass
+class Trained:
+    """A training that is over."""
+
+    run: RunFolder
+    recorder: Recorder
+
+    @property
+    def steps(self) -> int:
+        """How many were done."""
+        return read_json(self.run.control / "result.json")["steps"]
+
+    @property
+    def losses(self) -> list[float]:
+        """Of each step."""
+        return [row["loss"] for row in read_json_lines(self.run.metrics("chief")) if "loss" in row]
+
+    @property
+    def evaluations(self) -> list[dict[str, float]]:
+        """The results of each evaluation."""
+        rows = [row for row in read_json_lines(self.run.metrics("chief")) if "eval_loss" in row]
+        return [{"val_loss": row["eval_loss"], "val_absolute_error": row["eval_absolute_error"]} for row in rows]
+
+
+@pytest.fixture
+def own_parts(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """The user's module. The loss is the output itself: the bias goes down by the learning rate at every step."""
+    module = types.ModuleType("own_parts")
+    module.loss = lambda labels, outputs: outputs[:, 0]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "own_parts", module)
+    return module
+
+
+Train = Callable[..., Trained]
+
+
+@pytest.fixture
+def train(own_parts: types.ModuleType, make_run: Callable[..., RunFolder], tmp_path: Path) -> Train:
+    """Trains, or trains on, for some steps with callbacks of the user's own after a recording one."""
+    run, data_dir = make_run(workers=0), tmp_path / "data"
+    (data_dir / "scratch").mkdir(parents=True)
+    features = np.random.default_rng(0).normal(size=(EXAMPLES, 2)).astype(np.float32)
+    splits = {"train": (features, features[:, 0]), "test": (features[:7], features[:7, 0])}
+    scratch = data_dir / "scratch"
+    arrays.write(scratch, data_dir, CONFIG.dataset, "1", classes=(), splits=splits, source="", source_files={})
+
+    def do(steps: int, *others: keras.callbacks.Callback, callbacks: str = CONFIG.callbacks, **values: Any) -> Trained:
+        recorder = Recorder()
+        own_parts.callbacks = lambda run, task: [recorder, *others]  # type: ignore[attr-defined]
+        config = dataclasses.replace(CONFIG, max_steps=steps, callbacks=callbacks, **values)
+        source = sources.find(config, data_dir)
+        strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
+
+        def new_model() -> keras.Model:
+            return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+        with strategy.scope():
+            model = new_model()
+        spec = run.load_cluster()
+        assignment = Assignment(
+            run=run,
+            task=spec.task("chief"),
+            spec=spec,
+            config=config,
+            source=source,
+            objective=objectives.build(config.loss, classifies=source.classifies),
+            strategy=strategy,
+            model=model,
+            new_model=new_model,
+            heartbeat=Heartbeat(run, spec.task("chief"), 0),
+            stop=threading.Event(),
+        )
+        custom.Training(assignment).run()
+        return Trained(run, recorder)
+
+    return do
+
+
+def batches(*first_and_last: tuple[int, int]) -> list[tuple[str, int]]:
+    """Return what is told of inner calls that do these steps of the epoch."""
+    return [told for first, last in first_and_last for told in (("batch begins", first), ("batch ends", last))]
+
+
+def test_a_training_is_told_from_its_beginning_to_its_end(train: Train) -> None:
+    """An inner call, of two steps at most, is one batch; the first one of all is one step."""
+    trained = train(13)
+    expected = [
+        ("train begins", -1),
+        ("epoch begins", 0), *batches((0, 0), (1, 2), (3, 4)), ("epoch ends", 0),
+        ("epoch begins", 1), *batches((0, 1), (2, 3), (4, 4)), ("epoch ends", 1),
+        ("epoch begins", 2), *batches((0, 1), (2, 2)), ("epoch ends", 2),
+        ("train ends", -1),
+    ]  # fmt: skip
+    assert expected == trained.recorder.names
+    assert {"epochs": 3, "steps": EPOCH_STEPS} == {name: trained.recorder.params[name] for name in ("epochs", "steps")}
+
+    losses = np.split(np.array(trained.losses), [5, 10])
+    ends = trained.recorder.logs("epoch ends")
+    np.testing.assert_allclose([logs["loss"] for logs in ends], [epoch.mean() for epoch in losses], rtol=1e-6)
+    assert trained.evaluations == [{name: logs[name] for name in ("val_loss", "val_absolute_error")} for logs in ends]
+    assert {"loss", "absolute_error", "val_loss", "val_absolute_error"} == set(ends[0])
+    assert [ends[-1]] == trained.recorder.logs("train ends")
+    running = [logs["loss"] for logs in trained.recorder.logs("batch ends")]
+    expected_means = [epoch[:count].mean() for epoch, counts in zip(losses, ((1, 3, 5), (2, 4, 5), (2, 3)), strict=True)
+                      for count in counts]  # fmt: skip
+    np.testing.assert_allclose(running, expected_means, rtol=1e-6)
+
+
+def test_early_stopping_ends_the_training_where_an_epoch_ends(train: Train) -> None:
+    trained = train(25, keras.callbacks.EarlyStopping(monitor="val_loss", mode="max", patience=1))  # it goes down
+    assert 2 * EPOCH_STEPS == trained.steps == len(trained.losses)
+    assert [("epoch ends", 1), ("train ends", -1)] == trained.recorder.names[-2:]
+    assert trained.run.checkpoints.joinpath("ckpt-10.index").exists()
+    assert 2 == len(trained.evaluations)
+
+
+def test_a_callback_can_end_the_training_between_two_inner_calls(train: Train) -> None:
+    class Enough(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.stop_training = True
+
+    trained = train(25, Enough())
+    assert 3 == trained.steps  # noticed at the beginning of the second call, which all tasks finish
+    assert [("batch ends", 2), ("epoch ends", 0), ("train ends", -1)] == trained.recorder.names[-3:]
+
+
+def test_a_learning_rate_scheduler_sets_the_rate_of_the_epoch(train: Train) -> None:
+    trained = train(9 * EPOCH_STEPS, keras.callbacks.LearningRateScheduler(callbacks._rate_of_epoch))
+    biases = dict(zip(trained.recorder.names, trained.recorder.biases, strict=True))
+    moved = [biases["epoch begins", epoch] - biases["epoch ends", epoch] for epoch in range(9)]
+    expected = [1e-3] * 3 + [1e-4] * 4 + [1e-5] * 2
+    np.testing.assert_allclose(np.array(moved) / EPOCH_STEPS, expected, rtol=1e-3)
+
+
+def test_the_callbacks_of_the_tutorial_work(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train(4 * EPOCH_STEPS, callbacks="tutorial").run
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("learning rate")]
+    rates = ["0.001", "0.001", "0.001", "0.0001"]
+    assert [f"learning rate of epoch {number}: {rate}" for number, rate in enumerate(rates, start=1)] == told
+    assert 4 == len(list(run.path.glob("callbacks/chief/epoch-*.weights.h5")))
+    assert list(run.path.glob("tensorboard/chief/keras/train/events*"))
+
+
+def test_a_training_resumed_inside_of_an_epoch_goes_on_with_its_number(train: Train) -> None:
+    train(7)
+    resumed = train(13).recorder
+    expected = [
+        ("train begins", -1),
+        ("epoch begins", 1), *batches((2, 2), (3, 4)), ("epoch ends", 1),
+        ("epoch begins", 2), *batches((0, 1), (2, 2)), ("epoch ends", 2),
+        ("train ends", -1),
+    ]  # fmt: skip
+    assert expected == resumed.names
+
+
+@pytest.mark.parametrize(
+    ("made", "shown"),
+    [
+        (keras.callbacks.EarlyStopping, "returned <class"),
+        (None, "returned None"),
+        ((keras.callbacks.TerminateOnNaN(),), "returned (<keras.src.callbacks"),
+        ([keras.callbacks.EarlyStopping], "returned [<class"),
+        ([keras.callbacks.TerminateOnNaN(), "early stopping"], "returned [<keras.src.callbacks"),
+    ],
+)
+def test_what_is_no_list_of_callbacks_is_refused_in_one_line(
+    made: Any, shown: str, own_parts: types.ModuleType
+) -> None:
+    own_parts.callbacks = lambda run, task: made  # type: ignore[attr-defined]
+    with pytest.raises(UsageError) as refused:
+        callbacks.build(_as_far_as_build("own_parts:callbacks"))
+    assert str(refused.value).startswith(f"--callbacks 'own_parts:callbacks' {shown}")
+    assert str(refused.value).endswith("expected a list of keras callbacks (use `from tensorflow import keras`)")
+    assert 1 == len(str(refused.value).splitlines())
+
+
+def test_without_callbacks_there_are_none() -> None:
+    assert [] == callbacks.build(_as_far_as_build(""))
+
+
+def _as_far_as_build(reference: str) -> Any:
+    """Return as much of an assignment as `callbacks.build` needs."""
+    return types.SimpleNamespace(
+        config=TrainConfig(callbacks=reference),
+        run=RunFolder(Path("run")),
+        task=types.SimpleNamespace(name="chief"),
+    )

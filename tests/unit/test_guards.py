@@ -1,0 +1,135 @@
+"""What goes wrong with Keras 3 under tf.distribute, and that our guards put it right: each test fails without its own.
+
+A trap that is gone is told too: then its guard can go.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cluster import local
+from tests.unit.measured import finish, measured, start
+
+
+def traps(what: str) -> Any:
+    return measured("replicas", "2")["traps"][what]
+
+
+def held(what: str) -> Any:
+    return measured("replicas", "2")["held"][what]
+
+
+# Parameter servers
+
+
+def test_slot_variables_are_on_the_parameter_servers() -> None:
+    assert {"/job:ps"} == set(measured("parameter_server")["slots"])
+    assert 5 == len(measured("parameter_server")["slots"])  # iterations, and two for each of the two weights
+
+
+def test_slot_variables_of_an_optimizer_that_builds_itself_land_on_the_chief() -> None:
+    assert "/job:chief" in measured("parameter_server")["slots_without_build"]
+
+
+def test_two_workers_counting_at_once_lose_no_update() -> None:
+    assert measured("parameter_server")["updates"] == measured("parameter_server")["counted"]
+
+
+def test_keras_itself_loses_updates() -> None:
+    assert measured("parameter_server")["counted_without_guard"] < measured("parameter_server")["updates"]
+
+
+# CentralStorageStrategy
+
+
+def test_replicas_that_share_a_metric_each_count_once() -> None:
+    """Three steps of two replicas, one of which sees 1 and the other 3."""
+    assert {"total": 12, "count": 6, "iterations": 3} == held("counters")
+
+
+def test_keras_itself_counts_the_others_count_again() -> None:
+    assert traps("counters")["count"] > 6
+
+
+# BatchNormalization
+
+
+@pytest.mark.parametrize("where", ["mirrored-2", "central-2"])
+def test_moving_averages_are_those_of_the_whole_batch(where: str) -> None:
+    """Of a layer on the surface, of one inside a model, and of one inside a layer."""
+    one, replicas = held("normalized")["one"], held("normalized")[where]
+    assert (0, 3) == (one["changed"], replicas["changed"])
+    assert 6 == len(one["averages"])
+    for expected, actual in zip(one["averages"], replicas["averages"], strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(replicas["losses"], one["losses"], rtol=1e-6)
+
+
+def test_replicas_themselves_keep_other_moving_averages() -> None:
+    expected, actual = held("normalized")["one"]["averages"][0], traps("normalized")["mirrored-2"]["averages"][0]
+    assert np.abs(np.subtract(expected, actual)).max() > 0.01
+
+
+def test_central_storage_itself_refuses_batch_normalization() -> None:
+    assert "You must specify an aggregation method" in traps("normalized")["central-2"]["error"]
+
+
+# Dropout
+
+
+@pytest.mark.parametrize("where", ["mirrored-2", "central-2"])
+def test_replicas_drop_different_units_which_follow_from_seed_step_and_replica(where: str) -> None:
+    found = held("dropout")[where]
+    kept = np.array(found["kept"])  # [step 0, 1, 0 again; replica; layer 1, layer 2, layer 2 again; units]
+    assert (3, 2, 3, 32) == kept.shape
+    np.testing.assert_array_equal(kept[0], kept[2])
+    masks = {mask.tobytes() for mask in kept[:2].reshape(-1, 32)}
+    assert 12 == len(masks)  # two steps, two replicas, three draws: each its own
+    assert 0.4 < kept.mean() < 0.6
+    np.testing.assert_array_equal(held("dropout")["one"]["kept"][0][0], kept[0][0])
+    assert found["state"] == found["state_after"]
+
+
+def test_a_training_step_draws_by_its_place() -> None:
+    """Two replicas on the same example, at the steps 5, 6 and 5 again."""
+    five, six, again = held("trainee_dropout")
+    assert five == again
+    assert 4 == len({*five, *six})
+
+
+def test_keras_itself_drops_the_same_units_on_every_replica() -> None:
+    kept = np.array(traps("dropout")["mirrored-2"]["kept"])
+    np.testing.assert_array_equal(kept[:, 0], kept[:, 1])
+    assert (kept[0] != kept[2]).any()  # and other ones when the step is done again
+
+
+def test_central_storage_itself_refuses_dropout() -> None:
+    assert "You must specify an aggregation method" in traps("dropout")["central-2"]["error"]
+
+
+# Model.fit
+
+
+def test_the_fit_of_keras_3_still_fails_on_two_tasks(tmp_path: Path) -> None:
+    """https://github.com/keras-team/keras/issues/20585
+
+    Once this fails: drop tf_keras (`train.config.TrainConfig.needs_tf_keras`), and document what works.
+    """
+    chief, worker = (f"127.0.0.1:{port}" for port in local.free_ports(2))
+    cluster = {"chief": [chief], "worker": [worker]}
+    tasks = {}
+    for role in cluster:
+        config = json.dumps({"cluster": cluster, "task": {"type": role, "index": 0}})
+        result = tmp_path / f"{role}.json"
+        tasks[result] = start("fit_of_keras", result, TF_CONFIG=config)
+    found = [finish(process, result, timeout_s=60) for result, process in tasks.items()]
+    assert [2, 2] == [one["tasks"] for one in found]
+    errors = [one["error"] for one in found]
+    assert all(error.startswith("ValueError") and "PerReplica" in error for error in errors), (
+        f"Keras 3's fit under MultiWorkerMirroredStrategy is no longer what it was: {errors}; see this test"
+    )

@@ -1,0 +1,116 @@
+"""Models of the user's own: built whatever their kind, and refused in one line where training could not use them."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tensorflow import keras
+
+from cluster.errors import UsageError
+from train import models
+
+SHAPE, OUTPUTS = (4, 5), 3
+
+
+class Subclass(keras.Model):
+    """Makes its variables in its layers, when it is called: `build` would make none."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.flatten = keras.layers.Flatten()
+        self.dense = keras.layers.Dense(outputs)
+
+    def call(self, features: Any, training: bool = False) -> Any:
+        return self.dense(self.flatten(features))
+
+
+def branches(outputs: int, of: Callable[[list[Any]], Any]) -> keras.Model:
+    """Return a model with two outputs."""
+    features = keras.Input(SHAPE)
+    flat = keras.layers.Flatten()(features)
+    return keras.Model(features, of([keras.layers.Dense(outputs)(flat) for _ in range(2)]))
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], keras.Model]:
+    """Builds the model of a function of the user's."""
+
+    def make(function: Callable[..., Any]) -> keras.Model:
+        module = types.ModuleType("own_models")
+        module.model = function  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "own_models", module)
+        return models.build("own_models:model", SHAPE, OUTPUTS)
+
+    return make
+
+
+Build = Callable[[Callable[..., Any]], keras.Model]
+
+
+def refusal(build: Build, function: Callable[..., Any]) -> str:
+    """Return what a model that is refused is told."""
+    with pytest.raises(UsageError) as refused:
+        build(function)
+    assert 1 == len(str(refused.value).splitlines())
+    return str(refused.value)
+
+
+def flat(outputs: int) -> keras.Model:
+    """Return a model that has no variables before it is built."""
+    return keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(outputs)])
+
+
+def test_the_built_in_model_gives_a_logit_a_class() -> None:
+    model = models.build("two_conv_cnn", (28, 28, 1), 10)
+    assert (2, 10) == model(np.zeros((2, 28, 28, 1), np.float32)).shape
+    assert 8 == len(model.trainable_variables)
+
+
+@pytest.mark.parametrize("kind", [flat, Subclass])
+def test_a_model_that_was_not_built_gets_its_variables(kind: Callable[[int], keras.Model], build: Build) -> None:
+    model = build(lambda shape, outputs: kind(outputs))
+    assert [(20, 3), (3,)] == [tuple(variable.shape) for variable in model.trainable_variables]
+    weights = model.get_weights()
+    outputs_BK = model(np.ones((2, *SHAPE), np.float32))
+    np.testing.assert_allclose(outputs_BK, np.ones((2, 20)) @ weights[0] + weights[1], rtol=1e-5)
+
+
+def test_the_function_is_told_the_shape_and_the_outputs(build: Build) -> None:
+    told = []
+    build(lambda *arguments: told.append(arguments) or flat(OUTPUTS))
+    assert [(SHAPE, OUTPUTS)] == told
+
+
+@pytest.mark.parametrize("kind", [flat, Subclass])
+def test_another_number_of_outputs_is_refused(kind: Callable[[int], keras.Model], build: Build) -> None:
+    told = refusal(build, lambda shape, outputs: kind(outputs + 1))
+    assert "--model 'own_models:model' gives (None, 4), expected (None, 3): an output a class or value" == told
+
+
+def test_outputs_of_another_rank_are_refused(build: Build) -> None:
+    told = refusal(build, lambda shape, outputs: keras.Sequential([keras.Input(SHAPE), keras.layers.Dense(outputs)]))
+    assert "gives (None, 4, 3), expected (None, 3)" in told
+
+
+@pytest.mark.parametrize(("of", "kind"), [(list, "list"), (lambda two: {"a": two[0], "b": two[1]}, "dict")])
+def test_several_outputs_are_refused(of: Callable[[list[Any]], Any], kind: str, build: Build) -> None:
+    assert f"gives {kind}, expected (None, 3)" in refusal(build, lambda shape, outputs: branches(outputs, of))
+
+
+def test_what_is_no_model_is_refused(build: Build) -> None:
+    told = refusal(build, lambda shape, outputs: keras.layers.Dense(outputs))
+    assert "expected a keras model; use `from tensorflow import keras`" in told
+    assert "returned keras.src.layers.core.dense.Dense" in told
+
+
+def test_a_model_of_the_other_keras_is_refused(build: Build) -> None:
+    import tf_keras  # the Keras that the chosen loop does not use
+
+    told = refusal(build, lambda shape, outputs: tf_keras.Sequential([tf_keras.layers.Dense(outputs)]))
+    assert "returned tf_keras" in told
+    assert "expected a keras model" in told

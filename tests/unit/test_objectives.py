@@ -1,0 +1,80 @@
+"""Losses and scores of every example, and the share of their mean that a replica computes."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cluster.errors import UsageError
+from train import objectives
+
+VALUES = np.array([0.3, 2.0, 5.5, 1.25, 0.1], np.float32)
+WEIGHTS = np.array([1.0, 0.5, 3.0, 0.0, 2.0], np.float32)
+
+
+def shares(*parts: slice, weights: np.ndarray = WEIGHTS, examples: int = 5) -> float:
+    """Return the sum of the shares of replicas that have these parts of the batch."""
+    return float(sum(objectives.global_mean(VALUES[part], weights[part], examples) for part in parts))
+
+
+@pytest.mark.parametrize("parts", [[slice(0, 5)], [slice(0, 3), slice(3, 5)], [slice(0, 1), slice(1, 4), slice(4, 5)]])
+def test_unequal_shares_add_up_to_the_weighted_losses_divided_by_the_batch(parts: list[slice]) -> None:
+    np.testing.assert_allclose(shares(*parts), (WEIGHTS * VALUES).sum() / 5, rtol=1e-6)
+
+
+def test_padding_does_not_count() -> None:
+    """Three replicas of two: the last one's second example is padding, of any value."""
+    padded = np.append(VALUES, np.float32(1e6)), np.append(np.ones(5, np.float32), np.float32(0))
+    values, weights = (array.reshape(3, 2) for array in padded)
+    told = sum(float(objectives.global_mean(*one, 5)) for one in zip(values, weights, strict=True))
+    np.testing.assert_allclose(told, VALUES.mean(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_cross_entropy_and_accuracy_are_of_each_example(dtype: str) -> None:
+    """Whatever the precision of the logits."""
+    objective = objectives.build("sparse_categorical_crossentropy", classifies=True)
+    logits_BK = np.array([[2.0, 0.5, -1.0], [0.0, 0.0, 4.0]])
+    labels_B = tf.constant([0, 1], tf.int64)
+    expected_B = [np.log(np.exp(row).sum()) - row[label] for row, label in zip(logits_BK, (0, 1), strict=True)]
+    loss_B = objective.loss(labels_B, tf.constant(logits_BK, dtype))
+    assert (tf.float32, (2,)) == (loss_B.dtype, tuple(loss_B.shape))
+    np.testing.assert_allclose(loss_B, expected_B, rtol=1e-6)
+    assert [1, 0] == objective.score(labels_B, tf.constant(logits_BK, dtype)).numpy().tolist()
+    assert "accuracy" == objective.score_name
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_errors_of_quantities_are_means_over_an_examples_outputs(outputs: int) -> None:
+    """Labels `[B, K]`, and `[B]` where there is one: never the differences of all pairs."""
+    objective = objectives.build("mean_squared_error", classifies=False)
+    labels_BK = np.arange(4 * outputs, dtype=np.float32).reshape(4, outputs)
+    outputs_BK = labels_BK + np.array([[1], [-2], [0], [4]], np.float32)
+    for labels in (labels_BK, labels_BK[:, 0])[: 2 if outputs == 1 else 1]:
+        loss_B, score_B = objective.loss(labels, outputs_BK), objective.score(labels, outputs_BK)
+        assert ([1, 4, 0, 16], [1, 2, 0, 4]) == (loss_B.numpy().tolist(), score_B.numpy().tolist())
+    assert "absolute_error" == objective.score_name
+
+
+def test_an_error_is_the_mean_of_differing_outputs() -> None:
+    loss_B = objectives.mean_squared_error(tf.constant([[0.0, 0.0]]), tf.constant([[1.0, 3.0]]))
+    assert [5] == loss_B.numpy().tolist()
+
+
+@pytest.mark.parametrize("classifies", [True, False])
+def test_a_loss_of_the_users_own_keeps_the_score_of_the_data(classifies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("own_losses")
+    module.huber = lambda labels, outputs: outputs  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "own_losses", module)
+    objective = objectives.build("own_losses:huber", classifies=classifies)
+    assert module.huber is objective.loss
+    assert ("accuracy" if classifies else "absolute_error") == objective.score_name
+
+
+def test_a_loss_that_is_not_there_is_refused_in_one_line() -> None:
+    with pytest.raises(UsageError, match="^--loss 'no_such_module:loss': ModuleNotFoundError: No module named"):
+        objectives.build("no_such_module:loss", classifies=True)

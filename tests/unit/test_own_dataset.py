@@ -1,0 +1,188 @@
+"""A dataset of the user's own: called every time, checked in one line, kept under the digest of its contents."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cluster.errors import PrerequisiteError, RunFailed, UsageError
+from train.data import arrays, own_dataset, prepare
+
+ROOT = Path(__file__).parents[2]
+IMAGES = np.arange(48, dtype=np.uint8).reshape(3, 4, 4, 1)
+LABELS = np.array([0, 2, 1], np.uint8)
+FLOATS = np.linspace(0, 1, 6).reshape(3, 2)
+"""float64, as NumPy makes them."""
+GOOD = {"train": (IMAGES, LABELS), "test": (IMAGES[:1], LABELS[:1])}
+
+
+@pytest.fixture
+def returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], str]:
+    """Makes a module whose function `data` returns, or raises, the given; returns the name of that dataset."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "own_module.py").write_text("def other():\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    monkeypatch.delitem(sys.modules, "own_module", raising=False)
+    import own_module  # type: ignore[import-not-found]  # the file just written
+
+    def make(value: Any) -> str:
+        def data() -> Any:
+            if isinstance(value, BaseException):
+                raise value
+            return value
+
+        monkeypatch.setattr(own_module, "data", data, raising=False)
+        return "own_module:data"
+
+    return make
+
+
+def test_types_become_ones_that_can_be_trained_on(returns: Callable[[Any], str]) -> None:
+    dataset = own_dataset.read(returns({"train": (FLOATS, FLOATS[:, 0], [1, 2, 3]), "test": (FLOATS, FLOATS[:, 1])}))
+    assert ["float32"] * 5 == [array.dtype.name for split in dataset.splits.values() for array in split]
+    np.testing.assert_array_equal(FLOATS.astype(np.float32), dataset.splits["train"][0])
+    for labels in (LABELS, LABELS.astype(bool), LABELS.astype(np.int16), LABELS.tolist()):
+        dataset = own_dataset.read(returns({"train": (IMAGES, labels), "test": (IMAGES, labels)}))
+        assert (np.uint8, np.int64) == tuple(array.dtype for array in dataset.splits["train"])
+
+
+def test_the_version_follows_the_contents(returns: Callable[[Any], str]) -> None:
+    variants = [
+        GOOD,
+        {**GOOD, "classes": ["a", "b", "c"]},
+        {**GOOD, "test": (IMAGES[:1], LABELS[1:2])},
+        {**GOOD, "train": (IMAGES, LABELS, np.ones(3))},
+        {split: (value[0].reshape(-1, 16), value[1]) for split, value in GOOD.items()},
+        {split: (value[0].astype(np.int32), value[1]) for split, value in GOOD.items()},
+    ]
+    versions = [own_dataset.read(returns(variant)).version for variant in variants]
+    assert len(set(versions)) == len(variants)
+    assert all(re.fullmatch("[0-9a-f]{12}", version) for version in versions)
+    assert versions[0] == own_dataset.read(returns({**GOOD, "train": (np.asfortranarray(IMAGES), LABELS)})).version
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (None, 'returns NoneType; expected a dictionary of "train", "test" and perhaps "classes"'),
+        ({"train": (IMAGES, LABELS)}, "returns the keys train; expected"),
+        ({**GOOD, "valid": GOOD["test"]}, "returns the keys train, test, valid; expected"),
+        ({**GOOD, "test": IMAGES}, "test is no (features, labels) nor (features, labels, weights)"),
+        ({**GOOD, "test": (IMAGES, None)}, "test labels are no array, but NoneType; expected a NumPy array"),
+        ({**GOOD, "train": (IMAGES, LABELS[:2])}, "train has 3 and 2 examples; expected as many of each"),
+        ({**GOOD, "train": (IMAGES[:0], LABELS[:0])}, "features have the shape [0, 4, 4, 1]; expected at least one"),
+        (
+            {**GOOD, "train": (IMAGES, LABELS.reshape(3, 1, 1))},
+            "labels have the shape [3, 1, 1]; expected [N] or [N, K]",
+        ),
+        ({**GOOD, "train": (IMAGES, LABELS, FLOATS)}, "train weights have the shape [3, 2]; expected [N]"),
+        ({**GOOD, "train": (IMAGES.astype(np.float16), LABELS)}, "features are float16; expected uint8 or int32 or"),
+        ({**GOOD, "train": (IMAGES, list("abc"))}, "train labels are str32; expected int64 or float32"),
+        (
+            {**GOOD, "test": (IMAGES[:, :2], LABELS)},
+            "features of train and test are uint8 [N, 4, 4, 1] and uint8 [N, 2, 4, 1]; expected the same",
+        ),
+        ({**GOOD, "test": (IMAGES, FLOATS[:, 0])}, "labels of train and test are int64 [N] and float32 [N]"),
+        ({**GOOD, "classes": ["a", "b"]}, "labels go from 0 to 2; expected 0 to 1, a number for each class"),
+        ({**GOOD, "test": (IMAGES, [0, -1, 0])}, "labels go from -1 to 2; expected 0 and more"),
+        (
+            {"train": (FLOATS, FLOATS), "test": (FLOATS, FLOATS), "classes": ["a"]},
+            "classes are named, but the labels are floats; expected whole numbers",
+        ),
+        (ValueError("no\nsuch file"), "fails: ValueError: no such file ("),
+    ],
+)
+def test_what_cannot_be_trained_on_is_told_in_one_line(returns: Callable[[Any], str], value: Any, told: str) -> None:
+    with pytest.raises(UsageError) as error:
+        own_dataset.read(returns(value))
+    assert str(error.value).startswith("dataset own_module:data")
+    assert told in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("own_module:date", "own_module has no function 'date'; did you mean 'data'?"),
+        (
+            "no_such.module:data",
+            "no_such.module cannot be imported from .*: ModuleNotFoundError: No module named 'no_such'$",
+        ),
+        ("own_module:", "dataset 'own_module:': expected package.module:function"),
+    ],
+)
+def test_a_function_that_is_not_there_is_told(returns: Callable[[Any], str], name: str, told: str) -> None:
+    returns(GOOD)
+    with pytest.raises(UsageError, match=told):
+        own_dataset.read(name)
+
+
+def test_a_module_that_fails_names_the_line(returns: Callable[[Any], str], tmp_path: Path) -> None:
+    (tmp_path / "modules" / "broken_module.py").write_text("\n1 / 0\n")
+    with pytest.raises(UsageError, match=r"ZeroDivisionError: division by zero \(.*/broken_module\.py:2\)$"):
+        own_dataset.read("broken_module:data")
+
+
+def test_the_same_contents_are_written_once(returns: Callable[[Any], str], tmp_path: Path) -> None:
+    data_dir = tmp_path / "data"
+    first = prepare.prepare(returns(GOOD), data_dir)
+    written = first.train.features.path.stat().st_mtime_ns
+    assert first == prepare.prepare(returns(GOOD), data_dir)
+    assert written == first.train.features.path.stat().st_mtime_ns
+    other = prepare.prepare(returns({**GOOD, "train": GOOD["test"]}), data_dir)
+    assert other.version != first.version
+    assert other == arrays.find(data_dir, "own_module:data")
+    assert first == arrays.find(data_dir, "own_module:data", first.version)
+    assert {".prepare.lock", "arrays"} == {path.name for path in data_dir.iterdir()}
+
+
+def test_going_back_to_former_contents_makes_them_the_newest(returns: Callable[[Any], str], tmp_path: Path) -> None:
+    first = prepare.prepare(returns(GOOD), tmp_path)
+    written = first.train.features.path.stat().st_mtime_ns
+    prepare.prepare(returns({**GOOD, "train": GOOD["test"]}), tmp_path)
+    assert first == prepare.prepare(returns(GOOD), tmp_path) == arrays.find(tmp_path, "own_module:data")
+    assert written == first.train.features.path.stat().st_mtime_ns
+
+
+def test_a_damaged_array_is_written_again(returns: Callable[[Any], str], tmp_path: Path) -> None:
+    path = prepare.prepare(returns(GOOD), tmp_path).train.labels.path
+    path.write_bytes(b"")
+    with pytest.raises(RunFailed):
+        arrays.find(tmp_path, "own_module:data")
+    prepare.prepare(returns(GOOD), tmp_path)
+    assert 24 == path.stat().st_size
+
+
+def test_a_function_that_fails_leaves_what_was_prepared(returns: Callable[[Any], str], tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        prepare.prepare(returns(ValueError("no")), tmp_path)
+    with pytest.raises(PrerequisiteError):
+        arrays.find(tmp_path, "own_module:data")
+    first = prepare.prepare(returns(GOOD), tmp_path)
+    with pytest.raises(UsageError):
+        prepare.prepare(returns(ValueError("no")), tmp_path)
+    assert first == arrays.find(tmp_path, "own_module:data")
+
+
+def test_the_command_imports_from_where_it_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = """
+        import numpy as np
+
+        def sums():
+            x = np.arange(12.0).reshape(6, 2)
+            return {"train": (x, x.sum(1)), "test": (x[:2], x[:2].sum(1))}
+    """
+    (tmp_path / "my_data.py").write_text(textwrap.dedent(module))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    command = [sys.executable, "-m", "train.data", "prepare", "--name", "my_data:sums", "--data-dir", "data"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert 0 == done.returncode, done.stderr
+    told = r"data: my_data:sums [0-9a-f]{12}: 6 examples to train, 2 to test, each \[2\] float32, 1 output"
+    assert re.fullmatch(told, done.stdout.splitlines()[-1])

@@ -1,0 +1,159 @@
+"""What tasks bring along: where it lies, what is refused, and the folders that scripts run in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster import payload, spec
+from cluster.errors import PrerequisiteError, UsageError
+from cluster.payload import Payload
+from cluster.runs import RunFolder
+
+ALL = Payload(Path("/theirs/s.py"), ("1",), (Path("/code/a"), Path("/b")), Path("/r.txt"), Path("/packages/of/it"))
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in the caller's environment that changes what tasks get."""
+    for name in ("PYTHONPATH", payload.LEGACY_KERAS, *payload.PROXIES):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_built_in_trainer_brings_nothing_along() -> None:
+    nothing = Payload()
+    assert [] == nothing.command(contained=True) == nothing.mounts() == nothing.local_path()
+    assert (
+        {} == nothing.environment(spec.build(2), contained=True) == nothing.environment(spec.build(2), contained=False)
+    )
+
+
+def test_a_container_finds_everything_under_fixed_names() -> None:
+    assert ["--script", "/script/s.py", "1"] == ALL.command(contained=True)
+    expected = [("/code/a", "/code/0"), ("/b", "/code/1"), ("/packages/of/it", "/packages"), ("/theirs", "/script")]
+    assert expected == [(str(source), target) for source, target in ALL.mounts()]
+    assert "/code/0:/code/1:/packages" == ALL.environment(spec.build(2), contained=True)["PYTHONPATH"]
+
+
+def test_a_local_process_finds_everything_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/callers")
+    assert ["--script", "/theirs/s.py", "1"] == ALL.command(contained=False)
+    path = ALL.environment(spec.build(2), contained=False)["PYTHONPATH"]
+    assert "/code/a:/b:/packages/of/it:/callers" == path
+
+
+@pytest.mark.parametrize(("workers", "expected"), [(0, None), (1, "1")])
+def test_tf_keras_is_for_clusters(workers: int, expected: str | None) -> None:
+    assert expected == ALL.environment(spec.build(workers), contained=False).get("TF_USE_LEGACY_KERAS")
+
+
+def test_the_caller_may_choose_the_keras(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_USE_LEGACY_KERAS", "0")
+    assert "TF_USE_LEGACY_KERAS" not in ALL.environment(spec.build(2), contained=False)  # inherited
+    assert ALL.environment(spec.build(2), contained=True)["TF_USE_LEGACY_KERAS"] is None  # passed on
+
+
+def test_scripts_in_containers_use_the_caller_s_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://user:secret@proxy")
+    environment = ALL.environment(spec.build(0), contained=True)
+    assert (True, None) == (
+        "HTTPS_PROXY" in environment,
+        environment["HTTPS_PROXY"],
+    )  # by name: nothing is written down
+    assert "HTTPS_PROXY" not in Payload(packages=Path("/p")).environment(spec.build(0), contained=True)
+
+
+# Refusals
+
+
+def test_a_script_is_found_from_where_the_caller_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "s.py").touch()
+    monkeypatch.chdir(tmp_path / "theirs")
+    assert tmp_path / "theirs" / "s.py" == payload.check_script("s.py", tmp_path / "runs")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("absent.py", "does not exist: expected a Python file that reads TF_CONFIG"),
+        ("", "is a folder: expected a Python file"),
+        ("s.py", "lies in your home folder, and tasks see all of the folder that a script lies in; move it"),
+        ("runs/one/work/chief/s.py", "lies in the folder of the runs, "),
+        ("runs/s.py", "lies in the folder of the runs, "),
+    ],
+)
+def test_a_script_that_cannot_be_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, told: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "runs" / "one" / "work" / "chief").mkdir(parents=True)
+    for path in ("s.py", "runs/s.py", "runs/one/work/chief/s.py"):
+        (tmp_path / path).touch()
+    with pytest.raises(UsageError) as refused:
+        payload.check_script(str(tmp_path / name), tmp_path / "runs")
+    assert told in str(refused.value)
+    assert 1 == len(str(refused.value).splitlines())
+
+
+def test_what_containers_could_not_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "theirs" / "s.py"
+    script.parent.mkdir()
+    script.touch()
+    script.parent.chmod(0o755)
+    script.chmod(0o644)
+    monkeypatch.setattr(payload.os, "getuid", lambda: 0)
+    payload.check_readable(Payload(script), "10001:10001")
+    for path, closed, opened in ((script.parent, 0o700, 0o755), (script, 0o600, 0o644)):
+        path.chmod(closed)
+        with pytest.raises(PrerequisiteError, match=rf"run as user 10001:10001, who cannot read {path}: `chmod -R o"):
+            payload.check_readable(Payload(script), "10001:10001")
+        monkeypatch.setattr(payload.os, "getuid", lambda: 1000)  # they then run as the caller
+        payload.check_readable(Payload(script), "1000:1000")
+        monkeypatch.setattr(payload.os, "getuid", lambda: 0)
+        path.chmod(opened)
+
+
+# Work folders
+
+
+def test_every_task_works_in_a_folder_of_links(make_run: Callable[..., RunFolder], tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    (folder / "data").mkdir(parents=True)
+    (folder / "s.py").touch()
+    run = make_run(workers=1)
+    for contained, seen_at in ((True, "/script"), (False, str(folder))):
+        payload.lay_out(Payload(folder / "s.py"), run, run.load_cluster(), contained=contained)
+        for task in ("chief", "worker-0"):
+            links = {path.name: str(path.readlink()) for path in run.work(task).iterdir()}
+            assert {"data": f"{seen_at}/data", "s.py": f"{seen_at}/s.py"} == links
+
+
+def test_what_an_earlier_life_wrote_stays(make_run: Callable[..., RunFolder], tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "model").mkdir()
+    (tmp_path / "theirs" / "s.py").touch()
+    run = make_run(workers=0)
+    run.work("chief").mkdir(parents=True)
+    (run.work("chief") / "model").write_text("trained")
+    payload.lay_out(Payload(tmp_path / "theirs" / "s.py"), run, run.load_cluster(), contained=False)
+    assert "trained" == (run.work("chief") / "model").read_text()
+
+
+def test_no_link_leads_back_to_the_run(make_run: Callable[..., RunFolder], tmp_path: Path) -> None:
+    (tmp_path / "s.py").touch()  # beside runs/, as in this checkout's own folder
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "again").symlink_to("runs")
+    run = make_run(workers=0)
+    payload.lay_out(Payload(tmp_path / "s.py"), run, run.load_cluster(), contained=False)
+    assert {"s.py", "loop"} == {path.name for path in run.work("chief").iterdir()}
+    assert all(len(Path(folder).parts) < 20 for folder, _, _ in os.walk(run.path, followlinks=True))
+
+
+def test_a_run_without_a_script_has_no_work_folder(make_run: Callable[..., RunFolder]) -> None:
+    run = make_run(workers=0)
+    payload.lay_out(Payload(), run, run.load_cluster(), contained=False)
+    assert not (run.path / "work").exists()

@@ -1,0 +1,174 @@
+"""`package.module:name`: found without running it, refused in one line, and the folder that tasks need for it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import UsageError
+from train import references
+
+BUILT_IN = ("two_conv_cnn", "other_cnn")
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+    """Writes files of the user's, whose folder is on the path."""
+    folder = tmp_path / "user"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    before = set(sys.modules)
+
+    def make(files: dict[str, str]) -> Path:
+        for name, text in files.items():
+            path = folder / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+        importlib.invalidate_caches()
+        return folder
+
+    yield make
+    for name in set(sys.modules) - before:
+        if name.startswith("own_"):
+            del sys.modules[name]
+
+
+def refusal(reference: str, of: Callable[[str], object] | None = None) -> str:
+    """Return what a reference that is refused is told."""
+    with pytest.raises(UsageError) as refused:
+        of(reference) if of else references.check("--model", reference, BUILT_IN)
+    assert 1 == len(str(refused.value).splitlines())
+    return str(refused.value)
+
+
+def test_built_in_names_need_no_module() -> None:
+    references.check("--model", "two_conv_cnn", BUILT_IN)
+
+
+def test_a_typo_of_a_built_in_name_gets_the_nearest() -> None:
+    assert (
+        "--model 'two_conv_cn' is neither built in nor of the form package.module:name; did you mean 'two_conv_cnn'?"
+    ) == refusal("two_conv_cn")
+
+
+def test_a_module_is_checked_without_being_run(write: Callable[..., Path]) -> None:
+    write({"own_raises.py": "raise RuntimeError('run')\ndef model(): pass\nclass Net: pass\nalias = model\n"})
+    for name in ("model", "Net", "alias"):
+        references.check("--model", f"own_raises:{name}", BUILT_IN)
+    assert "own_raises" not in sys.modules
+
+
+def test_a_module_that_cannot_be_imported_is_refused_in_one_line_when_it_is_needed(write: Callable[..., Path]) -> None:
+    write({"own_raises.py": "raise RuntimeError('run')\ndef model(): pass\n"})
+    told = refusal("own_raises:model", lambda reference: references.load("--model", reference))
+    assert "--model 'own_raises:model': RuntimeError: run" == told
+
+
+def test_a_module_in_a_package_is_checked_without_running_the_package(write: Callable[..., Path]) -> None:
+    write({"own_package/__init__.py": "raise RuntimeError('run')", "own_package/nets.py": "def model(): pass\n"})
+    references.check("--model", "own_package.nets:model", BUILT_IN)
+    assert "did you mean 'model'?" in refusal("own_package.nets:modle")
+    assert "there is no module 'own_package.net' on PYTHONPATH" in refusal("own_package.net:model")
+    assert "there is no module 'own_package.nets.deep' on PYTHONPATH" in refusal("own_package.nets.deep:model")
+    assert "own_package" not in sys.modules
+
+
+def test_a_package_without_an_init_is_one_too(write: Callable[..., Path]) -> None:
+    folder = write({"own_spaces/nets.py": "def model(): return 7\n"})
+    references.check("--model", "own_spaces.nets:model", BUILT_IN)
+    assert 7 == references.load("--model", "own_spaces.nets:model")()
+    assert folder == references.code_dir("own_spaces.nets:model")
+
+
+def test_a_typo_of_a_name_gets_the_nearest_of_its_module(write: Callable[..., Path]) -> None:
+    folder = write({"own_nets.py": "def small_resnet(): pass\ndef transformer(): pass\n"})
+    assert (
+        f"--model 'own_nets:smal_resnet': {folder / 'own_nets.py'} has no 'smal_resnet'; did you mean 'small_resnet'?"
+    ) == refusal("own_nets:smal_resnet")
+
+
+def test_names_inside_of_functions_and_classes_are_not_the_modules(write: Callable[..., Path]) -> None:
+    write({"own_nets.py": "def model():\n    inner = 1\nclass Net:\n    def call(self): pass\n"})
+    for name in ("inner", "call"):
+        assert f"has no {name!r}" in refusal(f"own_nets:{name}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from math import cos as model",
+        "import math as model",
+        "try:\n    pass\nexcept ImportError:\n    pass\nelse:\n    def model(): pass",
+        "if True:\n    model = 1",
+        "model: int = 1",
+        "from math import *",  # what that brings cannot be told without running it
+        "def __getattr__(name): return 1",
+    ],
+)
+def test_a_name_can_come_in_other_ways(text: str, write: Callable[..., Path]) -> None:
+    write({"own_nets.py": text})
+    references.check("--model", "own_nets:model", BUILT_IN)
+
+
+def test_an_empty_module_has_no_name(write: Callable[..., Path]) -> None:
+    write({"own_nets.py": ""})
+    assert refusal("own_nets:model").endswith("own_nets.py has no 'model'")
+
+
+def test_a_missing_module_is_told_with_the_path_that_was_searched(write: Callable[..., Path]) -> None:
+    folder = write({})
+    told = refusal("no_such_module:model")
+    assert told.startswith(
+        f"--model 'no_such_module:model': there is no module 'no_such_module' on PYTHONPATH ({folder}"
+    )
+
+
+@pytest.mark.parametrize("reference", [":model", ".relative:model"])
+def test_a_reference_without_a_module_is_refused(reference: str) -> None:
+    assert refusal(reference).startswith(f"--model {reference!r}: ")
+
+
+def test_a_file_with_a_syntax_error_is_named_with_its_line(write: Callable[..., Path]) -> None:
+    folder = write({"own_nets.py": "def fine(): pass\ndef model(:\n"})
+    told = refusal("own_nets:model")
+    assert told.startswith(f"{folder / 'own_nets.py'}: ")
+    assert "line 2" in told
+
+
+@pytest.mark.parametrize(("name", "error"), [("model", "AttributeError"), ("", "AttributeError")])
+def test_a_name_that_is_gone_is_refused_when_it_is_needed(name: str, error: str, write: Callable[..., Path]) -> None:
+    write({"own_nets.py": ""})
+    told = refusal(f"own_nets:{name}", lambda reference: references.load("--model", reference))
+    assert told.startswith(f"--model 'own_nets:{name}': {error}: ")
+
+
+def test_the_folder_of_a_module_is_what_tasks_need(write: Callable[..., Path]) -> None:
+    folder = write({"own_nets.py": "def model(): pass\n"})
+    assert folder == references.code_dir("own_nets:model")
+
+
+def test_the_folder_of_a_package_is_the_one_it_is_in(write: Callable[..., Path]) -> None:
+    folder = write(
+        {"own_package/__init__.py": "raise RuntimeError('run')", "own_package/nets.py": "def model(): pass\n"}
+    )
+    assert folder == references.code_dir("own_package.nets:model")
+
+
+@pytest.mark.parametrize(
+    "reference",
+    ["two_conv_cnn", "", "json:loads", "numpy.linalg:norm", "sys:exit", "train.models:two_conv_cnn", "tests.unit.x:y"],
+)
+def test_what_every_task_has_anyway_needs_no_folder(
+    reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names, the standard library, what is installed, what is built in, and this checkout."""
+    monkeypatch.chdir(tmp_path)
+    assert references.code_dir(reference) is None
+
+
+def test_a_module_that_is_nowhere_needs_no_folder() -> None:
+    assert references.code_dir("no_such_module:model") is None

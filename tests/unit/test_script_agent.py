@@ -1,0 +1,350 @@
+"""Scripts that know nothing of agents: how each end is read, and what a script finds around itself."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster import local, restarts, script_agent, view, watch
+from cluster.payload import Payload, lay_out
+from cluster.runs import RunFolder, write_json
+from tests.unit.gang import Gang
+from tests.waiting import wait_for
+
+SIGKILLED = "exit code 137 (SIGKILL: killed, out of memory?)"
+
+LINES = """
+import json, os, pathlib, signal, sys, time
+
+NAME, GENERATION = os.environ["TASK"], int(os.environ["GENERATION"])
+RUN = pathlib.Path(os.environ["RUN_DIR"])
+
+
+def until(condition):
+    while not condition():
+        time.sleep(0.01)
+
+
+def beat(task):
+    return json.loads((RUN / "status" / f"{task}.json").read_text())
+
+
+def die(number=signal.SIGKILL):
+    os.kill(os.getpid(), number)
+"""
+
+StartScripts = Callable[..., Gang]
+
+
+@pytest.fixture
+def start_scripts(make_run: Callable[..., RunFolder], tmp_path: Path) -> Iterator[StartScripts]:
+    """Starts a cluster whose every task runs these lines; takes the script's arguments and `spec.build`'s options."""
+    started = []
+
+    def start(lines: str, arguments: tuple[str, ...] = (), **topology: Any) -> Gang:
+        script = tmp_path / "theirs" / "script.py"
+        script.parent.mkdir(exist_ok=True)
+        script.write_text(LINES + textwrap.dedent(lines))
+        run, payload = make_run(**topology), Payload(script, arguments)
+        cluster = run.load_cluster()
+        write_json(run.config, payload.to_json())
+        more = payload.environment(cluster, contained=False)
+        command = payload.command(contained=False)
+        write_json(run.compose, local.processes_of(cluster, run.path, tmp_path / "data", command, more))
+        lay_out(payload, run, cluster, contained=False)
+        started.append(run)
+        local.start(run)
+        return Gang(run)
+
+    yield start
+    for run in started:
+        with contextlib.suppress(FileNotFoundError):
+            local.kill(run)
+
+
+def script_pid(gang: Gang, task: str) -> int:
+    """Wait for a task's script and return its process id."""
+
+    def find() -> int:
+        for pid in local.processes_left(gang.run):
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                if b"cluster.agent" not in command and f"TASK={task}".encode() in environment:
+                    return pid
+        return 0
+
+    return wait_for(find, f"the script of {task}", timeout_s=20)
+
+
+# The end
+
+
+def test_a_run_succeeds_when_every_script_ended_with_0(start_scripts: StartScripts) -> None:
+    # The chief is done first: the others go on for as long as they like.
+    gang = start_scripts("if NAME != 'chief': until(lambda: beat('chief')['state'] == 'done')", workers=2)
+    summary = gang.summary()
+    assert 0 < summary.pop("startup_s") <= summary.pop("wall_s")
+    assert {
+        "state": "succeeded",
+        "strategy": "MultiWorkerMirroredStrategy",
+        "replicas": 3,
+        "steps": 0,
+        "epochs": None,
+        "examples_per_s": None,
+        "metrics": {},
+        "weights_sha256": None,
+        "restarts": [],
+        "goodput": None,
+        "tasks": {"chief": 0, "worker-0": 0, "worker-1": 0},
+    } == summary
+    assert {("done", 0)} == {(beat["state"], beat["exit_code"]) for beat in gang.run.heartbeats().values()}
+    told, *rest = view.ended(gang.run, "runs/run")
+    assert told.startswith("succeeded: every task's script ended with 0 in ")
+    assert "its files    runs/run/work/TASK" in rest
+
+
+def test_the_chief_alone_needs_no_cluster(start_scripts: StartScripts) -> None:
+    summary = start_scripts("assert 'TF_CONFIG' not in os.environ", workers=0).summary()
+    assert ("succeeded", {"chief": 0}) == (summary["state"], summary["tasks"])
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "told"),
+    [
+        ("raise ValueError('a bug')", 1, "exit code 1, last line: ValueError: a bug"),
+        ("print('usage: wrong'); sys.exit(2)", 2, "exit code 2, last line: usage: wrong"),
+        ("sys.exit(75)", 75, "exit code 75"),
+    ],
+)
+def test_a_script_s_own_failure_ends_the_run_at_once(
+    start_scripts: StartScripts, end: str, code: int, told: str
+) -> None:
+    gang = start_scripts(f"if NAME == 'worker-0': {end}\nuntil(lambda: False)", workers=1)
+    summary = gang.summary()
+    assert ("failed", [], 0) == (summary["state"], summary["restarts"], gang.run.generation)
+    assert ("worker-0", 1, told) == tuple(summary["cause"][key] for key in ("task", "exit_code", "error"))
+    assert code == summary["tasks"]["worker-0"]
+    assert 1 == watch.exit_code(summary)  # 2 to 4 would say that nothing was started
+    assert f"root cause: worker-0, {told}" in view.ended(gang.run, "runs/run")
+    assert ["failed", "stopped"] == [gang.beat(task)["state"] for task in ("worker-0", "chief")]
+
+
+def test_the_first_error_is_the_root_cause(start_scripts: StartScripts) -> None:
+    lines = """
+    if NAME == 'worker-0': sys.exit('the root cause')
+    until(lambda: beat('worker-0')['state'] == 'failed')
+    if NAME == 'worker-1': die(signal.SIGABRT)  # as TensorFlow does when it hears of it
+    sys.exit('a consequence')
+    """
+    summary = start_scripts(lines, workers=2).summary()
+    assert ("failed", "worker-0") == (summary["state"], summary["cause"]["task"])
+    assert "exit code 1, last line: the root cause" == summary["cause"]["error"]
+
+
+def test_a_server_s_own_failure_ends_the_run_too(start_scripts: StartScripts) -> None:
+    summary = start_scripts("if NAME == 'ps-0': sys.exit('no port')\nuntil(lambda: False)", workers=1, ps=1).summary()
+    assert ("failed", "ps-0", 1) == (summary["state"], summary["cause"]["task"], summary["tasks"]["ps-0"])
+
+
+# Deaths
+
+
+def test_killing_one_script_restarts_the_gang(start_scripts: StartScripts) -> None:
+    lines = """
+    if GENERATION: sys.exit()
+    if NAME != 'worker-1': until(lambda: (RUN / 'killed').exists()); sys.exit('UnavailableError: worker-1 is gone')
+    until(lambda: False)
+    """
+    gang = start_scripts(lines, workers=2)
+    os.kill(script_pid(gang, "worker-1"), signal.SIGKILL)
+    (gang.run.path / "killed").touch()
+    summary = gang.summary()
+    assert "succeeded" == summary["state"]
+    (restart,) = summary["restarts"]
+    assert 0 <= restart.pop("detected_s") < restart.pop("resumed_s")
+    assert {"generation": 1, "task": "worker-1", "cause": SIGKILLED, "steps_lost": None} == restart
+    assert {1} == {beat["restarts"] for beat in gang.run.heartbeats().values()}
+
+
+def test_an_error_before_a_death_is_heard_of_is_not_the_root_cause(start_scripts: StartScripts) -> None:
+    lines = """
+    if GENERATION: sys.exit()
+    if NAME == 'chief': sys.exit('UnavailableError: worker-0 is gone')
+    until(lambda: beat('chief')['state'] == 'failed')
+    die()
+    """
+    summary = start_scripts(lines, workers=1).summary()
+    assert ("succeeded", ["worker-0"]) == (summary["state"], [r["task"] for r in summary["restarts"]])
+
+
+def test_a_task_killed_with_its_agent_restarts_the_gang(start_scripts: StartScripts) -> None:
+    gang = start_scripts("if not GENERATION: until(lambda: False)", workers=1)
+    script_pid(gang, "worker-0")
+    for pid in local.processes_left(gang.run):
+        with contextlib.suppress(OSError):  # the program dies with its agent
+            if b"TASK=worker-0" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                os.kill(pid, signal.SIGKILL)
+    summary = gang.summary()
+    assert ("succeeded", ["worker-0"]) == (summary["state"], [r["task"] for r in summary["restarts"]])
+
+
+def test_a_script_that_keeps_being_killed_ends_the_run(start_scripts: StartScripts) -> None:
+    lines = "if NAME == 'chief': until(lambda: False)\nprint('so much memory', flush=True)\ndie()"
+    summary = start_scripts(lines, workers=1).summary()
+    told = f"its script died 3 times: {SIGKILLED}, last line: so much memory"
+    assert ("failed", "worker-0", told) == (summary["state"], summary["cause"]["task"], summary["cause"]["error"])
+    assert [1, 2] == [restart["generation"] for restart in summary["restarts"]]
+
+
+def test_a_script_that_lived_long_did_not_die_of_the_same(make_run: Callable[..., RunFolder]) -> None:
+    run, now = make_run(workers=1), time.time()
+    write_json(run.config, Payload(Path("/theirs/script.py")).to_json())
+    for number, begun in ((1, now - 60), (2, now - 30)):
+        why = {"task": "worker-0", "cause": "killed", "step": 0, "failed_at": begun}
+        write_json(run.control / "generations" / f"{number}.json", {"generation": number, "time": begun, **why})
+    write_json(run.control / "generations" / "0.json", {"generation": 0, "time": now - 70, "resumed": False})
+    assert restarts.gang_keeps_failing(run, 0, now)
+    assert not restarts.gang_keeps_failing(run, 0, now + restarts.STEADY_S)
+
+
+# Parameter servers
+
+
+def test_servers_are_ended_when_the_chief_s_script_is_done(start_scripts: StartScripts) -> None:
+    gang = start_scripts("if NAME != 'chief': until(lambda: False)", workers=2, ps=1)
+    summary = gang.summary()
+    assert "succeeded" == summary["state"]
+    assert {"chief": 0, "worker-0": 0, "worker-1": 0, "ps-0": 0} == summary["tasks"]
+    assert view.ended(gang.run, "runs/run")[0].startswith("succeeded: the chief's script ended with 0 in ")
+
+
+def test_a_killed_worker_under_ps_starts_again_alone(start_scripts: StartScripts) -> None:
+    lines = """
+    if NAME == 'worker-0' and os.environ['RESTARTS'] == '0': die()
+    if NAME != 'chief': until(lambda: False)
+    until(lambda: beat('worker-0')['restarts'] and beat('worker-0')['state'] == 'training')
+    """
+    gang = start_scripts(lines, workers=2, ps=1)
+    summary = gang.summary()
+    assert ("succeeded", 0) == (summary["state"], gang.run.generation)
+    (restart,) = summary["restarts"]
+    assert ("worker-0", SIGKILLED, 0) == (restart["task"], restart["cause"], restart["steps_lost"])
+
+
+def test_a_chief_that_cannot_go_on_without_a_killed_worker_starts_again_with_all(start_scripts: StartScripts) -> None:
+    lines = """
+    if GENERATION: sys.exit() if NAME == 'chief' else until(lambda: False)
+    if NAME == 'worker-0' and os.environ['RESTARTS'] == '0': die()
+    if NAME != 'chief': until(lambda: False)
+    until(lambda: beat('worker-0')['restarts'])
+    sys.exit('UnavailableError: worker-0 was away')
+    """
+    summary = start_scripts(lines, workers=1, ps=1).summary()
+    assert ("succeeded", ["worker-0", "chief"]) == (summary["state"], [r["task"] for r in summary["restarts"]])
+    assert "exit code 1, after a worker had died" == summary["restarts"][1]["cause"]
+
+
+# Stops
+
+
+@pytest.mark.parametrize("on_sigterm", ["signal.SIG_DFL", "lambda *_: sys.exit()", "lambda *_: sys.exit('saved')"])
+def test_a_stop_ends_every_script(start_scripts: StartScripts, on_sigterm: str) -> None:
+    gang = start_scripts(f"signal.signal(signal.SIGTERM, {on_sigterm})\nuntil(lambda: False)", workers=1)
+    wait_for(lambda: {gang.beat(task)["state"] for task in ("chief", "worker-0")} == {"training"}, "both scripts")
+    gang.run.request_stop("a test")
+    summary = gang.summary()
+    assert ("stopped", []) == (summary["state"], summary["restarts"])
+    assert {"stopped"} == {beat["state"] for beat in gang.run.heartbeats().values()}
+
+
+def test_a_script_that_does_not_hear_of_a_stop_is_killed(
+    start_scripts: StartScripts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCRIPT_GRACE_S", "0.2")
+    gang = start_scripts("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('on')\nuntil(lambda: False)", workers=1)
+    wait_for(lambda: all("on" in gang.run.log(t).read_text() for t in ("chief", "worker-0")), "both scripts")
+    gang.run.request_stop("a test")
+    assert "stopped" == gang.summary()["state"]
+
+
+# What a script finds
+
+
+def test_a_script_gets_its_arguments_its_environment_and_its_neighbours(
+    start_scripts: StartScripts, tmp_path: Path
+) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "train.py").write_text("ORIGIN = 'theirs'\n")  # this checkout has a package of that name
+    (folder / "cluster.py").write_text("ORIGIN = 'theirs'\n")
+    (folder / "data").mkdir()
+    (folder / "data" / "table.csv").write_text("1,2\n")
+    lines = """
+    import cluster, train
+    pathlib.Path("out.json").write_text(json.dumps({
+        "arguments": sys.argv[1:], "origins": [cluster.ORIGIN, train.ORIGIN], "path": sys.path[0],
+        "table": open("data/table.csv").read(), "cwd": os.getcwd(), "environment": dict(os.environ),
+    }))
+    """
+    gang = start_scripts(lines, ("--batch", "two words", "$HOME"), workers=1)
+    assert "succeeded" == gang.summary()["state"]
+    for task, role in (("chief", "chief"), ("worker-0", "worker")):
+        found = json.loads((gang.run.work(task) / "out.json").read_text())
+        assert ["--batch", "two words", "$HOME"] == found["arguments"]
+        assert (["theirs", "theirs"], str(folder)) == (found["origins"], found["path"])
+        assert ("1,2\n", str(gang.run.work(task))) == (found["table"], found["cwd"])
+        environment = found["environment"]
+        assert (str(gang.run.path), str(tmp_path / "data")) == (environment["RUN_DIR"], environment["DATA_DIR"])
+        assert (task, "1", "1") == tuple(environment[k] for k in ("TASK", "PYTHONUNBUFFERED", "TF_USE_LEGACY_KERAS"))
+        assert role == json.loads(environment["TF_CONFIG"])["task"]["type"]
+        assert "GATE_FD" not in environment
+    assert not (folder / "out.json").exists()
+
+
+def test_this_checkout_is_taken_off_a_script_s_path() -> None:
+    path = os.pathsep.join(["/theirs", str(script_agent.ROOT), "", "/more"])
+    assert {"PYTHONPATH": "/theirs:/more", "A": "b"} == script_agent.script_environment({"PYTHONPATH": path, "A": "b"})
+    assert {} == script_agent.script_environment({"PYTHONPATH": str(script_agent.ROOT)})
+
+
+def test_a_script_starts_only_when_its_cluster_is_complete(
+    start_scripts: StartScripts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BARRIER_TIMEOUT_S", "1")
+    monkeypatch.setattr(local, "processes_of", _all_but_the_last(local.processes_of))
+    gang = start_scripts("print('on')", workers=1)
+    outcome = gang.outcome()
+    assert ("failed", 4) == (outcome["state"], outcome["exit_code"])
+    assert "" == gang.run.log("chief").read_text()
+
+
+def _all_but_the_last(processes_of: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    def some(*arguments: Any) -> dict[str, Any]:
+        how = processes_of(*arguments)
+        how["tasks"].popitem()
+        return how
+
+    return some
+
+
+def test_status_shows_who_is_alive_and_how_who_ended(start_scripts: StartScripts, tmp_path: Path) -> None:
+    gang = start_scripts("if NAME == 'chief': until(lambda: (RUN / 'enough').exists())", workers=1)
+    wait_for(lambda: [gang.beat(t)["state"] for t in ("chief", "worker-0")] == ["training", "done"], "the worker's end")
+    assert watch.until_training(gang.run, lambda value: None)
+    head, names, chief, worker = view.table(view.status(gang.run))
+    assert f"run  training  {tmp_path / 'theirs' / 'script.py'}" == head
+    assert ["TASK", "STATE", "EXIT", "CODE", "RESTARTS", "AGE"] == names.split()
+    assert ["chief", "training", "-", "0"] == chief.split()[:4]
+    assert ["worker-0", "done", "0", "0"] == worker.split()[:4]
+    (gang.run.path / "enough").touch()
+    assert "succeeded" == gang.summary()["state"]

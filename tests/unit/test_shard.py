@@ -1,0 +1,361 @@
+"""Writing shards: from arrays, from any TFDS dataset; whole or not at all, and found with their sizes checked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_datasets as tfds
+
+from cluster.errors import PrerequisiteError, RunFailed, UsageError
+from train.data import arrays, download, sharding, shards
+from train.data.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+IMAGES = np.arange(11 * 12, dtype=np.uint8).reshape(11, 2, 2, 3)
+LABELS = np.arange(11) % 3
+
+
+class Source:
+    """Gives `train` to train on, and the first three of its examples to test on."""
+
+    def __init__(self, *train: Any, classes: tuple[str, ...] = (), version: str = "1.0.0") -> None:
+        self.train, self.classes, self.version, self.opened = train or (IMAGES, LABELS), classes, version, 0
+
+    def open(self) -> Mapping[str, int]:
+        self.opened += 1
+        return {"train": len(self.train[0]), "test": 3}
+
+    def examples(self, split: str) -> Iterator[tuple[Any, ...]]:
+        yield from list(zip(*self.train, strict=True))[: None if split == "train" else 3]
+
+
+def shard(data_dir: Path, source: Source | None = None, **options: Any) -> shards.ShardSet:
+    return sharding.shard("things", data_dir, open_source=lambda *_: source or Source(), **{"num_shards": 4} | options)
+
+
+def records(path: Path) -> list[tf.train.Example]:
+    return [tf.train.Example.FromString(record.numpy()) for record in tf.data.TFRecordDataset(str(path))]
+
+
+def test_examples_are_dealt_out_in_turn(tmp_path: Path) -> None:
+    found = shard(tmp_path)
+    assert found == shards.find(tmp_path, "things") == shards.find(tmp_path, "things", "1.0.0")
+    assert (11, (3, 3, 3, 2), 3, (1, 1, 1)) == (
+        found.train.num_examples,
+        found.train.counts,
+        found.test.num_examples,
+        found.test.counts,  # no shard without an example
+    )
+    assert ((2, 2, 3), "uint8", (), "int64") == (
+        found.train.feature_shape,
+        found.train.feature_dtype,
+        found.train.label_shape,
+        found.train.label_dtype,
+    )
+    names = [f"train-{number:05}-of-00004.tfrecord" for number in range(4)]
+    names += [f"test-{number:05}-of-00003.tfrecord" for number in range(3)]
+    folder = tmp_path / "shards" / "things-1.0.0"
+    assert {"shards.json", *names} == {path.name for path in folder.iterdir()}
+    third = records(folder / names[2])
+    assert [IMAGES[i].tobytes() for i in (2, 6, 10)] == [
+        one.features.feature["features"].bytes_list.value[0] for one in third
+    ]
+    assert [[2], [0], [1]] == [list(one.features.feature["label"].int64_list.value) for one in third]
+    assert {".prepare.lock", "shards"} == {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "outputs", "shape", "dtype"),
+    [
+        (LABELS, ("a", "b", "c", "d"), 4, (), "int64"),
+        (LABELS.astype(np.uint8), (), 3, (), "int64"),
+        (LABELS + 0.5, (), 1, (), "float32"),
+        (np.ones([11, 4]), (), 4, (4,), "float32"),
+        (np.tile(np.arange(5), [11, 1]), (), 5, (5,), "int64"),
+    ],
+)
+def test_labels_are_classes_or_quantities(
+    tmp_path: Path, labels: np.ndarray, classes: tuple[str, ...], outputs: int, shape: tuple[int, ...], dtype: str
+) -> None:
+    found = shard(tmp_path, Source(IMAGES, labels, classes=classes))
+    assert (classes, outputs) == (found.classes, found.num_outputs)
+    assert (shape, dtype) == (found.train.label_shape, found.train.label_dtype) == (shape, found.test.label_dtype)
+
+
+def test_what_is_there_as_asked_is_not_written_again(tmp_path: Path) -> None:
+    source = Source()
+    first = shard(tmp_path, source)
+    assert first == shard(tmp_path, source)
+    assert 1 == source.opened
+    assert 2 == len(shard(tmp_path, source, num_shards=2).train.files)
+    shard(tmp_path, source, num_shards=2, fresh=True)
+    shard(tmp_path, Source(version="2.0.0"), num_shards=2)
+    assert 3 == source.opened
+    assert "2.0.0" == shards.find(tmp_path, "things").version
+    assert "1.0.0" == shards.find(tmp_path, "things", "1.0.0").version
+
+
+def test_a_truncated_or_absent_shard_is_told_and_written_again(tmp_path: Path) -> None:
+    file = shard(tmp_path).train.files[1]
+    file.path.write_bytes(file.path.read_bytes()[:-1])
+    with pytest.raises(RunFailed) as error:
+        shards.find(tmp_path, "things")
+    sizes = f"{file.path} has {file.size_bytes - 1} bytes, expected {file.size_bytes} for 3 examples"
+    assert f"{sizes}; run `invoke data.shard --name things --fresh`" == str(error.value)
+    file.path.unlink()
+    with pytest.raises(RunFailed, match=r"train-00001-of-00004\.tfrecord has 0 bytes"):
+        shards.find(tmp_path, "things")
+    shards.verify(shard(tmp_path), lambda line: None)
+
+
+def test_verify_names_the_shard_of_which_one_byte_differs(tmp_path: Path) -> None:
+    found = shard(tmp_path)
+    path = found.test.files[2].path
+    content = bytearray(path.read_bytes())
+    content[30] ^= 1
+    path.write_bytes(content)
+    lines: list[str] = []
+    with pytest.raises(RunFailed, match=rf"^{path}: not the bytes that were prepared; run `invoke data\.shard"):
+        shards.verify(found, lines.append)
+    assert (["ok"] * 6, f"DIFFERENT {path}") == ([line.split()[0] for line in lines[:-1]], lines[-1])
+
+
+def test_no_shards_names_the_command(tmp_path: Path) -> None:
+    for version in ("", "1.0.0"):
+        with pytest.raises(PrerequisiteError, match=r"run `invoke data\.shard --name things`$"):
+            shards.find(tmp_path, "things", version)
+
+
+@pytest.mark.parametrize("index", ["", "{}", "[]", "null"])
+def test_an_index_that_cannot_be_read_is_named(tmp_path: Path, index: str) -> None:
+    shard(tmp_path)
+    (tmp_path / "shards" / "things-1.0.0" / "shards.json").write_text(index)
+    with pytest.raises(RunFailed, match=r"shards\.json cannot be read .* --fresh`$"):
+        shards.find(tmp_path, "things")
+
+
+@pytest.mark.parametrize(
+    ("train", "told"),
+    [
+        (([np.zeros([2, 2], np.uint8), np.zeros([2, 3], np.uint8)], [0, 0]), "train example 1: features of the first "),
+        ((IMAGES.astype(np.float16), LABELS), "train example 0: features are float16; expected uint8 or int32 or"),
+        (([b"some", b"text"], [0, 1]), "train example 0: features are bytes32; expected"),
+        ((IMAGES, LABELS - 1), "train example 0: label -1; expected a number or a list of them, classes from 0"),
+        ((IMAGES, IMAGES), "train example 0: label [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]]]; expected"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_told_and_leaves_nothing(
+    tmp_path: Path, train: tuple[Any, ...], told: str
+) -> None:
+    with pytest.raises(UsageError) as error:
+        shard(tmp_path, Source(*train))
+    assert str(error.value).startswith(told) and "\n" not in str(error.value)
+    assert [".prepare.lock"] == [path.name for path in tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [({"num_shards": 0}, "--shards 0: expected a whole number from 1 to 512"), ({"size": 0}, "--size 0: expected a")],
+)
+def test_an_option_out_of_its_range_is_told(tmp_path: Path, options: dict[str, int], told: str) -> None:
+    with pytest.raises(UsageError, match=f"^{told}"):
+        shard(tmp_path / "data", **options)
+    assert not (tmp_path / "data").exists()
+
+
+def test_images_are_resized(tmp_path: Path) -> None:
+    images = [np.full([4 + i, 9, 3], 10 * i, np.uint8) for i in range(11)]
+    found = shard(tmp_path, Source(images, LABELS), size=5)
+    assert (5, 5, 3) == found.train.feature_shape
+    values = [set(one.features.feature["features"].bytes_list.value[0]) for one in records(found.train.files[0].path)]
+    assert [{0}, {40}, {80}] == values
+    with pytest.raises(UsageError, match=r"--size 5: train example 0 is no image but \[4\] float64; leave --size out"):
+        shard(tmp_path, Source(np.ones([11, 4]), LABELS), size=5, fresh=True)
+
+
+def test_a_full_disk_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = tf.io.TFRecordWriter
+    monkeypatch.setattr(tf.io, "TFRecordWriter", lambda path: writer("/dev/full"))
+    big = np.zeros([3, 1 << 20], np.uint8)  # larger than what TensorFlow buffers
+    with pytest.raises(RunFailed, match=rf"^the disk of {tmp_path} is full \(No space left on device\)"):
+        shard(tmp_path, Source(big, LABELS[:3]))
+
+
+def test_weights_of_ones_own_dataset_are_for_training_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = (
+        "import numpy as np\ndef data():\n    a = np.arange(6.0)\n    return {'train': (a, a, a), 'test': (a, a, a)}"
+    )
+    (tmp_path / "weighted_module.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = sharding.shard("weighted_module:data", tmp_path / "data", num_shards=2)
+    assert arrays.find(tmp_path / "data", "weighted_module:data").version == found.version
+    assert ((), "float32", 1, True, False) == (
+        found.train.feature_shape,
+        found.train.feature_dtype,
+        found.num_outputs,
+        found.train.weighted,
+        found.test.weighted,
+    )
+    assert tmp_path / "data" / "shards" / f"weighted_module-data-{found.version}" == found.train.files[0].path.parent
+    feature = records(found.train.files[1].path)[2].features.feature
+    assert [5.0] == list(feature["weight"].float_list.value) == list(feature["label"].float_list.value)
+
+
+# TFDS
+
+
+class TinyThings(tfds.core.GeneratorBasedBuilder):
+    """What a dataset of TFDS is made of; tests change these."""
+
+    VERSION = tfds.core.Version("1.2.3")
+    pkg_dir_path = ROOT
+    image_shape: tuple[int | None, ...] = (2, 2, 3)
+    label: Any = tfds.features.ClassLabel(names=["cat", "dog"])
+    splits = ("train", "test")
+    supervised_keys: Any = ("image", "label")
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        features = {"image": tfds.features.Image(shape=self.image_shape), "label": self.label}
+        return tfds.core.DatasetInfo(
+            builder=self, features=tfds.features.FeaturesDict(features), supervised_keys=self.supervised_keys
+        )
+
+    def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
+        return {split: self._generate_examples(split) for split in self.splits}
+
+    def _generate_examples(self, split: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        for i in range(9 if split == "train" else 4):
+            shape = [3 + i if size is None else size for size in self.image_shape]
+            yield i, {"image": np.full(shape, i, np.uint8), "label": self.label_of(i)}
+
+    @staticmethod
+    def label_of(i: int) -> Any:
+        return i % 2
+
+
+def tiny(data_dir: Path, **options: Any) -> shards.ShardSet:
+    return sharding.shard("tiny_things", data_dir, num_shards=2, **options)
+
+
+def test_any_dataset_of_tfds_is_built_and_sharded(tmp_path: Path) -> None:
+    found = tiny(tmp_path)
+    assert ("tiny_things", "1.2.3", ("cat", "dog"), 2) == (found.name, found.version, found.classes, found.num_outputs)
+    assert ((5, 4), (2, 2), (2, 2, 3)) == (found.train.counts, found.test.counts, found.train.feature_shape)
+    for file in found.train.files:
+        for record in records(file.path):
+            pixels = set(record.features.feature["features"].bytes_list.value[0])
+            assert [pixels.pop() % 2] == list(record.features.feature["label"].int64_list.value) and not pixels
+    assert (tmp_path / "tiny_things" / "1.2.3" / "dataset_info.json").exists()
+
+
+def test_validation_stands_in_for_a_missing_test_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TinyThings, "splits", ("train", "validation"))
+    assert 4 == tiny(tmp_path).test.num_examples
+
+
+def test_no_split_to_test_on_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TinyThings, "splits", ("train", "extra"))
+    with pytest.raises(UsageError, match="^tiny_things has the splits extra, train; expected train, and test or valid"):
+        tiny(tmp_path)
+
+
+def test_images_of_many_sizes_need_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TinyThings, "image_shape", (None, None, 1))
+    with pytest.raises(UsageError, match=r"features \[None, None, 1\] of no fixed size; resize its images: --size PIX"):
+        tiny(tmp_path)
+    assert (7, 7, 1) == tiny(tmp_path, size=7).train.feature_shape
+
+
+def test_quantities_of_tfds_are_floats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TinyThings, "label", tfds.features.Tensor(shape=(3,), dtype=np.float64))
+    monkeypatch.setattr(TinyThings, "label_of", staticmethod(lambda i: np.full(3, i / 2)))
+    found = tiny(tmp_path)
+    assert ((), 3, (3,), "float32") == (
+        found.classes,
+        found.num_outputs,
+        found.train.label_shape,
+        found.train.label_dtype,
+    )
+
+
+@pytest.mark.parametrize("label", [tfds.features.Text(), tfds.features.Sequence({"a": np.int64})])
+def test_text_is_refused_before_it_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, label: Any) -> None:
+    monkeypatch.setattr(TinyThings, "label", label)
+    with pytest.raises(UsageError, match="^tiny_things has a label that is text or a structure, not numbers; choose"):
+        tiny(tmp_path)
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_a_dataset_without_one_feature_and_one_label_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TinyThings, "supervised_keys", None)
+    with pytest.raises(UsageError, match=r"^tiny_things has no single feature and label \(supervised_keys None\)"):
+        tiny(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("tiny_thing", "TFDS knows no dataset 'tiny_thing'; did you mean 'tiny_things'?"),
+        ("qqqqqqqqqq", "TFDS knows no dataset 'qqqqqqqqqq'; see https://www.tensorflow.org/datasets"),
+        ("tiny_things/large", "TFDS cannot read the name 'tiny_things/large': "),
+    ],
+)
+def test_a_name_that_tfds_does_not_know_is_told(tmp_path: Path, name: str, told: str) -> None:
+    with pytest.raises(UsageError) as error:
+        sharding.shard(name, tmp_path)
+    assert str(error.value).startswith(told) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "failure", [PrerequisiteError("example.org: no such host"), AssertionError("put the files\nthere yourself")]
+)
+def test_a_download_that_fails_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise failure
+
+    monkeypatch.setattr(TinyThings, "url_infos", {"http://example.org/x": None})
+    monkeypatch.setattr(download, "probe", fail)
+    with pytest.raises(PrerequisiteError) as error:
+        tiny(tmp_path)
+    words = " ".join(str(failure).split())
+    assert f"TFDS cannot get tiny_things: {words}; connect this machine or choose another dataset" == str(error.value)
+
+
+# The command
+
+
+def test_the_command_shards_and_verifies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    options = ["--name", "tiny_things", "--data-dir", str(tmp_path)]
+    assert 0 == main(["shard", *options, "--shards", "3", "--size", "6"])
+    told = "tiny_things 1.2.3: 9 examples to train, 4 to test, each [6, 6, 3] uint8, 2 classes, in 3 and 3 shards"
+    assert f"data: {told}" == capsys.readouterr().out.splitlines()[-1]
+    assert 0 == main(["verify", *options])
+    assert ["ok"] * 6 == [line.split()[1] for line in capsys.readouterr().out.splitlines()]
+    assert 2 == main(["shard", *options, "--shards", "1000"])
+    assert "error: --shards 1000: expected a whole number from 1 to 512\n" == capsys.readouterr().err
+
+
+def test_finding_and_verifying_needs_no_tensorflow(tmp_path: Path) -> None:
+    shard(tmp_path)
+    script = """
+import sys
+from train.data.__main__ import main
+code = main(sys.argv[1:])
+assert "tensorflow" not in sys.modules and "numpy" not in sys.modules
+sys.exit(code)
+"""
+    command = [sys.executable, "-c", script, "verify", "--name", "things", "--data-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (0, 7) == (done.returncode, len(done.stdout.splitlines())), done.stderr

@@ -1,0 +1,57 @@
+"""The warm spare: the next life's program is there before it is needed, and gone after the run."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from cluster import local, spare
+from tests.unit.gang import StartGang
+from tests.waiting import wait_for
+
+LINES = """
+(run.path / f'{NAME}.{os.getpid()}.{GENERATION}.{RESTARTS}.spare={"SPARE" in os.environ}').touch()
+train(5)
+if not GENERATION: work()
+train(6), meet(), finish()
+"""
+
+
+@pytest.fixture(autouse=True)
+def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WARM_SPARE", "1")
+    monkeypatch.setenv("WARM_SPARE_DELAY_S", "0")
+
+
+def test_after_a_death_the_spares_go_on_as_the_next_generation(start_gang: StartGang) -> None:
+    gang = start_gang(LINES, workers=1)
+    # A supervisor, and for each task its agent, its program and the spare.
+    wait_for(lambda: len(local.processes_left(gang.run)) == 7, "the spares")
+    os.kill(gang.pid("worker-0"), signal.SIGKILL)
+    assert "succeeded" == gang.summary()["state"]  # and waits until every process has ended, spares too
+    lives = {tuple(path.name.split(".")[::2]) for path in gang.run.path.glob("*.spare=*")}
+    assert {("chief", "0", "spare=False"), ("worker-0", "0", "spare=False")} <= lives
+    assert {("chief", "1", "spare=True"), ("worker-0", "1", "spare=True")} <= lives
+    assert 4 == len(lives)
+    assert [1, 1] == [gang.beat(task)["restarts"] for task in ("chief", "worker-0")]
+
+
+def test_a_spare_that_died_is_not_used(start_gang: StartGang) -> None:
+    gang = start_gang(
+        LINES,
+        imports="import os, sys\nif 'SPARE' in os.environ: sys.exit(3)\nfrom tests.unit.trainer import *",
+        workers=0,
+    )
+    gang.await_step("chief", 5)
+    os.kill(gang.pid("chief"), signal.SIGKILL)
+    assert "succeeded" == gang.summary()["state"]
+
+
+def test_where_memory_is_short_there_is_no_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spare, "available_bytes", lambda: spare.RESERVE_BYTES)
+    kept = spare.Spare(lambda environment: pytest.fail("a spare was started"), 0, 1)
+    kept.keep(training=True)
+    kept.keep(training=True)
+    assert kept.take() is None

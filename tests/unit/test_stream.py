@@ -1,0 +1,305 @@
+"""The stream of shards: every example once an epoch, the same global batches for any number of tasks, exact resume."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cluster.errors import UsageError
+from train.data import arrays, sharding, shards, stream
+
+ROOT = Path(__file__).parents[2]
+DATA = Path(os.environ.get("DATA_DIR", ROOT / "data"))
+GLOBAL_BATCH = 12
+NUM_EXAMPLES = 101  # neither a multiple of the global batch nor of the shards
+NUM_SHARDS = 10  # in windows of 4, 4 and 2
+
+
+class Numbers:
+    """Example i of a split has the features [i, i + 1], the label i, and the weight 10 i to train with."""
+
+    version, classes = "1.0.0", ()
+
+    def __init__(self, train: int = NUM_EXAMPLES, test: int = 23) -> None:
+        self.counts = {"train": train, "test": test}
+
+    def open(self) -> Mapping[str, int]:
+        return self.counts
+
+    def examples(self, split: str) -> Iterator[tuple[Any, ...]]:
+        for i in range(self.counts[split]):
+            yield (np.array([i, i + 1], np.int32), i, *([10.0 * i] if split == "train" else []))
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> shards.ShardSet:
+    folder = tmp_path_factory.mktemp("shards")
+    return sharding.shard("numbers", folder, num_shards=NUM_SHARDS, open_source=lambda *_: Numbers())
+
+
+def batches(
+    split: shards.ShardSplit,
+    steps: int,
+    first_step: int = 0,
+    replicas: int = 1,
+    first: int = 0,
+    local: int | None = None,
+    seed: int = 7,
+    global_batch: int = GLOBAL_BATCH,
+) -> np.ndarray:
+    """Return the labels that some replicas train on: `[steps, local, B]`."""
+    local = replicas if local is None else local
+    dataset = stream.train_dataset(
+        split,
+        first_step=first_step,
+        num_steps=steps,
+        global_batch=global_batch,
+        num_replicas=replicas,
+        first_replica=first,
+        local_replicas=local,
+        seed=seed,
+    )
+    features, labels, weights = (tensor.numpy() for tensor in dataset.batch(steps * local).get_single_element())
+    np.testing.assert_array_equal(np.stack([labels, labels + 1], -1), features)
+    np.testing.assert_array_equal(10.0 * labels, weights)
+    return labels.reshape(steps, local, global_batch // replicas)
+
+
+def epochs(split: shards.ShardSplit, count: int, seed: int = 7) -> np.ndarray:
+    """Return whole epochs, `[count, N]`: with a batch of 1, steps are positions."""
+    return batches(split, count * split.num_examples, global_batch=1, seed=seed).reshape(count, -1)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 6])
+def test_each_example_comes_once_an_epoch_at_any_number_of_replicas(numbers: shards.ShardSet, replicas: int) -> None:
+    steps = -(-3 * NUM_EXAMPLES // GLOBAL_BATCH)
+    order = batches(numbers.train, steps, replicas=replicas).reshape(-1)[: 3 * NUM_EXAMPLES]
+    for epoch in order.reshape(3, NUM_EXAMPLES):
+        np.testing.assert_array_equal(np.arange(NUM_EXAMPLES), np.sort(epoch))
+
+
+@pytest.mark.parametrize("tasks", [2, 3])
+def test_tasks_share_the_global_batches_of_one_task(numbers: shards.ShardSet, tasks: int) -> None:
+    steps, replicas = 20, 6
+    alone = batches(numbers.train, steps, replicas=replicas)
+    local = replicas // tasks
+    parts = [batches(numbers.train, steps, replicas=replicas, first=task * local, local=local) for task in range(tasks)]
+    np.testing.assert_array_equal(alone, np.concatenate(parts, axis=1))
+    np.testing.assert_array_equal(alone.reshape(steps, -1), batches(numbers.train, steps).reshape(steps, -1))
+
+
+def test_a_resumed_stream_is_the_rest_of_the_whole_one(numbers: shards.ShardSet) -> None:
+    """In the middle of a window, in the batch where it ends, in later epochs; 101 steps are 12 whole epochs."""
+    whole = batches(numbers.train, 110)
+    for first_step in (0, 1, 3, 4, 7, 8, 9, 101, 103):
+        resumed = batches(numbers.train, 6, first_step)
+        np.testing.assert_array_equal(whole[first_step : first_step + 6], resumed)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    data=st.data(),
+    num_examples=st.integers(1, 40),
+    num_shards=st.integers(1, 9),
+    replicas=st.integers(1, 4),
+    seed=st.integers(0, 2**31 - 1),
+)
+def test_any_sizes_keep_every_promise(
+    tmp_path: Path, data: st.DataObject, num_examples: int, num_shards: int, replicas: int, seed: int
+) -> None:
+    """Also shards, windows and epochs smaller than a batch."""
+    source = Numbers(num_examples, 1)
+    found = sharding.shard("numbers", tmp_path, num_shards=num_shards, fresh=True, open_source=lambda *_: source).train
+    global_batch = replicas * data.draw(st.integers(1, 5))
+    steps = -(-2 * num_examples // global_batch) + 1
+    whole = batches(found, steps, replicas=replicas, seed=seed, global_batch=global_batch)
+    two_epochs = whole.reshape(-1)[: 2 * num_examples].reshape(2, num_examples)
+    np.testing.assert_array_equal([np.arange(num_examples)] * 2, np.sort(two_epochs))
+    first = data.draw(st.integers(0, steps - 1))
+    resumed = batches(found, steps - first, first, replicas, seed=seed, global_batch=global_batch)
+    np.testing.assert_array_equal(whole[first:], resumed)
+
+
+def test_orders_of_epochs_and_of_seeds_differ(numbers: shards.ShardSet) -> None:
+    orders = [order for seed in (7, 8, 7 + 2**32) for order in epochs(numbers.train, 2, seed)]
+    assert len({order.tobytes() for order in orders}) == len(orders)
+    for one, other in itertools.combinations(orders, 2):
+        # Random permutations of 101 correlate by 0.1.
+        assert abs(np.corrcoef(one, other)[0, 1]) < 0.4
+
+
+def test_the_order_is_the_same_for_ever_whatever_tensorflows_own_seed_is(numbers: shards.ShardSet) -> None:
+    tf.random.set_seed(123)
+    assert [[31, 10, 41, 80, 23, 21], [81, 29, 9, 40, 59, 1]] == epochs(numbers.train, 2)[:, :6].tolist()
+
+
+def test_a_window_is_mixed_whole(numbers: shards.ShardSet) -> None:
+    """Its first examples come from all of its shards, and an epoch begins with any of the shards."""
+    orders = epochs(numbers.train, 12)
+    assert len(set(orders[:, 0] % NUM_SHARDS)) > 4
+    first_window = orders[0][:40]
+    assert 4 == len(set(first_window % NUM_SHARDS))
+    assert 4 == len(set(first_window[:15] % NUM_SHARDS))
+
+
+def test_windows_before_the_step_are_not_read(
+    numbers: shards.ShardSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = epochs(numbers.train, 1)[0]
+    gone = [file.path for shard, file in enumerate(numbers.train.files) if shard in set(order[:40] % NUM_SHARDS)]
+    for path in gone:
+        path.rename(tmp_path / path.name)
+    try:
+        # The first window has 40 or 41 examples of the 101, the second as many.
+        resumed = batches(numbers.train, 20, first_step=42, global_batch=1)
+        with pytest.raises(tf.errors.NotFoundError):
+            batches(numbers.train, 1, global_batch=1)
+    finally:
+        for path in gone:
+            (tmp_path / path.name).rename(path)
+    np.testing.assert_array_equal(order[42:62], resumed.reshape(-1))
+
+
+def test_shapes_are_static_and_the_length_is_known(numbers: shards.ShardSet) -> None:
+    share = {"global_batch": 12, "num_replicas": 3, "first_replica": 1, "local_replicas": 2, "seed": 7}
+    dataset = stream.train_dataset(numbers.train, first_step=5, num_steps=4, **share)
+    assert [[4, 2], [4], [4]] == [spec.shape.as_list() for spec in dataset.element_spec]
+    assert [tf.int32, tf.int64, tf.float32] == [spec.dtype for spec in dataset.element_spec]
+    assert 8 == len(dataset)
+    endless = stream.train_dataset(numbers.train, first_step=5, num_steps=None, **share)
+    assert tf.data.INFINITE_CARDINALITY == endless.cardinality()
+    assert 200 == sum(1 for _ in endless.take(200))
+
+
+def test_it_can_be_built_in_a_graph(numbers: shards.ShardSet) -> None:
+    """As a parameter-server worker does: everything inside the dataset function, the step a tensor."""
+
+    @tf.function
+    def first_labels(first_step: tf.Tensor) -> tf.Tensor:
+        dataset = stream.train_dataset(
+            numbers.train,
+            first_step=first_step,
+            num_steps=3,
+            global_batch=GLOBAL_BATCH,
+            num_replicas=1,
+            first_replica=0,
+            local_replicas=1,
+            seed=7,
+        )
+        return dataset.map(lambda batch: batch.labels).batch(3).get_single_element()
+
+    expected = batches(numbers.train, 3, first_step=11)[:, 0]
+    np.testing.assert_array_equal(expected, first_labels(tf.constant(11, tf.int64)))
+
+
+@pytest.mark.parametrize(("replicas", "replica_batch"), [(1, 4), (1, 23), (1, 50), (2, 3), (3, 4), (3, 1)])
+def test_evaluation_weighs_each_example_once(numbers: shards.ShardSet, replicas: int, replica_batch: int) -> None:
+    seen: list[int] = []
+    lengths = set()
+    for replica in range(replicas):
+        dataset = stream.eval_dataset(
+            numbers.test, replica_batch=replica_batch, num_replicas=replicas, first_replica=replica, local_replicas=1
+        )
+        assert [[replica_batch, 2], [replica_batch], [replica_batch]] == [
+            spec.shape.as_list() for spec in dataset.element_spec
+        ]
+        passes = [[batch.labels.numpy()[batch.weights.numpy() == 1].tolist() for batch in dataset] for _ in range(2)]
+        assert passes[0] == passes[1]  # the second one out of the cache
+        assert all(set(batch.weights.numpy()) <= {0.0, 1.0} for batch in dataset)
+        seen += itertools.chain(*passes[0])
+        lengths |= {len(dataset), len(passes[0])}
+    assert list(range(23)) == sorted(seen)
+    assert {-(-23 // (replicas * replica_batch))} == lengths
+
+
+def test_all_replicas_of_a_task_evaluate_what_each_would_alone(numbers: shards.ShardSet) -> None:
+    def labels(first: int, local: int) -> np.ndarray:
+        dataset = stream.eval_dataset(
+            numbers.test, replica_batch=4, num_replicas=3, first_replica=first, local_replicas=local
+        )
+        return np.array([batch.labels for batch in dataset]).reshape(-1, local, 4)
+
+    np.testing.assert_array_equal(labels(0, 3), np.concatenate([labels(0, 1), labels(1, 2)], axis=1))
+
+
+def test_what_is_too_large_to_keep_is_read_again(numbers: shards.ShardSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    def second_pass_reads() -> bool:
+        share = {"replica_batch": 4, "num_replicas": 1, "first_replica": 0, "local_replicas": 1}
+        dataset = stream.eval_dataset(numbers.test, **share)
+        assert 6 == len(list(dataset))
+        path = numbers.test.files[0].path
+        hidden = path.with_name("hidden")
+        path.rename(hidden)
+        try:
+            list(dataset)
+        except tf.errors.NotFoundError:
+            return True
+        finally:
+            hidden.rename(path)
+        return False
+
+    assert not second_pass_reads()
+    monkeypatch.setattr(stream, "EVAL_CACHE_BYTES", 6 * 4 * 8 - 1)
+    assert second_pass_reads()
+
+
+def test_replicas_that_cannot_share_the_global_batch_are_refused(numbers: shards.ShardSet) -> None:
+    with pytest.raises(UsageError, match="^global batch 12: expected a multiple of the 5 replicas"):
+        batches(numbers.train, 1, replicas=5)
+
+
+def test_a_shard_of_other_examples_than_the_index_says_ends_the_stream(tmp_path: Path) -> None:
+    found = sharding.shard("numbers", tmp_path, num_shards=2, open_source=lambda *_: Numbers(20, 2)).train
+    path = found.files[1].path
+    records = [record.numpy() for record in tf.data.TFRecordDataset(str(path))]
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for record in records[:-1]:
+            writer.write(record)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="more or fewer examples than their index says"):
+        batches(found, 1)
+
+
+def test_a_damaged_record_ends_the_stream(tmp_path: Path) -> None:
+    found = sharding.shard("numbers", tmp_path, num_shards=2, open_source=lambda *_: Numbers(20, 2)).train
+    content = bytearray(found.files[0].path.read_bytes())
+    content[40] ^= 1
+    found.files[0].path.write_bytes(content)
+    with pytest.raises(tf.errors.DataLossError):
+        batches(found, 1)
+
+
+def test_the_stream_of_fashion_mnist_is_its_arrays(tmp_path: Path) -> None:
+    """An epoch of the training examples, and all the others, to the pixel."""
+    subprocess.run([sys.executable, "-m", "train.data", "prepare", "--data-dir", str(DATA)], cwd=ROOT, check=True)
+    (tmp_path / "arrays").symlink_to(DATA / "arrays")
+    found, prepared = sharding.shard("fashion_mnist", tmp_path), arrays.find(DATA, "fashion_mnist")
+    assert (prepared.classes, 10) == (found.classes, found.num_outputs)
+    share = {"num_replicas": 1, "first_replica": 0, "local_replicas": 1}
+    datasets = {
+        "train": stream.train_dataset(found.train, first_step=0, num_steps=60, global_batch=1000, seed=7, **share),
+        "test": stream.eval_dataset(found.test, replica_batch=1000, **share),
+    }
+    for name, dataset in datasets.items():
+        split = getattr(prepared, name)
+        expected = (
+            np.fromfile(split.features.path, np.uint8).reshape(-1, 28 * 28),
+            np.fromfile(split.labels.path, "<i8"),
+        )
+        parts = [(batch.features.numpy().reshape(-1, 28 * 28), batch.labels.numpy()) for batch in dataset]
+        got = np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+        assert sorted_rows(*expected) == sorted_rows(*got)
+
+
+def sorted_rows(features: np.ndarray, labels: np.ndarray) -> list[bytes]:
+    return sorted(bytes([label]) + row.tobytes() for row, label in zip(features, labels, strict=True))

@@ -1,0 +1,165 @@
+"""Tasks that live but do nothing: found by their heartbeat or their step, told, and started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cluster import watchdog
+from cluster.runs import Heartbeat, RunFolder, read_json, write_json
+from cluster.spec import Role
+from tests.unit.gang import StartGang
+from tests.waiting import wait_for
+
+SHOWS_STACKS = "import faulthandler, signal\nfaulthandler.register(signal.SIGUSR1)\n"
+WORKS_THEN_ENDS = "train(5)\nif not GENERATION: work()\ntrain(6), meet(), finish()"
+
+
+def test_a_frozen_program_is_ended_and_the_gang_starts_again(start_gang: StartGang) -> None:
+    gang = start_gang(WORKS_THEN_ENDS, workers=1)
+    for task in ("chief", "worker-0"):
+        gang.await_step(task, 5)
+    os.kill(gang.pid("worker-0"), signal.SIGSTOP)
+    summary = gang.summary()
+    (restart,) = summary["restarts"]
+    assert ("succeeded", "worker-0") == (summary["state"], restart["task"])
+    assert "no sign of life for 8 s" in restart["cause"]
+    assert 7 < restart["detected_s"] < 15
+    assert ["worker-0"] == [event["task"] for event in gang.events("frozen")]
+
+
+def test_a_frozen_worker_of_parameter_servers_starts_again_alone(start_gang: StartGang) -> None:
+    gang = start_gang(
+        "if NAME == 'chief': until(lambda: any(e['event'] == 'resumed' for e in run.events())), train(3), finish()\n"
+        "serve()",
+        workers=1,
+        ps=1,
+    )
+    wait_for(lambda: gang.beat("worker-0")["state"] == "training", "the worker")
+    os.kill(gang.pid("worker-0"), signal.SIGSTOP)
+    summary = gang.summary()
+    assert ("succeeded", 0) == (summary["state"], gang.run.generation)
+    assert ["worker-0"] == [restart["task"] for restart in summary["restarts"]]
+
+
+def test_a_gang_without_a_new_step_shows_its_stacks_and_starts_again(start_gang: StartGang) -> None:
+    gang = start_gang(
+        SHOWS_STACKS + "train(3 if NAME == 'worker-1' else 5)\nif not GENERATION: work()\ntrain(6), meet(), finish()",
+        workers=2,
+        hang_timeout_s=1,
+    )
+    summary = gang.summary()
+    (restart,) = summary["restarts"]
+    assert ("succeeded", "worker-1") == (summary["state"], restart["task"])
+    assert "at step 5; worker-1 differs: training at step 3" in restart["cause"]
+    for task in ("chief", "worker-0", "worker-1"):
+        assert "most recent call first" in gang.run.log(task).read_text()
+
+
+# Without processes
+
+
+class Clock:
+    """A clock that only tests move."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    fake = Clock()
+    monkeypatch.setattr(watchdog.time, "monotonic", fake.monotonic)
+    return fake
+
+
+def beats(run: RunFolder, **values: dict[str, Any]) -> None:
+    """Write heartbeats: task -> what differs from a training one."""
+    for task in run.load_cluster().tasks:
+        beat = Heartbeat(run, task, run.generation)
+        beat.values |= {"state": "training", "step": 5} | values.get(task.name.replace("-", "_"), {})
+        beat.write()
+
+
+def watch(run: RunFolder, task: str = "chief") -> watchdog.Watchdog:
+    spec = run.load_cluster()
+    return watchdog.Watchdog(run, spec, spec.task(task), run.generation)
+
+
+def after(dog: watchdog.Watchdog, clock: Clock, seconds: float) -> watchdog.Finding | None:
+    """Return what is found when nothing has changed for so long."""
+    assert dog.examine() is None
+    clock.now += seconds
+    return dog.examine()
+
+
+def test_a_silent_task_is_found_by_the_others(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+    run = make_run(workers=1)
+    beats(run)
+    dog = watch(run, "chief")
+    assert dog.examine() is None
+    clock.now += watchdog.SILENT_S + 1
+    write_json(run.status("chief"), read_json(run.status("chief")) | {"updated_at": time.time() + 5})
+    found = dog.examine()
+    assert found is not None
+    assert ("worker-0", "silent") == (found.task, found.kind)
+
+
+@pytest.mark.parametrize("state", ["done", "failed", "stopped"])
+def test_a_task_that_has_ended_may_be_silent(make_run: Callable[..., RunFolder], clock: Clock, state: str) -> None:
+    run = make_run(workers=0)
+    beats(run, chief={"state": state})
+    assert after(watch(run), clock, 1000) is None
+
+
+def test_a_program_that_still_imports_may_be_silent_for_longer(
+    make_run: Callable[..., RunFolder], clock: Clock
+) -> None:
+    run = make_run(workers=0)
+    beats(run, chief={"state": "waiting"})
+    dog = watch(run)
+    assert after(dog, clock, watchdog.FROZEN_S + 1) is None
+    clock.now += watchdog.IMPORT_S
+    assert dog.examine() is not None
+
+
+def test_a_silent_evaluator_is_left_alone(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+    run = make_run(workers=0, evaluator=True)
+    beats(run)
+    dog = watch(run)
+    assert dog.examine() is None
+    clock.now += watchdog.SILENT_S + 1
+    write_json(run.status("chief"), read_json(run.status("chief")) | {"updated_at": time.time() + 5})
+    assert dog.examine() is None
+
+
+def test_compiling_takes_as_long_as_it_takes(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+    run = make_run(workers=0)
+    beats(run, chief={"state": "compiling"})
+    assert hang(watch(run), run, clock, 3600) is None
+
+
+def test_evaluating_may_take_ten_times_as_long(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+    run = make_run(workers=0)
+    run.event("chief", "first step", step=1)
+    beats(run, chief={"state": "evaluating"})
+    assert hang(watch(run), run, clock, 9 * watchdog.HANG_TIMEOUT_S) is None
+    assert hang(watch(run), run, clock, 11 * watchdog.HANG_TIMEOUT_S) is not None
+
+
+def hang(dog: watchdog.Watchdog, run: RunFolder, clock: Clock, seconds: float) -> watchdog.Finding | None:
+    """Return what is found when heartbeats go on, but no step comes for so long."""
+    assert dog.examine() is None
+    clock.now += seconds
+    for task in run.load_cluster().tasks:
+        assert task.role != Role.PS
+        write_json(run.status(task.name), read_json(run.status(task.name)) | {"updated_at": clock.now})
+    return dog.examine()

@@ -1,0 +1,96 @@
+"""What one life of a task trains with: everything that both loops need, built once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import tensorflow as tf
+from tensorflow import keras
+
+from cluster.runs import Heartbeat, RunFolder
+from cluster.spec import ClusterSpec, Role, Task
+from train import checkpoint, optimizers, steps
+from train.config import TrainConfig
+from train.objectives import Objective
+from train.sources import Source, eval_feed
+
+EVALUATION_BATCH = 500
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A task's part of a run.
+
+    Attributes:
+        strategy: in whose scope `model` was built.
+        new_model: returns the same architecture with plain variables, outside of the strategy.
+        stop: set when the task was asked to stop.
+    """
+
+    run: RunFolder
+    task: Task
+    spec: ClusterSpec
+    config: TrainConfig
+    source: Source
+    objective: Objective
+    strategy: tf.distribute.Strategy
+    model: keras.Model
+    new_model: Callable[[], keras.Model]
+    heartbeat: Heartbeat
+    stop: threading.Event
+
+    @property
+    def chief(self) -> bool:
+        """Whether this task is the chief: it alone writes what the run shares."""
+        return self.task.role == Role.CHIEF
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether workers update the weights without waiting for each other."""
+        return self.spec.strategy == "ps"
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole training."""
+        return self.config.total_steps(self.source.train_examples)
+
+    @property
+    def epoch_steps(self) -> int:
+        """Optimizer steps in an epoch, the last one running into the next."""
+        return -(-self.source.train_examples // self.config.global_batch)
+
+    def new_optimizer(self) -> keras.optimizers.Optimizer:
+        """Return the optimizer, its variables built beside the model's."""
+        with self.strategy.scope():
+            optimizer = optimizers.build(self.config)
+            optimizer.build(self.model.trainable_variables)  # here, or its slot variables land on the chief
+            return optimizer
+
+    def new_checkpoint(self, optimizer: keras.optimizers.Optimizer) -> checkpoint.Checkpoint:
+        """Return what saves and restores the training."""
+        with self.strategy.scope():
+            done = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
+        return checkpoint.Checkpoint(
+            self.model,
+            optimizer,
+            done,
+            self.run.checkpoints,
+            keep=self.config.keep_checkpoints,
+            writes=self.chief,
+            saved=lambda step: self.run.event(self.task.name, "checkpoint", step=step),
+        )
+
+    def new_evaluation(self) -> Callable[[], dict[str, float]]:
+        """Return what evaluates the model on the whole test split; every task calls it."""
+        # Under parameter servers the chief evaluates by itself: it can read every variable.
+        shared = None if self.asynchronous else self.strategy
+        return steps.evaluation(
+            shared,
+            self.model,
+            self.objective,
+            eval_feed(shared, self.source, EVALUATION_BATCH),
+            num_examples=self.source.test_examples,
+            batch=EVALUATION_BATCH,
+        )

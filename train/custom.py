@@ -1,0 +1,107 @@
+"""`--loop custom`: our own loop, many steps in one `tf.function`, with Keras callbacks where a run wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cluster.spec import Role
+from train import callbacks, guards, loops, parameter_server, steps
+from train.assignment import Assignment
+from train.report import Report
+from train.sources import train_feed
+
+
+class Training:
+    """One life's training by the custom loop, from the newest checkpoint to the end or to a stop."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        self._assignment = assignment
+        config, strategy = assignment.config, assignment.strategy
+        with strategy.scope():
+            guards.synchronize_batch_normalization(assignment.model, strategy.num_replicas_in_sync)
+        self._optimizer = assignment.new_optimizer()
+        self._checkpoint = assignment.new_checkpoint(self._optimizer)
+        self._first = self._checkpoint.restore()
+        if not assignment.asynchronous:
+            steps.check_same_step(strategy, self._first)
+        self._report = Report(assignment, self._first)
+        trainee = steps.Trainee(
+            assignment.model,
+            self._optimizer,
+            assignment.objective,
+            config.global_batch,
+            1 if assignment.asynchronous else strategy.num_replicas_in_sync,
+        )
+        if assignment.asynchronous:
+            self._inner = parameter_server.asynchronous(
+                strategy,
+                trainee,
+                assignment.source,
+                seed=config.seed,
+                steps_per_loop=config.steps_per_loop,
+                workers=len(assignment.spec.of(Role.WORKER)),
+            )
+            self._agree: Callable[[bool], bool] = bool  # the chief decides alone
+        else:
+            feed = train_feed(strategy, assignment.source, self._first, config.global_batch, config.seed)
+            self._inner = steps.synchronous(strategy, trainee, feed, config.steps_per_loop)
+            self._agree = steps.agreement(strategy)
+        self._evaluation = assignment.new_evaluation()
+        self._evaluated_at: int | None = None
+        self._hooks = callbacks.Hooks(assignment, self._optimizer) if config.callbacks else None
+
+    def run(self) -> None:
+        """Train, and end well."""
+        config, assignment = self._assignment.config, self._assignment
+        every = [
+            loops.Every(config.checkpoint_every, self._save),
+            loops.Every(config.evaluate_every or assignment.epoch_steps, self._evaluate),
+        ]
+        if self._hooks:
+            self._hooks.begin(self._first)
+            every.append(loops.Every(assignment.epoch_steps, self._end_epoch))
+        step, stopped = loops.run(
+            self._inner if self._hooks is None else self._hooks.around(self._inner),
+            self._first,
+            assignment.total_steps,
+            steps_per_loop=config.steps_per_loop,
+            every=every,
+            report=self._tell,
+            stop=lambda: assignment.stop.is_set() or self._enough,
+        )
+        stopped = stopped and not self._enough
+        self._save(step)
+        if not stopped and self._evaluated_at != step:
+            self._evaluate(step)
+        self._checkpoint.wait()
+        if self._hooks:
+            self._hooks.end(step, self._report.results)
+        self._report.end(step, stopped=stopped)
+
+    @property
+    def _enough(self) -> bool:
+        return self._hooks is not None and self._hooks.enough
+
+    def _tell(self, progress: loops.Progress) -> None:
+        result = progress.result
+        self._report.steps(progress.first, result.losses, result.scores, progress.seconds, compiled=progress.compiled)
+
+    def _save(self, step: int) -> None:
+        self._report.saving()
+        self._checkpoint.save(step)
+        self._report.saved()
+
+    def _evaluate(self, step: int) -> None:
+        self._report.evaluating()
+        self._report.evaluated(step, self._evaluation())
+        self._evaluated_at = step
+
+    def _end_epoch(self, step: int) -> bool:
+        """Tell the callbacks; return whether training shall end, which all tasks decide together."""
+        assert self._hooks is not None
+        self._hooks.end_epoch(step, self._report.results)
+        if self._agree(self._hooks.enough):
+            self._hooks.enough = True
+            return True
+        self._hooks.begin_epoch(step)
+        return False

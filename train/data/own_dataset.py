@@ -1,0 +1,162 @@
+"""A dataset of the user's own: a function, named `package.module:function`, that returns NumPy arrays.
+
+    def my_data():
+        return {"train": (features, labels), "test": (features, labels), "classes": ["cat", "dog"]}
+
+Features are `[N, ...]`; labels `[N]` or `[N, K]`, whole numbers from 0 (classes) or floats (quantities). A third array
+of a split, `[N]` floats, weighs its examples. "classes" may be left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import re
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cluster.errors import ClusterError, UsageError, nearest
+from train.data import arrays
+
+SPLITS = ("train", "test")
+
+
+@dataclass(frozen=True)
+class OwnDataset:
+    """What the function returned, checked; see `train.data.arrays.Split` for what the arrays may be."""
+
+    classes: tuple[str, ...]
+    splits: Mapping[str, tuple[np.ndarray, ...]]
+    version: str
+    """The first 12 digits of the sha256 of all of it."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all arrays."""
+        return sum(array.nbytes for split in self.splits.values() for array in split)
+
+
+def read(name: str) -> OwnDataset:
+    """Call the function `package.module:function` and return what it returns, as types that can be trained on.
+
+    Floats of 64 bits become floats of 32, whole numbers that are labels become int64.
+
+    Raises:
+        UsageError: there is no such function, it fails, or what it returns is no dataset; says what was expected.
+    """
+    function = _function(name)
+    try:
+        returned = function()
+    except ClusterError:
+        raise
+    except Exception as error:
+        raise UsageError(f"dataset {name} fails: {_told(error)}") from None
+    if not isinstance(returned, Mapping) or not set(SPLITS) <= set(returned) <= {*SPLITS, "classes"}:
+        got = f"the keys {', '.join(map(str, returned))}" if isinstance(returned, Mapping) else type(returned).__name__
+        raise UsageError(
+            f'dataset {name} returns {got}; expected a dictionary of "train", "test" and perhaps "classes"'
+        )
+    classes = tuple(str(label) for label in returned.get("classes", ()))
+    splits = {split: _split(f"dataset {name}: {split}", returned[split]) for split in SPLITS}
+    _check(name, classes, splits)
+    return OwnDataset(classes, splits, _version(classes, splits))
+
+
+def _function(name: str) -> Callable[[], Any]:
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
+        raise UsageError(f"dataset {name!r}: expected package.module:function")
+    module_name, _, function_name = name.partition(":")
+    importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise UsageError(
+            f"dataset {name}: {module_name} cannot be imported from {Path.cwd()} or PYTHONPATH: {_told(error)}"
+        ) from None
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise UsageError(
+            f"dataset {name}: {module_name} has no function {function_name!r}{nearest(function_name, known)}"
+        )
+    return function
+
+
+def _split(what: str, returned: Any) -> tuple[np.ndarray, ...]:
+    """Return features, labels and, if given, weights, after checking their types and shapes."""
+    if not isinstance(returned, Sequence) or len(returned) not in (2, 3):
+        raise UsageError(f"{what} is no (features, labels) nor (features, labels, weights)")
+    split = tuple(array_of(f"{what} {part}", part, value) for part, value in zip(arrays.DTYPES, returned, strict=False))
+    features, labels, *weights = split
+    lengths = [len(array) for array in split]
+    if len(set(lengths)) > 1:
+        raise UsageError(f"{what} has {' and '.join(map(str, lengths))} examples; expected as many of each")
+    if 0 in features.shape:
+        raise UsageError(f"{what} features have the shape {list(features.shape)}; expected at least one example")
+    if labels.ndim > 2 or 0 in labels.shape:
+        raise UsageError(f"{what} labels have the shape {list(labels.shape)}; expected [N] or [N, K]")
+    if weights and weights[0].ndim != 1:
+        raise UsageError(f"{what} weights have the shape {list(weights[0].shape)}; expected [N]")
+    return split
+
+
+def array_of(what: str, part: str, value: Any) -> np.ndarray:
+    """Return the array of a part of a split, of a type that can be trained on.
+
+    Args:
+        what: the part in words, for errors.
+        part: a key of `arrays.DTYPES`.
+        value: an array or what NumPy makes one of.
+
+    Raises:
+        UsageError: it is of another type.
+    """
+    array = np.asarray(value)
+    if array.ndim == 0:
+        raise UsageError(f"{what} are no array, but {type(value).__name__}; expected a NumPy array")
+    if array.dtype == np.float64 or (part == "weights" and array.dtype.kind in "iu"):
+        array = array.astype(np.float32)
+    if part == "labels" and array.dtype.kind in "iub":
+        array = array.astype(np.int64)
+    if array.dtype.name not in arrays.DTYPES[part]:
+        raise UsageError(f"{what} are {array.dtype.name}; expected {' or '.join(arrays.DTYPES[part])}")
+    return np.ascontiguousarray(array)
+
+
+def _check(name: str, classes: tuple[str, ...], splits: Mapping[str, tuple[np.ndarray, ...]]) -> None:
+    """Check that train and test fit together, and that the labels are classes there are."""
+    train, test = (splits[split] for split in SPLITS)
+    for part, one, other in zip(arrays.DTYPES, train, test, strict=False):
+        if (one.dtype, one.shape[1:]) != (other.dtype, other.shape[1:]):
+            told = " and ".join(f"{array.dtype.name} {['N', *array.shape[1:]]}" for array in (one, other))
+            raise UsageError(f"dataset {name}: {part} of train and test are {told}; expected the same".replace("'", ""))
+    if train[1].dtype == np.float32:
+        if classes:
+            raise UsageError(f"dataset {name}: classes are named, but the labels are floats; expected whole numbers")
+        return
+    low, high = (int(bound) for bound in (min(map(np.min, (train[1], test[1]))), max(map(np.max, (train[1], test[1])))))
+    if low < 0 or (classes and high >= len(classes)):
+        most = f"0 to {len(classes) - 1}, a number for each class" if classes else "0 and more"
+        raise UsageError(f"dataset {name}: labels go from {low} to {high}; expected {most}")
+
+
+def _version(classes: tuple[str, ...], splits: Mapping[str, tuple[np.ndarray, ...]]) -> str:
+    digest = hashlib.sha256(repr(classes).encode())
+    for split in SPLITS:
+        for array in splits[split]:
+            digest.update(f"{split} {array.dtype.name} {array.shape}".encode())
+            digest.update(array.astype(array.dtype.newbyteorder("<"), copy=False).data)
+    return digest.hexdigest()[:12]
+
+
+def _told(error: Exception) -> str:
+    """Return an error of the user's code in one line, with the place it came from."""
+    words = " ".join(str(error).split())
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    place = "" if frame.filename.startswith("<frozen") else f" ({frame.filename}:{frame.lineno})"
+    return f"{type(error).__name__}: {words}{place}"

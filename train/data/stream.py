@@ -1,0 +1,193 @@
+"""TFRecord shards as a stream: which examples a step uses is a pure function of (seed, step), as in `memory`.
+
+An epoch is all shards in an order drawn from (seed, epoch), cut into windows of `WINDOW_SHARDS` shards. A window is
+read in parallel and its examples are shuffled by a permutation drawn from (seed, epoch, window). Epochs laid end to end
+are cut into global batches; each task cuts its replicas' part out of every global batch before it parses anything. So
+the order depends on no number of tasks or replicas, every example comes once an epoch, and a run resumes by computing
+which window its step is in: the windows before are not read.
+
+Every task reads all of the shards, and holds about three windows of records in memory: one that it trains on, one that
+is read ahead, and that one's copy while it is shuffled. More shards make smaller windows.
+
+Shapes: S shards, W shards of a window, n examples of a window, G global batch, B replica batch, L replicas of a task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from train.data import memory
+from train.data.memory import Batch
+from train.data.shards import ShardSet, ShardSplit, find
+
+__all__ = ["ShardSet", "ShardSplit", "eval_dataset", "find", "train_dataset"]
+
+WINDOW_SHARDS = 4
+"""Shards that are shuffled together."""
+
+EVAL_CACHE_BYTES = 1 << 30
+"""A task keeps its part of the examples to evaluate in memory if it is no larger than this."""
+
+_BLOCK = 16  # examples taken from a shard before the next one's turn
+
+
+def train_dataset(
+    split: ShardSplit,
+    *,
+    first_step: int,
+    num_steps: int | None,
+    global_batch: int,
+    num_replicas: int,
+    first_replica: int,
+    local_replicas: int,
+    seed: int,
+) -> tf.data.Dataset:
+    """Return the batches of some replicas, step by step one `Batch` of static shape for each, as `memory` does.
+
+    Args:
+        split: of `find`.
+        first_step: optimizer updates done before.
+        num_steps: optimizer updates to do; None: without end.
+        global_batch: examples of one update over all replicas; a multiple of `num_replicas`.
+        num_replicas: of the whole cluster.
+        first_replica, local_replicas: the part of them that this dataset feeds.
+        seed: of the order; the orders of two seeds are unrelated.
+
+    Raises:
+        UsageError: the global batch is no multiple of the replicas.
+    """
+    replica_batch = memory.batch_of_replica(global_batch, num_replicas)
+    first_window, skipped = _find_position(split, seed, first_step * global_batch)
+
+    def window(number: tf.Tensor) -> tf.data.Dataset:
+        return _read_window(split, seed, number, tf.where(number == first_window, skipped, 0))
+
+    def own_part(raw_G: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(raw_G, [num_replicas, replica_batch])[first_replica : first_replica + local_replicas]
+
+    parse = _parser(split, replica_batch)
+    raw = tf.data.Dataset.range(first_window, tf.int64.max).flat_map(window).prefetch(1)
+    raw = raw.rebatch(global_batch, drop_remainder=True)
+    if num_steps is not None:
+        raw = raw.take(num_steps)
+    batches = raw.map(own_part).unbatch().map(parse, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    count = tf.data.INFINITE_CARDINALITY if num_steps is None else num_steps * local_replicas
+    batches = batches.apply(tf.data.experimental.assert_cardinality(count))
+    return batches.prefetch(tf.data.AUTOTUNE).with_options(memory.own_share())
+
+
+def eval_dataset(
+    split: ShardSplit, *, replica_batch: int, num_replicas: int, first_replica: int, local_replicas: int
+) -> tf.data.Dataset:
+    """Return the batches of some replicas to evaluate, in the order of `train_dataset`; every replica has as many.
+
+    Over all replicas every example has weight 1 once; padding has weight 0. What this task evaluates is parsed once
+    and then kept in memory where it fits `EVAL_CACHE_BYTES`; use the whole dataset each time.
+
+    Args:
+        split: of `find`.
+        replica_batch: examples that one replica takes at once.
+        num_replicas, first_replica, local_replicas: as for `train_dataset`.
+    """
+    global_batch = replica_batch * num_replicas
+    batches = memory.eval_batches(split.num_examples, replica_batch=replica_batch, num_replicas=num_replicas)
+    parse = _parser(split, replica_batch)
+
+    def own_part(raw_g: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Fill the last global batch up with its last example, then cut this task's part out: both `[L, B]`."""
+        positions_G, count = tf.range(global_batch), tf.size(raw_g)
+        whole = tf.gather(raw_g, tf.minimum(positions_G, count - 1)), tf.cast(positions_G < count, tf.float32)
+        raw, weights = (tf.reshape(part, [num_replicas, replica_batch]) for part in whole)
+        own = slice(first_replica, first_replica + local_replicas)
+        return raw[own], weights[own]
+
+    def weighed(raw_B: tf.Tensor, weights_B: tf.Tensor) -> Batch:
+        return parse(raw_B)._replace(weights=weights_B)
+
+    raw = _interleave(tf.constant(split.paths)).batch(global_batch).map(own_part).unbatch()
+    dataset = raw.map(weighed, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    dataset = dataset.apply(tf.data.experimental.assert_cardinality(batches * local_replicas))
+    if batches * local_replicas * replica_batch * split.example_bytes <= EVAL_CACHE_BYTES:
+        dataset = dataset.cache()
+    return dataset.prefetch(tf.data.AUTOTUNE).with_options(memory.own_share())
+
+
+def _num_windows(split: ShardSplit) -> int:
+    return -(-len(split.files) // WINDOW_SHARDS)
+
+
+def _epoch_key(seed: int, epoch: tf.Tensor) -> tf.Tensor:
+    return _fold(tf.constant([seed, 0], tf.int64), epoch)
+
+
+def _fold(key: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
+    return tf.random.fold_in(key, number, alg="philox")  # by default what draws depends on the device
+
+
+def _order(split: ShardSplit, seed: int, epoch: tf.Tensor) -> tf.Tensor:
+    """Return the order of the shards in an epoch, `[S] int64`."""
+    key = _fold(_epoch_key(seed, epoch), tf.constant(0, tf.int64))
+    return tf.random.experimental.stateless_shuffle(tf.range(len(split.files), dtype=tf.int64), key, alg="philox")
+
+
+def _find_position(split: ShardSplit, seed: int, position: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return the window that an example is in, counted over all epochs, and how many examples are before it in there.
+
+    Args:
+        split, seed: as for `train_dataset`.
+        position: of the example in all epochs laid end to end.
+    """
+    with tf.device("CPU:0"):
+        position = tf.cast(position, tf.int64)
+        epoch, left = position // split.num_examples, position % split.num_examples
+        counts_S = tf.gather(tf.constant(split.counts, tf.int64), _order(split, seed, epoch))
+        starts = tf.cumsum(counts_S, exclusive=True)[::WINDOW_SHARDS]
+        window = tf.searchsorted(starts, [left], side="right", out_type=tf.int64)[0] - 1
+        return epoch * _num_windows(split) + window, left - starts[window]
+
+
+def _read_window(split: ShardSplit, seed: int, number: tf.Tensor, skipped: tf.Tensor) -> tf.data.Dataset:
+    """Return one window as a dataset of one element: its records in their order, `[n] string`, without the first."""
+    epoch, window = number // _num_windows(split), number % _num_windows(split)
+    shards_W = _order(split, seed, epoch)[window * WINDOW_SHARDS : (window + 1) * WINDOW_SHARDS]
+    count = tf.reduce_sum(tf.gather(tf.constant(split.counts, tf.int64), shards_W))
+    key = _fold(_epoch_key(seed, epoch), window + 1)
+
+    def shuffle(raw_n: tf.Tensor) -> tf.Tensor:
+        found = tf.size(raw_n, tf.int64)
+        tf.debugging.assert_equal(found, count, "the shards hold more or fewer examples than their index says")
+        order_n = tf.random.experimental.stateless_shuffle(tf.range(count), key, alg="philox")
+        return tf.gather(raw_n, order_n[skipped:])
+
+    return _interleave(tf.gather(tf.constant(split.paths), shards_W)).batch(count).map(shuffle)
+
+
+def _interleave(paths: tf.Tensor) -> tf.data.Dataset:
+    """Return the records of some files, some of each in turn: the same order every time, though read in parallel."""
+    return tf.data.Dataset.from_tensor_slices(paths).interleave(
+        tf.data.TFRecordDataset,
+        cycle_length=WINDOW_SHARDS,
+        block_length=_BLOCK,
+        num_parallel_calls=tf.data.AUTOTUNE,
+        deterministic=True,
+    )
+
+
+def _parser(split: ShardSplit, replica_batch: int) -> Callable[[tf.Tensor], Batch]:
+    """Return a function that parses a replica's records of one step, `[B] string`, all at once."""
+    fields = {
+        "features": tf.io.FixedLenFeature([], tf.string),
+        "label": tf.io.FixedLenFeature(split.label_shape, split.label_dtype),
+    }
+    if split.weighted:
+        fields["weight"] = tf.io.FixedLenFeature([], tf.float32)
+
+    def parse(raw_B: tf.Tensor) -> Batch:
+        values = tf.io.parse_example(raw_B, fields)
+        flat = tf.io.decode_raw(values["features"], tf.as_dtype(split.feature_dtype), little_endian=True)
+        features = tf.reshape(flat, [replica_batch, *split.feature_shape])
+        return Batch(features, values["label"], values.get("weight", tf.ones([replica_batch])))
+
+    return parse

@@ -1,0 +1,104 @@
+"""What Keras 3 needs to be right under tf.distribute. Each guard has a test that fails without it."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common.stateless_scope import in_stateless_scope  # has no public name
+
+
+@dataclass
+class _Place:
+    """Where in the training random numbers are drawn: they follow from it alone."""
+
+    step: tf.Tensor
+    replica: tf.Tensor
+    drawn: dict[int, int] = field(default_factory=dict)
+
+
+_place: contextvars.ContextVar[_Place | None] = contextvars.ContextVar("place", default=None)
+
+
+def install() -> None:
+    """Put the guards on Keras's classes. Call before a model is built; calling again changes nothing."""
+    keras.Variable.assign_add = _assign_add
+    keras.Variable.assign_sub = _assign_sub
+    keras.random.SeedGenerator.next = _next_seed
+
+
+_keras_assign_add = keras.Variable.assign_add
+_keras_assign_sub = keras.Variable.assign_sub
+
+
+def _assign_add(variable: keras.Variable, value: object) -> object:
+    """Add in one operation.
+
+    Keras reads, adds and writes: that loses updates where several tasks count at once, and where replicas share one
+    variable (CentralStorageStrategy) each of them writes the old value again on top of the others'.
+    """
+    if in_stateless_scope():  # Keras only tries the layer out
+        return _keras_assign_add(variable, value)
+    return variable.value.assign_add(tf.cast(value, variable.value.dtype))
+
+
+def _assign_sub(variable: keras.Variable, value: object) -> object:
+    if in_stateless_scope():
+        return _keras_assign_sub(variable, value)
+    return variable.value.assign_sub(tf.cast(value, variable.value.dtype))
+
+
+@contextlib.contextmanager
+def random_place(step: tf.Tensor, replica: tf.Tensor) -> Iterator[None]:
+    """Have every random layer called inside draw from (its seed, the step, the replica), and keep no state.
+
+    Keras's own generators count their calls in a variable that all replicas share: every replica then drops the same
+    units. Drawn from the place, masks differ on every replica and come out the same again after a resume.
+
+    Args:
+        step: int64 scalar, optimizer steps done before this one.
+        replica: int64 scalar.
+    """
+    token = _place.set(_Place(step, replica))
+    try:
+        yield
+    finally:
+        _place.reset(token)
+
+
+_next_state = keras.random.SeedGenerator.next
+
+
+def _next_seed(generator: keras.random.SeedGenerator, ordered: bool = True) -> tf.Tensor:
+    """Return a seed `[2] uint32` for one draw."""
+    place = _place.get()
+    if place is None:
+        return _next_state(generator, ordered)
+    call = place.drawn[id(generator)] = place.drawn.get(id(generator), -1) + 1
+    # The state's first word is the generator's own seed, and never changes.
+    own = tf.cast(generator.state.value[0], tf.int64)
+    key = tf.stack([own * 1009 + call, place.step * 65_537 + place.replica])
+    return tf.random.stateless_uniform([2], key, minval=None, maxval=None, dtype=tf.uint32, alg="philox")
+
+
+def synchronize_batch_normalization(model: keras.Model, replicas: int) -> int:
+    """Have every BatchNormalization layer normalise over the global batch; return how many were changed.
+
+    Each replica would otherwise keep moving averages of its own part of the data, and the one whose task saves the
+    checkpoint would win.
+    """
+    if replicas == 1:
+        return 0
+    changed = 0
+    for layer in model._flatten_layers():  # also those inside of other layers, which no public property lists
+        if isinstance(layer, keras.layers.BatchNormalization):
+            changed += not layer.synchronized
+            layer.synchronized = True
+            for average in layer.non_trainable_variables:
+                if hasattr(average.value, "_aggregation"):  # CentralStorageStrategy refuses to update it without one
+                    average.value._aggregation = tf.VariableAggregation.MEAN
+    return changed

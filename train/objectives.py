@@ -1,0 +1,86 @@
+"""What is minimised and what is told of it: a loss and a score for every example.
+
+Shapes: B batch, K outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+from train import references
+
+PerExample = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+"""(labels `[B]` or `[B, K]`, outputs `[B, K]`) -> `[B] float32`."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss and a score, each a function of one example, so that any batch can be averaged exactly."""
+
+    loss: PerExample
+    score: PerExample
+    score_name: str
+    """`accuracy` or `absolute_error`: what metrics and summaries call the score."""
+
+
+def sparse_categorical_crossentropy(labels_B: tf.Tensor, logits_BK: tf.Tensor) -> tf.Tensor:
+    """Return the cross entropy of logits with integer classes, `[B] float32`."""
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(labels_B, tf.cast(logits_BK, tf.float32))
+
+
+def mean_squared_error(labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:
+    """Return the squared error of each example, averaged over its K outputs, `[B] float32`."""
+    return tf.reduce_mean(tf.square(_difference(labels, outputs_BK)), axis=-1)
+
+
+def accuracy(labels_B: tf.Tensor, logits_BK: tf.Tensor) -> tf.Tensor:
+    """Return 1 where the largest logit is that of the label, otherwise 0, `[B] float32`."""
+    return tf.cast(tf.argmax(logits_BK, -1, tf.int64) == tf.cast(labels_B, tf.int64), tf.float32)
+
+
+def absolute_error(labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:
+    """Return the absolute error of each example, averaged over its K outputs, `[B] float32`."""
+    return tf.reduce_mean(tf.abs(_difference(labels, outputs_BK)), axis=-1)
+
+
+LOSSES: dict[str, PerExample] = {loss.__name__: loss for loss in (sparse_categorical_crossentropy, mean_squared_error)}
+
+
+def build(loss: str, *, classifies: bool) -> Objective:
+    """Return the objective with the loss called `loss`, built in or `package.module:function`.
+
+    Args:
+        loss: a key of `LOSSES`, or a reference to a function of the form `PerExample`.
+        classifies: whether the labels are classes: then the score is the accuracy.
+
+    Raises:
+        UsageError: there is no such function.
+    """
+    function = LOSSES[loss] if loss in LOSSES else references.load("--loss", loss)
+    if classifies:
+        return Objective(function, accuracy, "accuracy")
+    return Objective(function, absolute_error, "absolute_error")
+
+
+def global_mean(values_B: tf.Tensor, weights_B: tf.Tensor, global_batch: int) -> tf.Tensor:
+    """Return a replica's share of the mean over the global batch, a scalar.
+
+    Summed over all replicas, however unequally the examples lie on them, the shares are
+    `sum(weights * values) / global_batch`: what one device would compute for the whole batch
+    (https://www.tensorflow.org/tutorials/distribute/custom_training#define_the_loss_function).
+
+    Args:
+        values_B: losses or scores of this replica's examples.
+        weights_B: their weights; 0 for padding.
+        global_batch: examples in the batch over all replicas, padding not counted.
+    """
+    return tf.nn.compute_average_loss(values_B, sample_weight=weights_B, global_batch_size=global_batch)
+
+
+def _difference(labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:
+    outputs_BK = tf.cast(outputs_BK, tf.float32)
+    labels = tf.cast(labels, tf.float32)
+    return outputs_BK - (labels[:, tf.newaxis] if labels.shape.rank == 1 else labels)

@@ -1,0 +1,143 @@
+"""What a task tells of its training: heartbeat, events, metrics and, at the end, the result."""
+
+from __future__ import annotations
+
+import time
+from importlib.metadata import version
+
+import numpy as np
+import tensorflow as tf
+
+from cluster.runs import write_json
+from train import export, loops
+from train.assignment import Assignment
+from train.data import memory
+from train.metrics import Metrics
+
+SHOWN_PREDICTIONS = 16
+
+
+class Report:
+    """Keeps the run folder told of one life's training."""
+
+    def __init__(self, assignment: Assignment, first: int) -> None:
+        """Begin to tell of a training that goes on from step `first`."""
+        self._assignment = assignment
+        self._config = assignment.config
+        self._heartbeat = assignment.heartbeat
+        self._train_seconds = 0.0
+        self._timed_steps = 0
+        self.results: dict[str, float] = {}
+        run, name = assignment.run, assignment.task.name
+        if assignment.chief:
+            (run.control / "result.json").unlink(missing_ok=True)  # an earlier life may have died after it
+            run.event(name, "restored" if first else "initialized", step=first)
+            self._heartbeat.update(steps_total=assignment.total_steps)
+        self.metrics = Metrics(run, name, talks=assignment.chief, resumed_at=first)
+        self._heartbeat.update(state="compiling", step=first)
+
+    def steps(self, first: int, losses: np.ndarray, scores: np.ndarray, seconds: float, *, compiled: bool) -> None:
+        """Tell of the steps after `first`.
+
+        Args:
+            first: steps done before them.
+            losses, scores: `[S] float32`, of each of them.
+            seconds: what they took.
+            compiled: whether that holds the tracing and compiling of the step.
+        """
+        step = first + len(losses)
+        rate = None
+        if compiled:
+            self._heartbeat.update(state="training")
+            if self._assignment.chief:
+                self._event("first step", step)
+                self.metrics.graph(self._serving_graph())
+        else:
+            self._train_seconds += seconds
+            self._timed_steps += len(losses)
+            rate = len(losses) * self._config.global_batch / seconds
+        self._heartbeat.update(step=step, loss=float(losses[-1]), examples_per_s=rate)
+        score_name, total = self._assignment.objective.score_name, self._assignment.total_steps
+        for at in range(first + 1, step + 1):
+            if at % self._config.log_every == 0 or at == total:
+                values = {
+                    "loss": float(losses[at - first - 1]),
+                    score_name: float(scores[at - first - 1]),
+                    "examples_per_s": rate,
+                }
+                self.metrics.log(at, self._epoch(at), total, values)
+
+    def saving(self) -> None:
+        """Tell that a checkpoint is being saved."""
+        self._heartbeat.update(state="saving")
+
+    def saved(self) -> None:
+        """Tell that training goes on; the checkpoint itself tells of its end."""
+        self._heartbeat.update(state="training")
+
+    def evaluating(self) -> None:
+        """Tell that the model is being evaluated."""
+        self._heartbeat.update(state="evaluating")
+
+    def evaluated(self, step: int, results: dict[str, float]) -> None:
+        """Tell the results."""
+        self.results = results
+        if self._assignment.chief:
+            self.metrics.log(step, self._epoch(step), self._assignment.total_steps, dict(results))
+        self._show_predictions(step)
+        self._heartbeat.update(state="training")
+
+    def end(self, step: int, *, stopped: bool) -> None:
+        """Export where the training came to its end, and tell the result. Then leave the cluster, the chief last."""
+        assignment, result = self._assignment, self._assignment.run.control / "result.json"
+        # On every task: moving averages can be a mean over all of them, which takes all of them to read.
+        weights = [] if stopped else assignment.model.get_weights()
+        if assignment.chief:
+            if not stopped:
+                self._heartbeat.update(state="saving")
+                export.export(weights, assignment.new_model(), assignment.run.export, assignment.source.classes)
+                self._event("exported", step)
+                self.metrics.hparams(self._config, self.results)
+            write_json(result, self._result(step))
+        self.metrics.flush()
+        self._heartbeat.update(state="stopped" if stopped else "done", step=step)
+        while not assignment.chief and not result.exists() and not assignment.run.outcome:
+            time.sleep(0.02)  # the chief's coordination service counts a task that left early as lost
+
+    def _result(self, step: int) -> dict[str, object]:
+        rate = self._timed_steps * self._config.global_batch / self._train_seconds if self._train_seconds else None
+        package = "tf_keras" if export.is_legacy() else "keras"
+        return {
+            "keras": f"{package} {version(package)}",
+            "steps": step,
+            "epochs": round(self._epoch(step), 4),
+            "examples_per_s": rate and round(rate, 1),
+            "metrics": self.results,
+            "weights_sha256": loops.weights_sha256(self._assignment.model),
+        }
+
+    def _event(self, event: str, step: int) -> None:
+        self._assignment.run.event(self._assignment.task.name, event, step=step)
+
+    def _epoch(self, step: int) -> float:
+        return self._config.epoch(step, self._assignment.source.train_examples)
+
+    def _serving_graph(self) -> tf.types.experimental.ConcreteFunction:
+        specification = tf.TensorSpec([None, *self._assignment.source.feature_shape], tf.float32, name="features")
+        return tf.function(self._assignment.model.__call__).get_concrete_function(specification)
+
+    def _show_predictions(self, step: int) -> None:
+        """Show some test images with what the model says of them, where there are images and classes."""
+        source = self._assignment.source
+        shape = source.feature_shape
+        if source.arrays is None or not source.classes or len(shape) != 3 or shape[-1] not in (1, 3):
+            return
+        if source.arrays.test.features.dtype != "uint8":
+            return
+        examples = memory.load(source.arrays.test)
+        images_BHWC, truth_B = examples.features[:SHOWN_PREDICTIONS].numpy(), examples.labels[:SHOWN_PREDICTIONS]
+        # On every task, see `end`.
+        said_B = np.argmax(self._assignment.model(images_BHWC.astype(np.float32), training=False), -1)
+        names = source.classes
+        if self._assignment.chief:
+            self.metrics.predictions(step, images_BHWC, [names[k] for k in said_B], [names[k] for k in truth_B.numpy()])

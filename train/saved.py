@@ -1,0 +1,166 @@
+"""What a run left behind, used in one process without any strategy, whatever strategy it was trained under.
+
+python -m train.saved evaluate --run-dir runs/RUN [--data-dir data]
+python -m train.saved export   --run-dir runs/RUN [--data-dir data]
+python -m train.saved predict  --run-dir runs/RUN --image FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cluster.errors import ClusterError, PrerequisiteError, UsageError
+from cluster.runs import RunFolder, read_json
+from train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from tensorflow import keras
+
+    from train.sources import Source
+
+SHOWN_CLASSES = 3
+RESTORE_TRIES = 5
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command line; return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m train.saved", description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("evaluate", "export", "predict"):
+        command = commands.add_parser(name)
+        command.add_argument("--run-dir", type=Path, required=True, help="run folder")
+        command.add_argument("--data-dir", type=Path, default=Path("data"), help="prepared data (%(default)s)")
+        if name == "evaluate":
+            command.add_argument("--json", action="store_true", help="print as JSON")
+        if name == "predict":
+            command.add_argument("--image", type=Path, required=True, help="image file to classify")
+    options = parser.parse_args(arguments)
+    os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1")  # no GPU taken from whoever trains on it
+    try:
+        run = RunFolder(options.run_dir)
+        if options.command == "predict":
+            print("\n".join(predict(run, options.image)))
+        elif options.command == "evaluate":
+            results = evaluate(run, options.data_dir)
+            told = "  ".join(f"{name} {value:.4f}" for name, value in results.items() if name.startswith("eval_"))
+            words = f"step {results['step']}: {told} over {results['examples']} examples"
+            print(json.dumps(results, indent=2) if options.json else words)
+        else:
+            print(f"exported the model after step {export(run, options.data_dir)} to {run.export}")
+    except ClusterError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def evaluate(run: RunFolder, data_dir: Path) -> dict[str, Any]:
+    """Return the step of a run's newest checkpoint and the model's results on the whole test split.
+
+    Raises:
+        PrerequisiteError: there is no good checkpoint, or the data is not prepared.
+    """
+    source, config, model, step = _restore(run, data_dir)
+    from train import objectives, sources, steps
+    from train.assignment import EVALUATION_BATCH
+
+    measure = steps.evaluation(
+        None,
+        model,
+        objectives.build(config.loss, classifies=source.classifies),
+        sources.eval_feed(None, source, EVALUATION_BATCH),
+        num_examples=source.test_examples,
+        batch=EVALUATION_BATCH,
+    )
+    return {"run": run.name, "step": step, "examples": source.test_examples, **measure()}
+
+
+def export(run: RunFolder, data_dir: Path) -> int:
+    """Write the SavedModel of a run's newest checkpoint to its `export/`; return the step.
+
+    Raises:
+        PrerequisiteError: as for `evaluate`.
+    """
+    source, _, model, step = _restore(run, data_dir)
+    from train import export as exporting
+
+    exporting.export(model.get_weights(), model, run.export, source.classes)
+    return step
+
+
+def predict(run: RunFolder, image: Path) -> list[str]:
+    """Return what the exported model says of an image, likeliest class first, as lines of text.
+
+    Raises:
+        PrerequisiteError: the run has no export yet.
+        UsageError: the file is no image, or the model takes none.
+    """
+    if not (run.export / "saved_model.pb").exists():
+        raise PrerequisiteError(f"run {run.name} has no export yet; wait for its end, or `invoke export {run.name}`")
+    import numpy as np
+    import tensorflow as tf
+
+    from train import export as exporting
+
+    serve = tf.saved_model.load(str(run.export)).signatures["serving_default"]
+    ((name, given),) = serve.structured_input_signature[1].items()
+    if given.shape.rank != 4 or given.shape[-1] not in (1, 3):
+        raise UsageError(f"the model of {run.name} takes {given.shape.as_list()}, not images")
+    pixels_BHWC = _read_image(image, *given.shape[1:])
+    (outputs_BK,) = serve(**{name: tf.constant(pixels_BHWC)}).values()
+    shares = tf.nn.softmax(outputs_BK[0]).numpy()
+    names = read_json(run.export / exporting.CLASSES, [])
+    best = np.argsort(-shares)[:SHOWN_CLASSES]
+    return [f"{shares[k]:7.2%}  {names[k] if names else f'class {k}'}" for k in best]
+
+
+def _read_image(path: Path, height: int, width: int, channels: int) -> Any:
+    """Return an image as the model takes it, `[1, H, W, C] float32` of 0 to 255."""
+    import numpy as np
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as image:
+            resized = image.convert("L" if channels == 1 else "RGB").resize((width, height))
+    except (OSError, UnidentifiedImageError) as error:
+        raise UsageError(f"--image {path}: {error}; expected a PNG or JPEG file") from None
+    return np.asarray(resized, np.float32).reshape(1, height, width, channels)
+
+
+def _restore(run: RunFolder, data_dir: Path) -> tuple[Source, TrainConfig, keras.Model, int]:
+    """Return a run's data, its configuration, and its model with the newest checkpoint's weights and step."""
+    config = TrainConfig.from_json(read_json(run.config))
+    if config.needs_tf_keras(run.load_cluster().strategy):
+        os.environ["TF_USE_LEGACY_KERAS"] = "1"  # before TensorFlow is imported: it was trained with that
+    from train import models, sources
+
+    source = sources.find(config, data_dir, run)
+    model = models.build(config.model, source.feature_shape, source.num_outputs)
+    return source, config, model, _restore_newest(run, model)
+
+
+def _restore_newest(run: RunFolder, model: keras.Model) -> int:
+    import tensorflow as tf
+
+    from train import checkpoint
+
+    for _ in range(RESTORE_TRIES):
+        newest = checkpoint.newest_good(run.checkpoints)
+        if newest is None:
+            break
+        try:
+            tf.train.Checkpoint(model=model).read(newest.prefix).assert_existing_objects_matched().expect_partial()
+        except tf.errors.NotFoundError:
+            time.sleep(0.1)  # a newer one has just pushed it out
+        else:
+            return newest.step
+    raise PrerequisiteError(f"run {run.name} has no good checkpoint in {run.checkpoints}; see its log")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

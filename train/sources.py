@@ -1,0 +1,188 @@
+"""The data of a run, whatever form it is in, and how it reaches the replicas.
+
+A source knows the examples; a feed gives each replica its batches of them. Arrays are gathered inside the step itself,
+where the data is in host memory and the replica on the same task can reach it; everything else is an iterator.
+
+Shapes: B replica batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from cluster.errors import RunFailed
+from cluster.runs import RunFolder, create_json, read_json
+from train.config import TrainConfig
+from train.data import arrays, memory, shards, stream
+from train.data.memory import Batch
+
+
+@dataclass(frozen=True)
+class Source:
+    """Examples to train on and to test on.
+
+    Attributes:
+        version: of the data, as it was prepared.
+        classes: their names; empty where they have none.
+        num_outputs: classes, or values to predict.
+        classifies: whether labels are classes.
+        feature_shape: one example's shape.
+        train_examples: examples in an epoch.
+        test_examples: examples to test on.
+        train_dataset: some replicas' batches step by step; arguments as for `memory.train_dataset` without the split.
+        eval_dataset: the same of the test split; arguments as for `memory.eval_dataset`.
+        arrays: the examples themselves, where they fit in memory.
+        num_shards: files that a stream is read from; its order depends on them.
+    """
+
+    version: str
+    classes: tuple[str, ...]
+    num_outputs: int
+    classifies: bool
+    feature_shape: tuple[int, ...]
+    train_examples: int
+    test_examples: int
+    train_dataset: Callable[..., tf.data.Dataset]
+    eval_dataset: Callable[..., tf.data.Dataset]
+    arrays: arrays.ArraySet | None = None
+    num_shards: int = 0
+
+
+def _in_memory(found: arrays.ArraySet) -> Source:
+    return Source(
+        found.version,
+        found.classes,
+        found.num_outputs,
+        found.train.labels.dtype.startswith("int"),
+        found.train.features.shape[1:],
+        found.train.num_examples,
+        found.test.num_examples,
+        functools.partial(memory.train_dataset, found.train),
+        functools.partial(memory.eval_dataset, found.test),
+        found,
+    )
+
+
+def _streamed(found: shards.ShardSet) -> Source:
+    return Source(
+        found.version,
+        found.classes,
+        found.num_outputs,
+        found.train.label_dtype.startswith("int"),
+        found.train.feature_shape,
+        found.train.num_examples,
+        found.test.num_examples,
+        functools.partial(stream.train_dataset, found.train),
+        functools.partial(stream.eval_dataset, found.test),
+        num_shards=len(found.train.files),
+    )
+
+
+def find(config: TrainConfig, data_dir: Path, run: RunFolder | None = None) -> Source:
+    """Return the source that a configuration names.
+
+    Args:
+        config: of the run.
+        data_dir: where the data was prepared.
+        run: the run folder. What its first life trained on is recorded there and used by every later one, even if
+            something newer has been prepared under the same name meanwhile.
+
+    Raises:
+        PrerequisiteError: it was not prepared.
+        RunFailed: it is damaged.
+    """
+
+    def look(version: str = "") -> Source:
+        if config.source == "stream":
+            return _streamed(shards.find(data_dir, config.dataset, version))
+        return _in_memory(arrays.find(data_dir, config.dataset, version))
+
+    if run is None:
+        return look()
+    record = run.control / "data.json"
+    if not record.exists():
+        found = look()
+        create_json(record, {"version": found.version, "num_shards": found.num_shards})
+    recorded = read_json(record)
+    found = look(recorded["version"])
+    if found.num_shards != recorded["num_shards"]:
+        raise RunFailed(
+            f"{config.dataset} has {found.num_shards} shards, and {recorded['num_shards']} when this run began: their "
+            f"order is another one; `invoke data.shard --name {config.dataset} --shards {recorded['num_shards']}`, or "
+            "start a new run"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What the steps of one loop work on.
+
+    Attributes:
+        next: called once a step, outside of the replicas; what it returns is passed to each of them.
+        batch: called by each replica with that, the step and the replica's number; returns its batch.
+    """
+
+    next: Callable[[], Any]
+    batch: Callable[[Any, tf.Tensor, tf.Tensor], Batch]
+
+
+def train_feed(strategy: tf.distribute.Strategy, source: Source, first_step: int, global_batch: int, seed: int) -> Feed:
+    """Return the training batches of a synchronous strategy's replicas from step `first_step` on."""
+    replicas = strategy.num_replicas_in_sync
+    if source.arrays and not isinstance(strategy, tf.distribute.TPUStrategy):
+        examples = memory.load(source.arrays.train)
+        return Feed(lambda: (), _gather(examples, global_batch // replicas, replicas, seed))
+
+    def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        return source.train_dataset(
+            first_step=first_step, num_steps=None, global_batch=global_batch, seed=seed, **share_of(context)
+        )
+
+    iterator = iter(strategy.distribute_datasets_from_function(dataset))
+    return Feed(lambda: next(iterator), lambda batch, _step, _replica: batch)
+
+
+def eval_feed(strategy: tf.distribute.Strategy | None, source: Source, replica_batch: int) -> Feed:
+    """Return the test split's batches; the step given to `batch` counts them. Every pass must take all of them."""
+    replicas = strategy.num_replicas_in_sync if strategy else 1
+    if source.arrays and not isinstance(strategy, tf.distribute.TPUStrategy):
+        examples = memory.load(source.arrays.test)
+
+        def batch(_given: Any, at: tf.Tensor, replica: tf.Tensor) -> Batch:
+            return memory.eval_batch(examples, at, replica, replica_batch=replica_batch, num_replicas=replicas)
+
+        return Feed(lambda: (), batch)
+
+    def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        return source.eval_dataset(replica_batch=replica_batch, **share_of(context)).repeat()
+
+    # One iterator for all passes, as long as each takes all of its batches: a new one would be a new graph.
+    own = tf.distribute.InputContext()
+    iterator = iter(strategy.distribute_datasets_from_function(dataset) if strategy else dataset(own))
+    return Feed(lambda: next(iterator), lambda batch, _at, _replica: batch)
+
+
+def _gather(examples: memory.Examples, replica_batch: int, replicas: int, seed: int) -> Callable[..., Batch]:
+    def batch(_given: Any, step: tf.Tensor, replica: tf.Tensor) -> Batch:
+        return memory.train_batch(
+            examples, step, replica, replica_batch=replica_batch, num_replicas=replicas, seed=seed
+        )
+
+    return batch
+
+
+def share_of(context: tf.distribute.InputContext) -> dict[str, int]:
+    """Return which of the cluster's replicas an input pipeline feeds."""
+    local = context.num_replicas_in_sync // context.num_input_pipelines
+    return {
+        "num_replicas": context.num_replicas_in_sync,
+        "first_replica": context.input_pipeline_id * local,
+        "local_replicas": local,
+    }
