@@ -107,6 +107,7 @@ UP_HELP = {
     "preset": "configuration to start from: fashion_mnist, mnist or package.module:function (default: fashion_mnist)",
     "loop": "custom, or fit for Keras's own (default: custom)",
     "script": "run this script, which reads TF_CONFIG, in every task; its arguments follow -- (default: our trainer)",
+    "chief-as-worker": "the script's TF_CONFIG has the chief as worker 0, as in TensorFlow's tutorials (default: no)",
     "requirements": "requirements file with packages for your own code (default: none)",
     "strategy": "auto, one, mirrored, central, multiworker, ps or tpu (default: auto, from the topology)",
     "devices": "replicas in each training task; logical CPUs where there is no GPU (default: 1)",
@@ -139,8 +140,8 @@ def _dumps(value: object) -> str:
 @task(auto_shortflags=False, help={name: text for name, text in UP_HELP.items() if name != "json"})
 @told
 def up(
-    c, workers="", ps="", evaluator=False, preset="", loop="", script="", requirements="", strategy="", devices="",
-    runtime="auto", checkpoint_every="", hang_timeout="", name="", resume="", fresh=False,
+    c, workers="", ps="", evaluator=False, preset="", loop="", script="", chief_as_worker=False, requirements="",
+    strategy="", devices="", runtime="auto", checkpoint_every="", hang_timeout="", name="", resume="", fresh=False,
     tensorboard_port=str(board.PORT), detach=False, dry=False,
 ):  # fmt: skip
     """Bring up a cluster and train; overrides follow --, such as: invoke up -- --epochs 1."""
@@ -162,8 +163,8 @@ def up(
 @task(auto_shortflags=False, help={name: text for name, text in UP_HELP.items() if name not in ("detach", "dry")})
 @told
 def plan(
-    c, workers="", ps="", evaluator=False, preset="", loop="", script="", requirements="", strategy="", devices="",
-    runtime="auto", checkpoint_every="", hang_timeout="", name="", resume="", fresh=False,
+    c, workers="", ps="", evaluator=False, preset="", loop="", script="", chief_as_worker=False, requirements="",
+    strategy="", devices="", runtime="auto", checkpoint_every="", hang_timeout="", name="", resume="", fresh=False,
     tensorboard_port=str(board.PORT), json=False,
 ):  # fmt: skip
     """Show what `up` would start with the same options, and start nothing."""

@@ -103,6 +103,10 @@ def _service(spec: ClusterSpec, task: Task, containers: Containers, command: lis
         service["command"] = command
     if containers.way_out:
         service["networks"] = ["cluster", "egress"]
+        service["extends"]["service"] = "script"
+        service["volumes"].append(
+            {"type": "bind", "source": str(containers.run_dir / "work" / "tmp"), "target": "/tmp"}  # noqa: S108
+        )
     return service
 
 

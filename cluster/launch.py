@@ -192,7 +192,8 @@ def _resolve(request: Request, resumed: RunFolder | None, runtime: str) -> tuple
         here = there if script else packages.prepare(requirements, packages.host_python())
     if script:
         arguments = request.overrides or (recorded or {}).get("arguments", [])
-        payload = Payload(script, tuple(arguments), (), requirements, there)
+        renamed = request.chief_as_worker or bool((recorded or {}).get("chief_as_worker"))
+        payload = Payload(script, tuple(arguments), (), requirements, there, renamed)
         return payload.to_json(), payload
     config, code_dirs = configuration.resolve(request, resumed.config if resumed else None, here)
     return config, Payload(code_dirs=code_dirs, requirements=requirements, packages=there)

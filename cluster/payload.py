@@ -21,6 +21,7 @@ SCRIPT_MOUNT = "/script"
 CODE_MOUNT = "/code"
 PACKAGES_MOUNT = "/packages"
 LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
+CHIEF_AS_WORKER = "CHIEF_AS_WORKER"
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
 
 
@@ -34,6 +35,8 @@ class Payload:
     requirements: Path | None = None
     packages: Path | None = None
     """The folder with what `requirements` asks for."""
+    chief_as_worker: bool = False
+    """Whether the script's TF_CONFIG has the chief as worker 0, as TensorFlow's multi-worker tutorials expect."""
 
     def command(self, *, contained: bool) -> list[str]:
         """Return what the agent is told to run; nothing for the built-in trainer."""
@@ -55,6 +58,8 @@ class Payload:
             found[LEGACY_KERAS] = "1"
         elif contained and LEGACY_KERAS in os.environ:
             found[LEGACY_KERAS] = None
+        if self.chief_as_worker:
+            found[CHIEF_AS_WORKER] = "1"
         if contained:
             found |= {name: None for name in PROXIES if name in os.environ}
         return found
@@ -81,7 +86,11 @@ class Payload:
 
     def to_json(self) -> dict[str, Any]:
         """Return the form that is saved as the `config.json` of a script's run."""
-        return {"script": str(self.script), "arguments": list(self.arguments)}
+        return {
+            "script": str(self.script),
+            "arguments": list(self.arguments),
+            "chief_as_worker": self.chief_as_worker,
+        }
 
 
 def callers_path() -> list[str]:
@@ -140,6 +149,8 @@ def lay_out(payload: Payload, run: RunFolder, spec: ClusterSpec, *, contained: b
         return
     folder = payload.script.parent
     seen_at = Path(SCRIPT_MOUNT) if contained else folder
+    if contained:
+        run.work("tmp").mkdir(parents=True, exist_ok=True)  # what the containers have for /tmp
     for task in spec.tasks:
         work = run.work(task.name)
         work.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ from typing import IO
 from cluster.processes import die_with_parent
 
 KEPT_LINES = 50
-_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Failed)\b")
+_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Failed)\b|Exception(:|$)")
 """How the last line of a traceback begins."""
 
 

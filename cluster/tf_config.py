@@ -31,6 +31,23 @@ def dumps(spec: ClusterSpec, task: Task) -> str | None:
     return None if value is None else json.dumps(value, separators=(",", ":"))
 
 
+def without_chief(text: str) -> str:
+    """Return a TF_CONFIG whose chief is worker 0, as TensorFlow's multi-worker tutorials have it.
+
+    It describes the same cluster: where no task is called chief, TensorFlow takes worker 0 for it. With parameter
+    servers, where the chief is no worker, nothing changes.
+    """
+    value = json.loads(text)
+    cluster, task = value["cluster"], value["task"]
+    if "chief" not in cluster or "ps" in cluster:
+        return text
+    workers = [*cluster["chief"], *cluster.get("worker", [])]
+    index = 0 if task["type"] == "chief" else task["index"] + 1
+    return json.dumps(
+        {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}, separators=(",", ":")
+    )
+
+
 def parse(text: str) -> tuple[dict[str, list[str]], Role, int]:
     """Return the cluster's addresses by role, and the role and index of the task that TF_CONFIG was made for.
 

@@ -26,7 +26,7 @@ def build(assignment: Assignment) -> list[keras.callbacks.Callback]:
     if not reference:
         return []
     function = CALLBACKS[reference] if reference in CALLBACKS else references.load("--callbacks", reference)
-    made = function(assignment.run.path, assignment.task.name)
+    made = references.call("--callbacks", reference, function, assignment.run.path, assignment.task.name)
     if not isinstance(made, list) or not all(isinstance(one, keras.callbacks.Callback) for one in made):
         raise UsageError(
             f"--callbacks {reference!r} returned {made!r:.120}; expected a list of "
@@ -130,9 +130,9 @@ class Hooks:
         self.enough |= bool(self._model.stop_training)
         self._sums_3[:] = 0
 
-    def end(self, step: int, results: dict[str, float]) -> None:
-        """Training ends after `step`: the epoch too, unless it was told already."""
-        if self._sums_3[0]:
+    def end(self, step: int, results: dict[str, float], *, stopped: bool) -> None:
+        """Training ends after `step`: the epoch too, unless it was told already or will be gone on with."""
+        if self._sums_3[0] and not stopped:
             self.end_epoch(step, results)
         self._list.on_train_end(self._epoch_logs)
 

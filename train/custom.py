@@ -48,18 +48,17 @@ class Training:
             self._agree = steps.agreement(strategy)
         self._evaluation = assignment.new_evaluation()
         self._evaluated_at: int | None = None
+        self._saved_at: int | None = None
         self._hooks = callbacks.Hooks(assignment, self._optimizer) if config.callbacks else None
 
     def run(self) -> None:
         """Train, and end well."""
         config, assignment = self._assignment.config, self._assignment
-        every = [
-            loops.Every(config.checkpoint_every, self._save),
-            loops.Every(config.evaluate_every or assignment.epoch_steps, self._evaluate),
-        ]
+        every = [loops.Every(config.evaluate_every or assignment.epoch_steps, self._evaluate)]
         if self._hooks:
             self._hooks.begin(self._first)
             every.append(loops.Every(assignment.epoch_steps, self._end_epoch))
+        every.append(loops.Every(config.checkpoint_every, self._save))  # with what callbacks have changed
         step, stopped = loops.run(
             self._inner if self._hooks is None else self._hooks.around(self._inner),
             self._first,
@@ -69,13 +68,14 @@ class Training:
             report=self._tell,
             stop=lambda: assignment.stop.is_set() or self._enough,
         )
-        stopped = stopped and not self._enough
-        self._save(step)
+        stopped = stopped and not self._agree(self._enough)
+        if self._saved_at != step:
+            self._save(step)
         if not stopped and self._evaluated_at != step:
             self._evaluate(step)
         self._checkpoint.wait()
         if self._hooks:
-            self._hooks.end(step, self._report.results)
+            self._hooks.end(step, self._report.results, stopped=stopped)
         self._report.end(step, stopped=stopped)
 
     @property
@@ -90,6 +90,7 @@ class Training:
         self._report.saving()
         self._checkpoint.save(step)
         self._report.saved()
+        self._saved_at = step
 
     def _evaluate(self, step: int) -> None:
         self._report.evaluating()

@@ -56,7 +56,7 @@ def build(name: str, feature_shape: tuple[int, ...], num_outputs: int) -> keras.
             `[B, num_outputs]`.
     """
     function = MODELS[name] if name in MODELS else references.load("--model", name)
-    model = function(feature_shape, num_outputs)
+    model = references.call("--model", name, function, feature_shape, num_outputs)
     if not isinstance(model, keras.Model):
         wanted = f"a {keras.Model.__module__.partition('.')[0]} model"
         raise UsageError(

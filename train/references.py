@@ -10,7 +10,8 @@ import importlib
 import importlib.util
 import sys
 import sysconfig
-from collections.abc import Collection
+import traceback
+from collections.abc import Callable, Collection
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,19 @@ def load(option: str, reference: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except Exception as error:  # whatever the user's module does when it is imported
+        raise UsageError(f"{option} {reference!r}: {type(error).__name__}: {error}") from error
+
+
+def call(option: str, reference: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a user's function returns.
+
+    Raises:
+        UsageError: it raised something: trying again would only repeat that. Where is told by the traceback in the log.
+    """
+    try:
+        return function(*arguments)
+    except Exception as error:
+        traceback.print_exc()
         raise UsageError(f"{option} {reference!r}: {type(error).__name__}: {error}") from error
 
 

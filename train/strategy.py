@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
 
 import tensorflow as tf
 from tensorflow import keras
 
 from cluster.errors import PrerequisiteError, UsageError
 from cluster.spec import ClusterSpec, Role, Task
+
+TPU_TIMEOUT_S = 10.0
 
 
 def configure_devices(devices: int) -> list[str]:
@@ -67,10 +70,13 @@ def _tpu(devices: int) -> tf.distribute.Strategy:
     """Return the strategy of the TPU that TPU_NAME names, or of the one in this machine."""
     try:
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=os.environ.get("TPU_NAME", "local"))
+        if (address := resolver.master()).startswith("grpc://"):  # TensorFlow would wait for it without end
+            host, _, port = address.removeprefix("grpc://").rpartition(":")
+            socket.create_connection((host, int(port)), timeout=TPU_TIMEOUT_S).close()
         tf.config.experimental_connect_to_cluster(resolver)
         tf.tpu.experimental.initialize_tpu_system(resolver)
         strategy = tf.distribute.TPUStrategy(resolver)
-    except (ValueError, tf.errors.OpError) as error:
+    except (ValueError, OSError, tf.errors.OpError) as error:
         raise PrerequisiteError(
             f"no TPU answers ({str(error).splitlines()[0]}); set TPU_NAME to one that does"
         ) from error

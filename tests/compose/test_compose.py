@@ -160,7 +160,9 @@ def brought(cluster: ClusterSpec, *, way_out: bool = True) -> dict[str, Any]:
     return {"mounts": SCRIPT.mounts(), "environment": SCRIPT.environment(cluster, contained=True), "way_out": way_out}
 
 
-def test_a_script_gets_its_folders_read_only_and_a_way_out(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_gets_its_folders_read_only_and_a_way_out(
+    config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy")
     monkeypatch.delenv("TF_USE_LEGACY_KERAS", raising=False)
     read = config(SCRIPT.command(contained=True), brought=brought(spec.build(2)), workers=2)
@@ -171,9 +173,12 @@ def test_a_script_gets_its_folders_read_only_and_a_way_out(config: Config, monke
         assert {"cluster": None, "egress": None} == task["networks"], name
         assert not {"ports", "privileged", "cap_add", "devices", "network_mode", "pid", "ipc"} & set(task), name
         assert (True, ["ALL"]) == (task["read_only"], task["cap_drop"])
-        more = {volume["target"]: (volume["source"], volume["read_only"]) for volume in task["volumes"][2:]}
-        assert {"/script": ("/theirs", True), "/packages": ("/packages/kept", True)} == more
+        more = {v["target"]: (v["source"], v.get("read_only", False)) for v in task["volumes"][2:]}
+        shared = {"/tmp": (str(tmp_path / "runs" / "a-run" / "work" / "tmp"), False)}
+        assert {"/script": ("/theirs", True), "/packages": ("/packages/kept", True)} | shared == more
+        assert ["/var/tmp:mode=1777,size=1g"] == task["tmpfs"], name  # scratch and downloads are each task's own
         environment = task["environment"]
+        assert ("/var/tmp", "/var/tmp") == (environment["HOME"], environment["TMPDIR"])
         assert ("/packages", "1", "1") == tuple(
             environment[key] for key in ("PYTHONPATH", "PYTHONUNBUFFERED", "TF_USE_LEGACY_KERAS")
         )

@@ -412,7 +412,8 @@ def test_a_script_needs_no_data_and_gets_a_folder_to_work_in(
     assert note.startswith("tf.keras is Keras 2 (tf_keras) for the script, ")
     startup.start(planned, commands, began=time.time())
     assert [] == commands
-    assert {"script": str(theirs), "arguments": ["-n", "a b"]} == planned.run.script == read_json(planned.run.config)
+    expected = {"script": str(theirs), "arguments": ["-n", "a b"], "chief_as_worker": False}
+    assert expected == planned.run.script == read_json(planned.run.config)
     assert (tmp_path / "data").is_dir()
     assert theirs.parent / "table.csv" == (planned.run.work("worker-0") / "table.csv").readlink()
     for task in read_json(planned.run.compose)["tasks"].values():

@@ -332,6 +332,9 @@ def fed(found: dict[str, sources.Source]) -> dict[str, Any]:
             feed = sources.train_feed(strategy, source, 1, GLOBAL_BATCH, SEED)
 
             results[f"{kind}, {where}"] = labels_of(strategy, feed)
+    one = strategy_called("one")
+    whole = sources.train_feed(one, found["numbers"], 0, GLOBAL_BATCH, SEED)
+    results["shards, one, from the beginning"] = labels_of(one, whole)
     return results
 
 
