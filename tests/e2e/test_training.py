@@ -125,6 +125,7 @@ def test_killing_a_worker_must_restart_the_gang_and_end_with_the_same_bits(
     assert losses(three) == losses(run)
 
 
+@pytest.mark.long
 def test_a_frozen_worker_must_be_noticed_and_the_run_end_with_the_same_bits(
     clusters: Clusters, three: RunFolder
 ) -> None:
@@ -142,6 +143,7 @@ def test_a_frozen_worker_must_be_noticed_and_the_run_end_with_the_same_bits(
     assert summary(three)["weights_sha256"] == summary(run)["weights_sha256"]
 
 
+@pytest.mark.long
 def test_a_damaged_checkpoint_must_be_passed_over(clusters: Clusters) -> None:
     whole = clusters.up("whole", "--workers=0 --checkpoint-every=10 -- --max-steps 40")
     damaged = clusters.up("damaged", "--workers=0 --checkpoint-every=10 -- --max-steps 30")

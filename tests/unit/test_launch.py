@@ -83,6 +83,8 @@ def refusal(asked: Request) -> ClusterError:
         (Request(script="s.py", preset="mnist"), "--preset with a script: they are the built-in trainer's"),
         (Request(script="s.py", loop="fit", checkpoint_every="5"), "--loop and --checkpoint-every with a script"),
         (Request(script="s.py", evaluator=True), "--evaluator with a script: "),
+        (Request(chief_as_worker=True), "--chief-as-worker is for scripts"),
+        (Request(hang_timeout="0"), "--hang-timeout '0': expected a whole number from 1 to 86400"),
         (Request(script="absent.py"), "--script 'absent.py' does not exist: expected a Python file"),
         (Request(script="/"), "--script '/' is a folder: expected a Python file"),
         (Request(script="/.profile"), "--script '/.profile' lies in the root of the file system, and tasks see all of"),
@@ -397,6 +399,18 @@ def theirs(tmp_path: Path) -> Path:
     (folder / "fit.py").touch()
     (folder / "table.csv").touch()
     return folder / "fit.py"
+
+
+def test_a_script_may_ask_for_its_chief_as_worker_0(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "start", lambda run: None)
+    options = {"runtime": "local", "tensorboard_port": "0"}
+    planned = launch.plan(Request(script=str(theirs), workers="1", chief_as_worker=True, name="led", **options))
+    startup.start(planned, Commands(), began=time.time())
+    planned.run.end("stopped")
+    write_json(planned.run.summary, {"state": "stopped"})
+    for plan in (planned, launch.plan(Request(resume="led", **options))):
+        tasks = plan.compose["tasks"].values()
+        assert ["1", "1"] == [task["environment"]["CHIEF_AS_WORKER"] for task in tasks]
 
 
 def test_a_script_needs_no_data_and_gets_a_folder_to_work_in(

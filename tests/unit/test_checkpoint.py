@@ -1,0 +1,163 @@
+"""Checkpoints: finished or not there at all, checked before they are used, written beside the training."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow import keras
+
+from cluster.runs import read_json
+from train import checkpoint
+from train.checkpoint import Checkpoint, Copy, Saved, finished, newest_good
+
+Parts = tuple[keras.Model, keras.optimizers.Optimizer, tf.Variable]
+
+
+def parts(seed: int = 0) -> Parts:
+    """Return a model with moving averages and a random layer, its optimizer and a step."""
+    keras.utils.set_random_seed(seed)
+    layers = keras.layers
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3), layers.BatchNormalization(), layers.Dropout(0.5)])
+    optimizer = keras.optimizers.Adam()
+    optimizer.build(model.trainable_variables)
+    return model, optimizer, tf.Variable(0, dtype=tf.int64)
+
+
+def saving(folder: Path, own: Parts, **options: Any) -> Checkpoint:
+    return Checkpoint(*own, folder, **{"keep": 3, "writes": True} | options)
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Parts:
+    """A training that saved after 1, 2 and 3 steps, its weights those numbers."""
+    own = parts()
+    saves = saving(tmp_path, own)
+    for step in (1, 2, 3):
+        own[0].set_weights([np.full(weight.shape, step, weight.dtype) for weight in own[0].get_weights()])
+        saves.save(step)
+    saves.wait()
+    return own
+
+
+def test_the_newest_is_restored_with_all_of_its_state(tmp_path: Path, three: Parts) -> None:
+    other = parts(seed=1)
+    assert 3 == saving(tmp_path, other, writes=False).restore()
+    for mine, theirs in zip(three[0].get_weights(), other[0].get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    for mine, theirs in zip(three[1].variables, other[1].variables, strict=True):
+        np.testing.assert_array_equal(mine.numpy(), theirs.numpy())
+
+
+def test_what_is_saved_has_the_keys_of_tensorflow_s_own_checkpoint(tmp_path: Path, three: Parts) -> None:
+    model, optimizer, step = three
+    tf.train.Checkpoint(step=step, model=model, optimizer=optimizer).write(str(tmp_path / "own"))
+    assert tf.train.list_variables(str(tmp_path / "own")) == tf.train.list_variables(str(tmp_path / "ckpt-3"))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def change(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "name", "told"),
+    [
+        (cut, "ckpt-3.data-00000-of-00001", "ckpt-3.data-00000-of-00001 has "),
+        (change, "ckpt-3.data-00000-of-00001", "does not have the contents that were saved"),
+        (change, "ckpt-3.index", "ckpt-3.index does not have the contents that were saved"),
+        (Path.unlink, "ckpt-3.index", "ckpt-3.index is missing"),
+        (lambda path: path.write_text("{}"), "ckpt-3.json", "ckpt-3.json cannot be read"),
+    ],
+)
+@pytest.mark.usefixtures("three")
+def test_a_damaged_one_is_passed_over_and_named(
+    tmp_path: Path, damage: Callable[[Path], Any], name: str, told: str
+) -> None:
+    damage(tmp_path / name)
+    warnings: list[str] = []
+    found = newest_good(tmp_path, warnings.append)
+    assert Saved(tmp_path, 2) == found
+    (warning,) = warnings
+    assert told in warning
+    assert warning.startswith("warning: checkpoint of step 3 is damaged (")
+
+
+@pytest.mark.usefixtures("three")
+def test_without_a_good_one_training_begins_anew(tmp_path: Path) -> None:
+    for saved in finished(tmp_path):
+        cut(Path(saved.prefix + ".index"))
+    assert 0 == saving(tmp_path, parts()).restore()
+
+
+@pytest.mark.usefixtures("three")
+def test_an_unfinished_one_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "ckpt-3.json").unlink()
+    assert [2, 1] == [saved.step for saved in finished(tmp_path)]
+
+
+def test_only_so_many_are_kept(tmp_path: Path) -> None:
+    saves = saving(tmp_path, parts(), keep=2)
+    for step in (5, 10, 15, 20):
+        saves.save(step)
+    saves.wait()
+    assert [20, 15] == [saved.step for saved in finished(tmp_path)]
+    assert 6 == len(list(tmp_path.iterdir()))
+
+
+def test_a_task_that_does_not_write_leaves_nothing(tmp_path: Path) -> None:
+    saves = saving(tmp_path, parts(), writes=False)
+    saves.save(1)
+    saves.wait()
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_training_goes_on_while_what_was_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, write = threading.Event(), checkpoint.write
+    monkeypatch.setattr(checkpoint, "write", lambda *given: (go.wait(20), write(*given)))
+    own, told = parts(), list[int]()
+    saves = saving(tmp_path, own, saved=told.append)
+    before = own[0].get_weights()
+    saves.save(7)
+    own[0].set_weights([weight + 1 for weight in before])  # the next step
+    assert [] == told
+    go.set()
+    saves.wait()
+    assert [7] == told
+    other = parts(seed=1)
+    assert 7 == saving(tmp_path, other, writes=False).restore()
+    np.testing.assert_array_equal(before[0], other[0].get_weights()[0])
+
+
+def test_a_save_that_failed_is_told_by_the_next(tmp_path: Path) -> None:
+    saves = saving(tmp_path / "absent", parts())
+    saves.save(1)
+    with pytest.raises(FileNotFoundError):
+        saves.save(2)
+
+
+def test_a_copy_is_of_plain_variables(tmp_path: Path) -> None:
+    model, optimizer, step = parts()
+    copy = Copy(tf.train.Checkpoint(step=step, model=model, optimizer=optimizer))
+    copy.update()
+    copy.checkpoint.write(str(tmp_path / "copy"))
+    assert {"step", "model", "optimizer"} <= {
+        name.split("/")[0] for name, _ in tf.train.list_variables(str(tmp_path / "copy"))
+    }
+
+
+@pytest.mark.usefixtures("three")
+def test_a_record_names_every_file(tmp_path: Path) -> None:
+    record = read_json(Saved(tmp_path, 3).record)
+    assert 3 == record["step"]
+    assert {"ckpt-3.index", "ckpt-3.data-00000-of-00001"} == set(record["files"])
