@@ -14,6 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from cluster import locks
 from cluster.errors import PrerequisiteError, UsageError
@@ -110,6 +111,9 @@ def _line(found: dict[str, Any], requirements: Path) -> str:
     """Return a package as a requirement that only its very file meets."""
     name, origin = found["metadata"]["name"], found["download_info"]
     sha256 = origin.get("archive_info", {}).get("hashes", {}).get("sha256")
+    if not sha256 and origin["url"].startswith("file://"):  # pip 23.0 tells none of a file
+        path = Path(unquote(urlsplit(origin["url"]).path))
+        sha256 = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
     if not sha256:
         raise UsageError(
             f"--requirements {str(requirements)!r}: {name} comes from {origin['url']}, which has no hash; name a "

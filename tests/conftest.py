@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -15,6 +16,10 @@ from cluster import engine, local, spec
 from cluster.runs import RunFolder, write_json
 
 LAST_LINES = 15
+
+# A shell that runs the suite in the background has it ignore SIGINT, and whatever it starts would, too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

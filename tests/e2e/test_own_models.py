@@ -45,7 +45,14 @@ def train(own: Clusters, preset: str, strategy: str, *overrides: str) -> Path:
     return run.path
 
 
-@pytest.mark.parametrize("strategy", ["MirroredStrategy", "MultiWorkerMirroredStrategy", "ParameterServerStrategy"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "MirroredStrategy",
+        "MultiWorkerMirroredStrategy",
+        pytest.param("ParameterServerStrategy", marks=pytest.mark.long),
+    ],
+)
 def test_a_small_resnet_must_learn_under(own: Clusters, strategy: str) -> None:
     train(own, "small_resnet", strategy)
     assert summary(own.run(f"small_resnet-{strategy}"))["metrics"]["eval_accuracy"] > 0.9
