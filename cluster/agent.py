@@ -181,15 +181,20 @@ class Agent:
                 return self._act_on_finding(finding, watchdog, program, generation)
             if self.run.stop_requested and not self.serves:
                 self._ask_to_end(program)
-            training = read_json(self.run.status(self.task.name))["state"] == "training"
-            if self.resumes and training:
-                self.run.event(self.task.name, "resumed")
-                self.resumes = False
-            if program.can_wait:
-                self.spare.keep(training=training)
+            if self.resumes or (program.can_wait and not self.spare.settled):
+                self._notice_training(program)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 program.wait(POLL_S)
                 return self._act_on_exit(program, generation)
+
+    def _notice_training(self, program: Program) -> None:
+        """Do what is due once the program trains."""
+        training = read_json(self.run.status(self.task.name))["state"] == "training"
+        if self.resumes and training:
+            self.run.event(self.task.name, "resumed")
+            self.resumes = False
+        if program.can_wait:
+            self.spare.keep(training=training)
 
     def _act_on_finding(self, finding: Finding, watchdog: Watchdog, program: Program, generation: int) -> None:
         """Apply the failure policy to a task that lives but does nothing."""

@@ -63,8 +63,7 @@ def check_memory(num_tasks: int) -> None:
     Raises:
         PrerequisiteError: they do not.
     """
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
+    available = processes.available_bytes()
     if num_tasks * TASK_MEMORY_BYTES > available:
         raise PrerequisiteError(
             f"{counted(num_tasks, 'task')} need about {num_tasks * TASK_MEMORY_BYTES / 2**30:.1f} GiB of memory, "

@@ -74,6 +74,12 @@ def kill(recorded: dict[str, int] | None, number: int) -> bool:
     return True
 
 
+def available_bytes() -> int:
+    """Return the memory of this machine that can be had without swapping."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
 def with_environment(name: str, value: str) -> list[int]:
     """Return the processes that were started with this environment variable, this one excepted.
 

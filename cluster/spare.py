@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+from cluster.processes import available_bytes
 from cluster.program import Program
 
 DELAY_S = 10.0
@@ -40,6 +40,11 @@ class Spare:
         self._program: Program | None = None
         self._training_since: float | None = None
 
+    @property
+    def settled(self) -> bool:
+        """Whether there is nothing to decide: it is there, or not wanted."""
+        return self._program is not None or not self._wanted
+
     def keep(self, *, training: bool) -> None:
         """Have a spare if it is time for one: called often while the task's program lives.
 
@@ -49,7 +54,7 @@ class Spare:
         if self._training_since is None:
             self._training_since = time.monotonic() if training else None
             return
-        if not self._wanted or self._program or time.monotonic() - self._training_since < self._delay_s:
+        if self.settled or time.monotonic() - self._training_since < self._delay_s:
             return
         if available_bytes() < RESERVE_BYTES + MEMORY_BYTES * self._num_tasks:
             self._wanted = False
@@ -69,9 +74,3 @@ class Spare:
         """End the spare."""
         if program := self.take():
             program.end(0.0)
-
-
-def available_bytes() -> int:
-    """Return the memory that can be had without swapping."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024

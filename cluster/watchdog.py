@@ -105,13 +105,16 @@ class Watchdog:
         if self._task.role != Role.CHIEF or chief is None or self._run.script:
             return None
         stuck_s = now - self._since("the step", (chief["step"], chief["state"]), now)
-        begun = any((e["event"], e["generation"]) == ("first step", self._generation) for e in self._run.events())
         patience_s = self._hang_timeout_s * (1 if chief["state"] == "training" else SLOW_STATES_FACTOR)
-        if stuck_s < patience_s or chief["state"] in FINAL_STATES or not begun:
+        if stuck_s < patience_s or chief["state"] in FINAL_STATES or not self._begun():
             return None
         name = _differing(training, ages)
         told = f"; {name} differs: {training[name]['state']} at step {training[name]['step']}" if name else ""
         return Finding(name or "chief", f"no new step for {stuck_s:.0f} s at step {chief['step']}{told}", "hang")
+
+    def _begun(self) -> bool:
+        """Whether this generation has finished a step."""
+        return any((e["event"], e["generation"]) == ("first step", self._generation) for e in self._run.events())
 
 
 def _differing(beats: dict[str, Any], ages: dict[str, float]) -> str | None:

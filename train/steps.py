@@ -111,12 +111,7 @@ def check_same_step(strategy: tf.distribute.Strategy, step: int) -> None:
     Raises:
         RunFailed: another task restored another checkpoint: the run folder does not look the same to all of them.
     """
-
-    @tf.function
-    def total(value: tf.Tensor) -> tf.Tensor:
-        return strategy.reduce("SUM", strategy.run(lambda: tf.identity(value)), axis=None)
-
-    mean = int(total(tf.constant(step, tf.int64))) / strategy.num_replicas_in_sync
+    mean = int(_total(strategy)(tf.constant(step, tf.int64))) / strategy.num_replicas_in_sync
     if mean != step:
         raise RunFailed(
             f"this task goes on from step {step}, others do not (mean {mean:g}); is RUNS_DIR one shared disk?"
@@ -125,12 +120,18 @@ def check_same_step(strategy: tf.distribute.Strategy, step: int) -> None:
 
 def agreement(strategy: tf.distribute.Strategy) -> Callable[[bool], bool]:
     """Return a function that says whether any task said True; all tasks call it at the same step."""
+    total = _total(strategy)
+    return lambda flag: bool(total(tf.constant(float(flag))) > 0)
+
+
+def _total(strategy: tf.distribute.Strategy) -> Callable[[tf.Tensor], tf.Tensor]:
+    """Return a function that adds up each task's value over all replicas."""
 
     @tf.function
-    def total(flag: tf.Tensor) -> tf.Tensor:
-        return strategy.reduce("SUM", strategy.run(lambda: tf.identity(flag)), axis=None)
+    def total(value: tf.Tensor) -> tf.Tensor:
+        return strategy.reduce("SUM", strategy.run(lambda: tf.identity(value)), axis=None)
 
-    return lambda flag: bool(total(tf.constant(float(flag))) > 0)
+    return total
 
 
 def evaluation(
