@@ -14,8 +14,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow import keras
 
-from cluster.errors import RunFailed
-from train import callbacks, guards, parameter_server, steps
+from train import callbacks, guards, loops, parameter_server, steps
 from train.assignment import Assignment
 from train.data.memory import Batch
 from train.export import is_legacy
@@ -200,10 +199,7 @@ class _Follower(keras.callbacks.Callback):
         now, count = time.perf_counter(), self.step - self._told_step
         means_2 = np.array([logs["loss"], logs[self._assignment.objective.score_name]])
         if not np.isfinite(means_2[0]):
-            raise RunFailed(
-                f"loss is {means_2[0]} at step {self.step}; lower --optimizer.learning-rate or look at the data, then "
-                "start again (the checkpoints before it are kept)"
-            )
+            raise loops.not_finite(means_2[0], self.step)
         loss, score = (self._in_epoch * means_2 - self._sums_2) / max(1, min(count, self._in_epoch))
         self._sums_2 = self._in_epoch * means_2
         self._report.steps(

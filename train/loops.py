@@ -101,10 +101,15 @@ def _check_finite(progress: Progress) -> None:
     bad = np.flatnonzero(~np.isfinite(progress.result.losses))
     if bad.size:
         step = progress.first + int(bad[0]) + 1
-        raise RunFailed(
-            f"loss is {progress.result.losses[bad[0]]} at step {step}; lower --optimizer.learning-rate or look at the "
-            "data, then start again (the checkpoints before it are kept)"
-        )
+        raise not_finite(progress.result.losses[bad[0]], step)
+
+
+def not_finite(loss: float, step: int) -> RunFailed:
+    """Return the error of a loss that is no number."""
+    return RunFailed(
+        f"loss is {loss} at step {step}; lower --optimizer.learning-rate or look at the data, then start again (the "
+        "checkpoints before it are kept)"
+    )
 
 
 def weights_sha256(model: keras.Model) -> str:

@@ -28,6 +28,7 @@ class Report:
         self._train_seconds = 0.0
         self._timed_steps = 0
         self.results: dict[str, float] = {}
+        self._shown: tuple[np.ndarray, np.ndarray] | None = None
         run, name = assignment.run, assignment.task.name
         if assignment.chief:
             (run.control / "result.json").unlink(missing_ok=True)  # an earlier life may have died after it
@@ -134,10 +135,15 @@ class Report:
             return
         if source.arrays.test.features.dtype != "uint8":
             return
-        examples = memory.load(source.arrays.test)
-        images_BHWC, truth_B = examples.features[:SHOWN_PREDICTIONS].numpy(), examples.labels[:SHOWN_PREDICTIONS]
+        if self._shown is None:
+            examples = memory.load(source.arrays.test)
+            self._shown = (
+                examples.features[:SHOWN_PREDICTIONS].numpy(),
+                examples.labels[:SHOWN_PREDICTIONS].numpy(),
+            )
+        images_BHWC, truth_B = self._shown
         # On every task, see `end`.
         said_B = np.argmax(self._assignment.model(images_BHWC.astype(np.float32), training=False), -1)
         names = source.classes
         if self._assignment.chief:
-            self.metrics.predictions(step, images_BHWC, [names[k] for k in said_B], [names[k] for k in truth_B.numpy()])
+            self.metrics.predictions(step, images_BHWC, [names[k] for k in said_B], [names[k] for k in truth_B])
