@@ -43,6 +43,8 @@ GRACE_S = 40.0
 POLL_S = 0.05
 PEER_LOST_PATIENCE_S = 3.0
 """How long a task that lost contact waits for the task that really died to say so: the root cause is told, not this."""
+SERVERS_S = 120.0
+"""Longest wait for the TensorFlow servers of the tasks that this one calls: until their imports are done."""
 STACKS_S = 1.0
 """How long the programs of a hanging gang get to show their stacks."""
 
@@ -113,8 +115,15 @@ class Agent:
         return Trainer(self.command, environment, self.run.log(self.task.name))
 
     def _begin(self, program: Program, heartbeat: Heartbeat, life: dict[str, str]) -> None:
-        """Let the program form its cluster. From here on it writes the heartbeat."""
-        heartbeat.stop()
+        """Let the program form its cluster. It writes the heartbeat itself once its imports, however slow, are done."""
+        heartbeat.hand_over()
+        if self.task in self.spec.members:
+            generation = int(life["GENERATION"])
+            barrier.await_servers(
+                self.spec.calls_first(self.task),
+                timeout_s=SERVERS_S,
+                abandon=lambda: self._over(generation) or self.run.stop_requested or program.ended,
+            )
         program.open_gate(life)
 
     def _grace_s(self) -> float:

@@ -10,11 +10,12 @@ task that closed its listener after its own greetings alone would look missing t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
@@ -23,6 +24,8 @@ from cluster.spec import ClusterSpec, Task
 
 CONNECT_TIMEOUT_S = 2.0
 POLL_S = 0.02
+_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""What an HTTP/2 client says first: the preface, and settings of which there are none (RFC 9113, 3.4)."""
 
 
 class PortTaken(ClusterError):
@@ -91,6 +94,29 @@ def wait(
         listener.close()
         for thread in threads:
             thread.join(CONNECT_TIMEOUT_S + 1)
+
+
+def await_servers(tasks: Sequence[Task], *, timeout_s: float, abandon: Callable[[], bool]) -> bool:
+    """Return once the TensorFlow servers of all these tasks listen; False where the time ran out or it was left.
+
+    A gRPC client that comes a moment before its server waits for a second until it tries again. Asked in HTTP/2, which
+    the listener of the start barrier, perhaps still there, does not speak.
+    """
+    deadline = time.monotonic() + timeout_s
+    left = list(tasks)
+    while left and not abandon() and time.monotonic() < deadline:
+        left = [task for task in left if not _speaks_http2(task)]
+        if left:
+            time.sleep(POLL_S)
+    return not left
+
+
+def _speaks_http2(task: Task) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((task.host, task.port), CONNECT_TIMEOUT_S) as asked:
+        asked.settimeout(CONNECT_TIMEOUT_S)
+        asked.sendall(_HTTP2_HELLO)
+        return asked.recv(1) != b""
+    return False
 
 
 def _explain_missing(meeting: _Meeting, timeout_s: float, explain: Callable[[str], str]) -> str:

@@ -228,6 +228,7 @@ class Heartbeat:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._handed_over = False
         self.values: dict[str, Any] = {
             "task": task.name,
             "role": task.role.value,
@@ -251,6 +252,9 @@ class Heartbeat:
     def write(self) -> None:
         """Write the heartbeat now. A full disk must not end the process that reports it."""
         with self._lock, contextlib.suppress(OSError):
+            if self._handed_over and read_json(self._path)["updated_at"] != self.values["updated_at"]:
+                self._stop.set()  # its new owner has written
+                return
             self.values["updated_at"] = time.time()
             write_json(self._path, self.values)
 
@@ -261,8 +265,13 @@ class Heartbeat:
         self._thread.start()
         return self
 
+    def hand_over(self) -> None:
+        """Leave the file to another process: from its first heartbeat on, this one writes no more."""
+        with self._lock:
+            self._handed_over = True
+
     def stop(self) -> None:
-        """Stop writing, so that the file can belong to another process."""
+        """Stop writing."""
         self._stop.set()
         if self._thread:
             self._thread.join()

@@ -127,6 +127,12 @@ class ClusterSpec:
         """Whether the task only serves others (its program never ends by itself)."""
         return task.role == Role.PS or (task.role == Role.WORKER and self.strategy == "ps")
 
+    def calls_first(self, task: Task) -> tuple[Task, ...]:
+        """Return the tasks whose TensorFlow servers this task calls as soon as it forms the cluster."""
+        if self.strategy == "ps":
+            return () if self.serves(task) else (*self.of(Role.WORKER), *self.of(Role.PS))
+        return self.of(Role.CHIEF) if task.role == Role.WORKER else ()
+
     def restarts_alone(self, task: Task) -> bool:
         """Whether the task may start again while the others go on; every other task takes the gang with it."""
         return task.role == Role.EVALUATOR or (task.role == Role.WORKER and self.strategy == "ps")

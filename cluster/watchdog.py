@@ -49,6 +49,7 @@ class Watchdog:
         self._task = task
         self._generation = generation
         self._changed: dict[str, tuple[Any, float]] = {}
+        self._began = time.monotonic()
         self._next_examination = 0.0
 
     def examine(self) -> Finding | None:
@@ -63,7 +64,7 @@ class Watchdog:
             if (beat := read_json(self._run.status(task.name), None)) and beat["generation"] == self._generation
         }
         ages = {name: now - self._since(name, beat["updated_at"], now) for name, beat in beats.items()}
-        return self._frozen(beats, ages) or self._hanging(beats, ages, now)
+        return self._frozen(beats, ages, now) or self._hanging(beats, ages, now)
 
     @property
     def hang_told(self) -> bool:
@@ -84,17 +85,17 @@ class Watchdog:
             self._changed[key] = (value, now)
         return self._changed[key][1]
 
-    def _frozen(self, beats: dict[str, Any], ages: dict[str, float]) -> Finding | None:
+    def _frozen(self, beats: dict[str, Any], ages: dict[str, float], now: float) -> Finding | None:
         for name, age in ages.items():
             mine = name == self._task.name
-            patience_s = FROZEN_S if mine else SILENT_S
-            if beats[name]["state"] == "waiting":  # its program still imports TensorFlow, before its first heartbeat
-                patience_s = IMPORT_S
-            if beats[name]["state"] in FINAL_STATES or age < patience_s:
+            quiet_s, patience_s = age, FROZEN_S if mine else SILENT_S
+            if mine and beats[name]["state"] == "waiting":  # until its program's own first heartbeat, the agent's
+                quiet_s, patience_s = now - self._began, IMPORT_S
+            if beats[name]["state"] in FINAL_STATES or quiet_s < patience_s:
                 continue
             if not mine and self._spec.task(name).role == Role.EVALUATOR:
                 continue
-            return Finding(name, f"no sign of life for {age:.0f} s", "frozen" if mine else "silent")
+            return Finding(name, f"no sign of life for {quiet_s:.0f} s", "frozen" if mine else "silent")
         return None
 
     def _hanging(self, beats: dict[str, Any], ages: dict[str, float], now: float) -> Finding | None:

@@ -59,6 +59,8 @@ def train(run: RunFolder) -> int:
         os.environ["TF_USE_LEGACY_KERAS"] = "1"  # read when TensorFlow is imported: tf.keras is tf_keras then
     from train import program  # TensorFlow is imported here, while the agents meet at the start barrier
 
+    if "SPARE" in os.environ:
+        program.rehearse(run)
     wait_at_gate()
     faulthandler.register(signal.SIGUSR1)  # the agent asks for every thread's stack when the gang hangs
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from cluster.spec import Role
@@ -46,7 +47,6 @@ class Training:
             feed = train_feed(strategy, assignment.source, self._first, config.global_batch, config.seed)
             self._inner = steps.synchronous(strategy, trainee, feed, config.steps_per_loop)
             self._agree = steps.agreement(strategy)
-        self._evaluation = assignment.new_evaluation()
         self._evaluated_at: int | None = None
         self._saved_at: int | None = None
         self._hooks = callbacks.Hooks(assignment, self._optimizer) if config.callbacks else None
@@ -77,6 +77,10 @@ class Training:
         if self._hooks:
             self._hooks.end(step, self._report.results, stopped=stopped)
         self._report.end(step, stopped=stopped)
+
+    @functools.cached_property
+    def _evaluation(self) -> Callable[[], dict[str, float]]:
+        return self._assignment.new_evaluation()  # reads the test split, which the first step need not wait for
 
     @property
     def _enough(self) -> bool:

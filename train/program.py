@@ -13,7 +13,7 @@ from tensorflow import keras
 from cluster.errors import ClusterError, PrerequisiteError, RunFailed
 from cluster.runs import DISK_FULL, Heartbeat, RunFolder, read_json
 from cluster.spec import Role, Task
-from train import custom, evaluator, fit, guards, models, objectives, sources, strategy
+from train import custom, evaluator, fit, guards, models, objectives, rehearsal, sources, strategy
 from train.assignment import Assignment
 from train.config import TrainConfig
 from train.export import is_legacy
@@ -91,6 +91,12 @@ class Program:
         if self.task.role == Role.EVALUATOR:
             return tf.distribute.get_strategy()
         return strategy.build(self.spec, strategy.configure_devices(self.spec.devices))
+
+
+def rehearse(run: RunFolder) -> None:
+    """Prepare for a life that begins some time later, or never."""
+    if rehearsal.can_rehearse(TrainConfig.from_json(read_json(run.config))):
+        rehearsal.rehearse()
 
 
 def is_peer_lost(error: Exception) -> bool:

@@ -148,7 +148,7 @@ def test_contact_lost_waits_for_the_task_that_really_died(start_gang: StartGang)
 train(3)
 if GENERATION: finish()
 if NAME == 'chief':
-    sys.exit(75)
+    meet(), sys.exit(75)
 from cluster.processes import start_ticks
 from cluster.runs import read_json
 until(lambda: (run.path / 'pids/chief.json').exists())
@@ -161,7 +161,7 @@ die()
 
 
 def test_contact_lost_without_a_culprit_restarts_the_gang(start_gang: StartGang) -> None:
-    lines = "train(3)\nif GENERATION: finish()\nif NAME == 'chief': sys.exit(75)\nwork()"
+    lines = "train(3)\nif GENERATION: finish()\nif NAME == 'chief': meet(), sys.exit(75)\nwork()"
     summary = start_gang(lines, workers=1).summary()
     assert "succeeded" == summary["state"]
     assert [("chief", "lost contact with the cluster")] == [(r["task"], r["cause"]) for r in summary["restarts"]]

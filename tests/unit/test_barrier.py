@@ -180,3 +180,28 @@ def test_strangers_do_not_keep_the_cluster_from_meeting(three: ClusterSpec) -> N
     assert [None] * 3 == [arrival.end() for arrival in [chief, *others]]
     for stranger in strangers:
         stranger.close()
+
+
+# Servers
+
+
+def test_a_server_that_speaks_http2_is_there(three: ClusterSpec) -> None:
+    with listening(three, "chief", b"\0\0\0\4"):
+        assert barrier.await_servers([three.task("chief")], timeout_s=5, abandon=lambda: False)
+
+
+def test_the_barrier_s_own_listener_is_no_server(three: ClusterSpec) -> None:
+    over = threading.Event()
+    chief = arrive(three, "chief", abandon=over.is_set)
+    assert not barrier.await_servers([three.task("chief")], timeout_s=0.5, abandon=lambda: False)
+    assert chief.thread.is_alive()
+    over.set()
+    chief.end()
+
+
+def test_waiting_for_a_server_ends_where_it_lost_its_purpose(three: ClusterSpec) -> None:
+    began = time.monotonic()
+    assert not barrier.await_servers(
+        [three.task("chief")], timeout_s=60, abandon=lambda: time.monotonic() > began + 0.1
+    )
+    assert time.monotonic() < began + 5

@@ -130,6 +130,24 @@ def test_a_heartbeat_goes_on_by_itself_until_it_is_stopped(run: RunFolder, monke
     assert not run.status("chief").exists()
 
 
+def test_a_heartbeat_that_was_handed_over_goes_on_until_its_new_owner_writes(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "HEARTBEAT_S", 0.02)
+    task = run.load_cluster().task("chief")
+    agents = Heartbeat(run, task, generation=0).start()
+    agents.update(state="waiting")
+    agents.hand_over()
+    first = read_json(run.status("chief"))["updated_at"]
+    wait_for(lambda: read_json(run.status("chief"))["updated_at"] > first, "another heartbeat of the first owner")
+    programs = Heartbeat(run, task, generation=0)
+    programs.update(state="training")
+    wait_for(lambda: "heartbeat" not in {thread.name for thread in threading.enumerate()}, "the first owner's end")
+    programs.update(state="saving")
+    agents.stop()
+    assert "saving" == read_json(run.status("chief"))["state"]
+
+
 @pytest.mark.parametrize(
     ("state", "age_s", "expected"),
     [

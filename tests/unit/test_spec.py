@@ -152,3 +152,16 @@ def test_a_global_batch_that_does_not_divide_is_refused_with_the_nearest(global_
     with pytest.raises(UsageError) as refused:
         spec.check_global_batch(global_batch, 3)
     assert told == str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("topology", "expected"),
+    [
+        ({"workers": 2}, {"chief": [], "worker-0": ["chief"], "worker-1": ["chief"]}),
+        ({"workers": 1, "ps": 1}, {"chief": ["worker-0", "ps-0"], "worker-0": [], "ps-0": []}),
+        ({"workers": 0}, {"chief": []}),
+    ],
+)
+def test_who_calls_whom_first(topology: dict[str, int], expected: dict[str, list[str]]) -> None:
+    cluster = spec.build(**topology)
+    assert expected == {task.name: [other.name for other in cluster.calls_first(task)] for task in cluster.tasks}

@@ -127,6 +127,7 @@ def test_a_program_that_still_imports_may_be_silent_for_longer(
     beats(run, chief={"state": "waiting"})
     dog = watch(run)
     assert after(dog, clock, watchdog.FROZEN_S + 1) is None
+    beats(run, chief={"state": "waiting", "updated_at": time.time() + 9})  # of its agent, which does not mean much
     clock.now += watchdog.IMPORT_S
     assert dog.examine() is not None
 

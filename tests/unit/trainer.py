@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -82,6 +84,17 @@ def _trains(beat: dict[str, Any] | None) -> bool:
     return beat is not None and beat["state"] in ("training", "done") and beat["generation"] == GENERATION
 
 
+def _listen() -> None:
+    """Speak HTTP/2 where TensorFlow's server would."""
+    task = run.load_cluster().task(NAME)
+    with socket.create_server((task.host, task.port)) as server:
+        while True:
+            caller, _ = server.accept()
+            with caller:
+                caller.recv(64)
+                caller.sendall(b"\0")
+
+
 def die(number: int = signal.SIGKILL) -> None:
     """End by a signal, after the last words."""
     print(f"{NAME} dies of {signal.Signals(number).name}", flush=True)
@@ -101,6 +114,7 @@ signal.signal(signal.SIGTERM, lambda *_: _stop.append(1))
 write_json(run.path / "pids" / f"{NAME}.json", {"program": os.getpid(), "agent": os.getppid(), "life": GENERATION})
 if "SPARE" not in os.environ and not os.fdopen(int(os.environ["GATE_FD"]), "rb").readline():
     sys.exit(EXIT_PEER_LOST)
+threading.Thread(target=_listen, daemon=True).start()
 _heartbeat.start()
 if CHIEF and GENERATION:
     run.event(NAME, "restored", step=read_json(run.path / "restored.json", CHECKPOINT))

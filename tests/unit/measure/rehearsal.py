@@ -1,0 +1,58 @@
+"""Two steps of a training in a cluster, after a rehearsal or without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import tensorflow as tf
+from tensorflow import keras
+
+from cluster import local
+from train import guards, loops, models, objectives, optimizers, rehearsal, steps
+from train.config import TrainConfig
+from train.data import memory
+from train.sources import Feed
+
+
+def main(result: Path, rehearses: bool) -> None:
+    """Train, and tell what came out."""
+    if rehearses:
+        rehearsal.rehearse()
+    (port,) = local.free_ports(1)
+    cluster = {"cluster": {"chief": [f"127.0.0.1:{port}"]}, "task": {"type": "chief", "index": 0}}
+    os.environ["TF_CONFIG"] = json.dumps(cluster)
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    keras.utils.set_random_seed(7)
+    tf.config.experimental.enable_op_determinism()
+    guards.install()
+    with strategy.scope():
+        model = models.build("two_conv_cnn", (28, 28, 1), 10)
+        optimizer = optimizers.build(TrainConfig())
+        optimizer.build(model.trainable_variables)
+    objective = objectives.build("sparse_categorical_crossentropy", classifies=True)
+    examples = memory.Examples(
+        tf.cast(tf.random.stateless_uniform([64, 28, 28, 1], [1, 2], 0, 255), tf.uint8),
+        tf.range(64, dtype=tf.int64) % 10,
+        None,
+    )
+
+    def batch(_given: object, step: tf.Tensor, replica: tf.Tensor) -> memory.Batch:
+        return memory.train_batch(examples, step, replica, replica_batch=16, num_replicas=1, seed=7)
+
+    trainee = steps.Trainee(model, optimizer, objective, 16, 1)
+    losses = steps.synchronous(strategy, trainee, Feed(lambda: (), batch), 2)(0, 2, False).losses
+    told = {
+        "losses": losses.tolist(),
+        "weights_sha256": loops.weights_sha256(model),
+        "names": [weight.path for weight in model.trainable_variables],
+        "tasks": strategy.cluster_resolver.cluster_spec().as_dict(),
+    }
+    result.write_text(json.dumps(told | {"tasks": len(told["tasks"]["chief"])}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2] == "rehearsed")
+    os._exit(0)
