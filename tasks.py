@@ -3,101 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import dataclasses
 import json
 import shlex
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from invoke import Collection, Context, Exit, task
-from invoke.exceptions import UnexpectedExit
-from invoke.parser.parser import ParseMachine
 
-from cluster import configuration, images, launch, locks, spec, startup, teardown, view
+from cluster import chaos as injection
+from cluster import configuration, images, launch, locks, scaling, spec, startup, teardown, view
 from cluster import doctor as checks
+from cluster import storm as storming
 from cluster import tensorboard as board
 from cluster import verify as verification
 from cluster import watch as watching
+from cluster.command_line import shell, told
 from cluster.errors import (
     EXIT_DONE,
     EXIT_FAILED,
-    EXIT_INTERRUPTED,
     EXIT_PREREQUISITE,
-    EXIT_TIMEOUT,
-    EXIT_USAGE,
-    ClusterError,
     TimedOut,
     UsageError,
 )
 from cluster.request import Request
 from cluster.words import counted
 
-_handle, _complete_context = ParseMachine.handle, ParseMachine.complete_context
-
-
-def _leave_out(machine: ParseMachine) -> None:
-    for argument in machine.context.positional_args if machine.context else ():
-        if argument.optional and argument.value is None:
-            argument.set_value("")
-
-
-def _complete_leniently(machine: ParseMachine) -> None:
-    _leave_out(machine)
-    _complete_context(machine)
-
-
-def _handle_leniently(machine: ParseMachine, token: str) -> None:
-    if token in ("--help", "-h"):
-        _leave_out(machine)
-    _handle(machine, token)
-
-
-# invoke demands every positional argument, but `logs` and `logs worker-0` both make sense: those marked optional may be
-# left out, and `logs --help` asks for help.
-ParseMachine.handle, ParseMachine.complete_context = _handle_leniently, _complete_leniently
-
-KNOWN_CODES = (EXIT_USAGE, EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_INTERRUPTED)
 TASK_HELP = "task such as chief or worker-0 (default: every task)"
 RUN_HELP = "run folder's name (default: the current run)"
-
-
-def told(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Tell an expected error in one line with its exit code, instead of a traceback."""
-
-    @functools.wraps(body)
-    def wrapped(*arguments: Any, **options: Any) -> None:
-        try:
-            body(*arguments, **options)
-        except ClusterError as error:
-            raise Exit(f"error: {error}", code=error.exit_code) from None
-        except UnexpectedExit as error:
-            code = error.result.exited if error.result.exited in KNOWN_CODES else EXIT_FAILED
-            own = (
-                error.result.stderr.strip().rpartition("\n")[2].startswith("error: ")
-            )  # ours tell their errors themselves
-            said = None if own else f"error: {error.result.command!r} ended with exit code {error.result.exited}"
-            raise Exit(said, code=code) from None
-        except OSError as error:
-            raise Exit(
-                f"error: {error.filename}: {error.strerror}; mend that and try again", code=EXIT_FAILED
-            ) from None
-        except KeyboardInterrupt:
-            raise Exit("interrupted", code=EXIT_INTERRUPTED) from None
-
-    return wrapped
-
-
-def shell(c: Context) -> Callable[[str], object]:
-    """Return what runs a command in the checkout and shows what it prints."""
-
-    def sh(command: str) -> object:
-        with c.cd(str(launch.ROOT)):
-            return c.run(command)
-
-    return sh
 
 
 UP_HELP = {
@@ -112,7 +47,7 @@ UP_HELP = {
     "strategy": "auto, one, mirrored, central, multiworker, ps or tpu (default: auto, from the topology)",
     "devices": "replicas in each training task; logical CPUs where there is no GPU (default: 1)",
     "runtime": "auto, docker or local (default: auto: containers where a Docker Engine answers)",
-    "checkpoint-every": "optimizer steps between two checkpoints (default: 200)",
+    "checkpoint-every": "optimizer steps, or seconds such as 30s, between two checkpoints (default: 200)",
     "hang-timeout": "seconds without a new step after which every task starts again (default: 60)",
     "name": "name of the run (default: preset, date and time)",
     "resume": "go on with this run, on its own topology unless another is given (default: start a new run)",
@@ -234,6 +169,20 @@ def stop(c, run=None):
 
 @task(
     auto_shortflags=False,
+    help={
+        "workers": "worker tasks beside the chief; 0: the chief alone (default: as many as now)",
+        "ps": "parameter servers (default: as many as now)",
+        "run": RUN_HELP,
+    },
+)
+@told
+def scale(c, workers="", ps="", run=""):
+    """Go on with more or fewer workers: save at the same step on every task, and train on from there at once."""
+    raise Exit(code=scaling.scale(launch.find_run(run), workers, ps, shell(c)))
+
+
+@task(
+    auto_shortflags=False,
     positional=["run"],
     optional=["run"],
     help={
@@ -331,6 +280,40 @@ def verify(c, write=False, json=False):
     raise Exit(code=EXIT_FAILED if verification.failed(rows) else EXIT_DONE)
 
 
+CHAOS_HELP = {
+    "kind": "kill, stop, pause, partition, slow, oom, diskfull, corrupt, or storm (default: none, it must be named)",
+    "task": "task such as worker-1 (default: none, it must be named; a storm draws its own)",
+    "at-step": "not before the run has done this many steps (default: 0, at once)",
+    "whole": "kill the task's agent too, as when its machine dies (default: no, its program alone)",
+    "faults": "of a storm (default: 20)",
+    "seed": "of a storm: the same one draws the same faults (default: 0)",
+    "kinds": "of a storm, such as kill,pause (default: all that this run can outlive)",
+    "timeout": "seconds to wait for the step, and for the recovery (default: 300)",
+    "run": RUN_HELP,
+    "json": UP_HELP["json"],
+}
+
+
+@task(auto_shortflags=False, positional=["kind", "task"], optional=["kind", "task"], help=CHAOS_HELP)
+@told
+def chaos(
+    c, kind=None, task=None, at_step="0", whole=False, faults="20", seed="0", kinds="", timeout="300", run="",
+    json=False,
+):  # fmt: skip
+    """Inflict a real fault on a run and say what it cost, once the run has recovered or ended."""
+    folder = launch.find_run(run)
+    if kind == "storm":
+        count, drawn = spec.parse_count("faults", faults, 1, 10_000), [word for word in kinds.split(",") if word]
+        raise Exit(code=storming.main(folder, count, spec.parse_count("seed", seed, 0, 2**31 - 1), drawn))
+    if not kind or (not task and kind in injection.KINDS):
+        raise UsageError(f"chaos {kind or ''}: name a fault and a task, such as chaos kill worker-0, or chaos storm")
+    fault = injection.Fault(kind, task or "chief", spec.parse_count("at-step", at_step, 0, 10**12), whole)
+    injection.check(folder, fault)
+    result = injection.inflict(folder, fault, spec.parse_count("timeout", timeout, 1, 10**9))
+    print(_dumps(dataclasses.asdict(result)) if json else f"{fault} at step {result.step}: {result.told}")
+    raise Exit(code=EXIT_DONE if result.as_it_should else EXIT_FAILED)
+
+
 @task(
     auto_shortflags=False,
     help={
@@ -407,7 +390,9 @@ def lock(c, upgrade=False):
         shell(c)(shlex.join(command))
 
 
-ns = Collection(up, plan, status, logs, wait, stop, down, evaluate, export, predict, tensorboard, doctor, verify, test)
+ns = Collection(
+    up, plan, status, logs, wait, stop, scale, down, evaluate, export, predict, tensorboard, doctor, verify, chaos, test
+)
 ns.add_collection(Collection("image", build, base))
 ns.add_collection(Collection("data", prepare, shard, verify=verify_data))
 ns.add_collection(Collection("requirements", lock))

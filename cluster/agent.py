@@ -32,7 +32,7 @@ from cluster.errors import EXIT_FAILED, EXIT_PEER_LOST, EXIT_TIMEOUT, ClusterErr
 from cluster.processes import as_exit_code, describe_exit
 from cluster.program import Program, Trainer
 from cluster.restarts import SAME_STEP_LIMIT
-from cluster.runs import Heartbeat, RunFolder, read_json
+from cluster.runs import Heartbeat, RunFolder, read_json, write_json
 from cluster.spare import Spare
 from cluster.spec import Role, Task
 from cluster.watchdog import FROZEN_S, Finding, Watchdog
@@ -102,6 +102,8 @@ class Agent:
         try:
             if self._meet(program, heartbeat, generation):
                 self._begin(program, heartbeat, life)
+                with contextlib.suppress(OSError):  # on a full disk
+                    write_json(self.run.programs(self.task.name), {"agent": os.getpid(), "program": program.pid})
                 self._watch(program, generation)
         finally:
             heartbeat.stop()
@@ -198,8 +200,9 @@ class Agent:
 
     def _notice_training(self, program: Program) -> None:
         """Do what is due once the program trains."""
-        training = read_json(self.run.status(self.task.name))["state"] == "training"
-        if self.resumes and training:
+        state = read_json(self.run.status(self.task.name))["state"]
+        training = state == "training"
+        if self.resumes and (training or (self.task.role == Role.EVALUATOR and state == "evaluating")):
             self.run.event(self.task.name, "resumed")
             self.resumes = False
         if program.can_wait:
@@ -249,6 +252,9 @@ class Agent:
         """Wait to hear how the run ended; the chief's agent says it."""
         if self.task.role == Role.CHIEF:
             stopped = read_json(self.run.status(self.task.name))["state"] == "stopped"
+            if stopped and self.run.stop_withdrawn(generation):
+                self.run.begin_generation(generation + 1, resumed=True)
+                return
             self.run.end("stopped" if stopped else "succeeded", task=self.task.name)
         else:
             self._wait_until_over(generation, float("inf"))
@@ -310,7 +316,7 @@ class Agent:
         return told
 
     def _finish(self) -> None:
-        """Write the last heartbeat; the chief's agent also writes the summary."""
+        """Write the last heartbeat; the chief's agent also writes the summary, unless the run goes on elsewhere."""
         outcome = self.run.outcome
         assert outcome is not None
         beat = Heartbeat(self.run, self.spec.task(self.task.name), self.run.generation)
@@ -322,7 +328,7 @@ class Agent:
         beat.values |= last | {"state": ended, "exit_code": self.exit_code}
         beat.write()
         self.run.event(self.task.name, ended, step=last.get("step"), exit_code=self.exit_code)
-        if self.task.role == Role.CHIEF:
+        if self.task.role == Role.CHIEF and not self.run.goes_on:
             summary.write(self.run)
 
 

@@ -11,6 +11,7 @@ task that closed its listener after its own greetings alone would look missing t
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import socket
 import threading
@@ -24,6 +25,7 @@ from cluster.spec import ClusterSpec, Task
 
 CONNECT_TIMEOUT_S = 2.0
 POLL_S = 0.02
+LEFT = "the start barrier was left"
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """What an HTTP/2 client says first: the preface, and settings of which there are none (RFC 9113, 3.4)."""
 
@@ -76,16 +78,16 @@ def wait(
     if not others:
         return
     meeting = _Meeting(token, {other.name: "not tried yet" for other in others}, {other.name for other in others})
-    listener = _listen(task)
+    deadline = time.monotonic() + timeout_s
+    listener = _listen(task, deadline, abandon)
     threads = [threading.Thread(target=_answer, args=(listener, task, meeting), daemon=True)]
     threads += [threading.Thread(target=_greet, args=(task, other, meeting), daemon=True) for other in others]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + timeout_s
     try:
         while meeting.missing or meeting.unconfirmed:
             if abandon():
-                raise Abandoned("the start barrier was left")
+                raise Abandoned(LEFT)
             if time.monotonic() > deadline:
                 raise TimedOut(_explain_missing(meeting, timeout_s, explain))
             time.sleep(POLL_S)
@@ -127,21 +129,33 @@ def _explain_missing(meeting: _Meeting, timeout_s: float, explain: Callable[[str
     return f"the cluster was not complete after {timeout_s:g} s: missing {', '.join(told)}"
 
 
-def _listen(task: Task) -> socket.socket:
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        # In a container the task's own name is its only interface; on one machine everything is on loopback.
-        listener.bind((task.host, task.port))
-        listener.listen(128)
-    except OSError as error:
-        listener.close()
-        raise PortTaken(
-            f"{task.name} cannot listen on {task.address}: {error.strerror or error}; end the program that holds the "
-            "port (ss -ltnp shows it) and start again"
-        ) from error
-    listener.settimeout(POLL_S * 5)
-    return listener
+def _listen(task: Task, deadline: float, abandon: Callable[[], bool]) -> socket.socket:
+    """Return the listener, as soon as this task has the address: a machine can be off its network for a while."""
+    while True:
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            # In a container the task's own name is its only interface; on one machine everything is on loopback.
+            listener.bind((task.host, task.port))
+            listener.listen(128)
+        except OSError as error:
+            listener.close()
+            _check_retry(task, error, deadline)
+            if abandon():
+                raise Abandoned(LEFT) from error
+            time.sleep(POLL_S * 5)
+        else:
+            listener.settimeout(POLL_S * 5)
+            return listener
+
+
+def _check_retry(task: Task, error: OSError, deadline: float) -> None:
+    """Check that it is worth trying again to listen."""
+    told = f"{task.name} cannot listen on {task.address}: {error.strerror or error}"
+    if not isinstance(error, socket.gaierror) and error.errno != errno.EADDRNOTAVAIL:
+        raise PortTaken(f"{told}; end the program that holds the port (ss -ltnp shows it) and start again") from error
+    if time.monotonic() > deadline:
+        raise TimedOut(f"{told}; is this machine on the cluster's network?") from error
 
 
 def _answer(listener: socket.socket, task: Task, meeting: _Meeting) -> None:

@@ -104,8 +104,12 @@ def find_run(name: str = "") -> RunFolder:
     return run
 
 
-def plan(request: Request) -> Plan:
+def plan(request: Request, *, stops_first: bool = False) -> Plan:
     """Check a request and return what would be started. Changes nothing.
+
+    Args:
+        request: what was asked for.
+        stops_first: whether the run to resume may be in progress, because it is stopped before the plan is started.
 
     Raises:
         UsageError: something asked for cannot be done.
@@ -120,30 +124,37 @@ def plan(request: Request) -> Plan:
     asked = spec.build(**topology)
     port = spec.parse_count("tensorboard-port", request.tensorboard_port, 0, 65535)
     patience_s = spec.parse_count("hang-timeout", request.hang_timeout or int(HANG_TIMEOUT_S), 1, 86_400)
-    run = _run_folder(request)
+    run = _run_folder(request, stops_first=stops_first)
     runtime, why = _choose_runtime(request.runtime, asked.strategy)
     config, payload = _resolve(request, resumed, runtime)
     if payload.script is None:
         spec.check_global_batch(config["global_batch"], asked.batch_divisor)
-    if runtime == "local":
-        cluster = spec.build(**topology, ports=local.free_ports(len(asked.tasks)))
-        more = payload.environment(cluster, contained=False)
-        how = local.processes_of(cluster, run.path, data_dir(), payload.command(contained=False), more)
-    else:
-        cluster = asked
-        check_readable(payload, compose.task_user())
-        containers = compose.Containers(
-            run.path,
-            data_dir(),
-            images.train_image("cpu"),
-            compose.task_user(),
-            payload.mounts(),
-            payload.environment(cluster, contained=True),
-            way_out=payload.script is not None,
-        )
-        how = {"x-runtime": "docker", **compose.overlay(cluster, containers, payload.command(contained=True))}
+    contained = runtime != "local"
+    cluster = asked if contained else spec.build(**topology, ports=local.free_ports(len(asked.tasks)))
+    how = (_containers if contained else _processes)(run, cluster, payload)
     replaces = request.fresh and run.path.exists()
     return Plan(run, cluster, config, payload, runtime, why, how, port, patience_s, bool(request.resume), replaces)
+
+
+def _processes(run: RunFolder, cluster: spec.ClusterSpec, payload: Payload) -> dict[str, Any]:
+    """Return `compose.json` for local processes."""
+    more = payload.environment(cluster, contained=False)
+    return local.processes_of(cluster, run.path, data_dir(), payload.command(contained=False), more)
+
+
+def _containers(run: RunFolder, cluster: spec.ClusterSpec, payload: Payload) -> dict[str, Any]:
+    """Return `compose.json` for containers, which must be able to read the payload."""
+    check_readable(payload, compose.task_user())
+    containers = compose.Containers(
+        run.path,
+        data_dir(),
+        images.train_image("cpu"),
+        compose.task_user(),
+        payload.mounts(),
+        payload.environment(cluster, contained=True),
+        way_out=payload.script is not None,
+    )
+    return {"x-runtime": "docker", **compose.overlay(cluster, containers, payload.command(contained=True))}
 
 
 def shown(path: Path) -> str:
@@ -151,11 +162,11 @@ def shown(path: Path) -> str:
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def _run_folder(request: Request) -> RunFolder:
+def _run_folder(request: Request, *, stops_first: bool) -> RunFolder:
     """Return the folder that the run shall have, checked against what is there."""
     if request.resume:
         run = find_run(request.resume)
-        if in_progress(run):
+        if in_progress(run) and not stops_first:
             raise UsageError(f"run {run.name!r} is still in progress; `invoke stop` it before it can be resumed")
         return run
     name = request.name or request.run_name()

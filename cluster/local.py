@@ -57,13 +57,17 @@ def free_ports(count: int) -> tuple[int, ...]:
     )
 
 
-def check_memory(num_tasks: int) -> None:
+def check_memory(num_tasks: int, ending: int = 0) -> None:
     """Check that the tasks' TensorFlow processes fit into the free memory.
+
+    Args:
+        num_tasks: to be started.
+        ending: tasks that end before, and whose memory is free then.
 
     Raises:
         PrerequisiteError: they do not.
     """
-    available = processes.available_bytes()
+    available = processes.available_bytes() + ending * TASK_MEMORY_BYTES
     if num_tasks * TASK_MEMORY_BYTES > available:
         raise PrerequisiteError(
             f"{counted(num_tasks, 'task')} need about {num_tasks * TASK_MEMORY_BYTES / 2**30:.1f} GiB of memory, "
@@ -168,7 +172,8 @@ class Supervisor:
                 if (code := agent.poll()) is not None:
                     self._act_on_exit(name, code)
             time.sleep(POLL_S)
-        if not self.run.summary.exists():  # the chief's agent writes it, unless it was killed at the very end
+        # The chief's agent writes the summary, unless it was killed at the very end or this is not the run's end.
+        if not self.run.summary.exists() and not self.run.goes_on:
             self.run.end("failed", error="the agents ended without an outcome; see logs/")
             summary.write(self.run, settle_s=0)
 

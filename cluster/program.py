@@ -65,6 +65,11 @@ class Program(ABC):
         """
 
     @property
+    def pid(self) -> int | None:
+        """Its process id; None before it was started."""
+        return self._process.pid if self._process else None
+
+    @property
     def ended(self) -> bool:
         """Whether it was started and is no more."""
         return self._process is not None and self._process.poll() is not None

@@ -36,6 +36,12 @@ RESERVE_BYTES = 256 * 1024
 
 FINAL_STATES = frozenset({"done", "failed", "stopped"})
 
+SCALE = "scale"
+"""What follows a stop that was asked for so that the run can go on at once on another cluster."""
+
+SCALE_PATIENCE_S = 180.0
+"""Longest time from such a request until the next generation: the bounds of its parts together are shorter."""
+
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -96,6 +102,10 @@ class RunFolder:
         """The task's logged steps, a JSON object a line."""
         return self.path / "metrics" / f"{task}.jsonl"
 
+    def programs(self, task: str) -> Path:
+        """The ids of the processes of the task's newest life, as the task itself sees them."""
+        return self.control / "programs" / f"{task}.json"
+
     def log(self, task: str) -> Path:
         """What the task's program printed."""
         return self.path / "logs" / f"{task}.log"
@@ -149,8 +159,13 @@ class RunFolder:
 
     @property
     def silent(self) -> bool:
-        """Whether no task gave a sign of life lately: none has started yet, or nothing of the run lives any more."""
-        return all(time.time() - beat["updated_at"] > LOST_AFTER_S for beat in self.heartbeats().values())
+        """Whether no task gave a sign of life lately: none has started yet, or nothing of the run lives any more.
+
+        A run that is being scaled is not silent, although for a moment none of its tasks lives.
+        """
+        return not self.scaling and all(
+            time.time() - beat["updated_at"] > LOST_AFTER_S for beat in self.heartbeats().values()
+        )
 
     # Events
 
@@ -208,16 +223,68 @@ class RunFolder:
     @property
     def stop_requested(self) -> bool:
         """Whether the tasks were asked to save and stop."""
-        return (self.control / "stop.json").exists()
+        return self._stop.exists()
 
-    def request_stop(self, by: str) -> None:
-        """Ask every task to save at the same step and stop."""
-        create_json(self.control / "stop.json", {"by": by, "time": time.time()})
+    def request_stop(self, by: str, *, then: str = "") -> bool:
+        """Ask every task to save at the same step and stop, unless they were asked; return whether this call did.
 
-    def reopen(self) -> None:
-        """Clear the end of an ended run, so that it can be resumed in a new generation."""
-        for path in (self.summary, *(self.control / f"{name}.json" for name in ("outcome", "stop", "result"))):
+        Args:
+            by: who asks.
+            then: `SCALE` where the run shall go on at once on another cluster; empty where nothing follows.
+        """
+        return create_json(self._stop, {"by": by, "then": then, "time": time.time()})
+
+    def insist_on_stop(self, by: str) -> None:
+        """Ask every task to save and stop for good, also where they were asked for the sake of scaling the run."""
+        if not self.request_stop(by) and read_json(self._stop, {"then": SCALE}).get("then"):
+            write_json(self._stop, {"by": by, "then": "", "time": time.time()})
+
+    def withdraw_stop(self) -> None:
+        """Let the run go on that was asked to stop: if its tasks stop all the same, they start again."""
+        write_json(self._withdrawn, {"generation": self.generation})
+        if not (taken := self._take_stop()).get("then", SCALE):
+            self.request_stop(taken["by"])  # not the one that is withdrawn
+
+    def stop_withdrawn(self, generation: int) -> bool:
+        """Whether the tasks of this generation were asked to stop, but shall not any more."""
+        return not self.stop_requested and read_json(self._withdrawn, {}).get("generation") == generation
+
+    @property
+    def scaling(self) -> bool:
+        """Whether the run was asked to stop for another size, and that has not taken too long yet."""
+        stop = read_json(self._stop, {})
+        return bool(stop.get("then") == SCALE and time.time() - stop["time"] < SCALE_PATIENCE_S)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run has stopped only to go on at once on another cluster: this is not its end."""
+        outcome = self.outcome
+        return outcome is not None and outcome["state"] == "stopped" and read_json(self._stop, {}).get("then") == SCALE
+
+    def reopen(self) -> dict[str, Any]:
+        """Clear the end of a run, so that it can go on in a new generation; return the request to stop that it had."""
+        for path in (self.summary, *(self.control / f"{name}.json" for name in ("outcome", "result"))):
             path.unlink(missing_ok=True)
+        return self._take_stop()
+
+    @property
+    def _stop(self) -> Path:
+        return self.control / "stop.json"
+
+    @property
+    def _withdrawn(self) -> Path:
+        return self.control / "withdrawn.json"
+
+    def _take_stop(self) -> dict[str, Any]:
+        """Take the request to stop away; return it, empty where there was none: none is lost that nobody has read."""
+        taken = self._stop.with_name(f".stop.{os.getpid()}")
+        try:
+            self._stop.replace(taken)
+        except FileNotFoundError:
+            return {}
+        value: dict[str, Any] = read_json(taken)
+        taken.unlink()
+        return value
 
 
 class Heartbeat:

@@ -5,9 +5,11 @@ Importing TensorFlow is most of what a restart takes. The spare costs its memory
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from cluster.processes import available_bytes
 from cluster.program import Program
@@ -18,6 +20,8 @@ STAGGER_S = 2.0
 """Tasks start their spares one after the other."""
 MEMORY_BYTES = 700 * 2**20
 """What a program holds that has imported TensorFlow."""
+OFFERED = 1000
+"""The kernel's highest score: a spare goes before anything that trains."""
 RESERVE_BYTES = 2 * 2**30
 """Free memory that spares leave to the programs that train."""
 
@@ -60,15 +64,23 @@ class Spare:
             self._wanted = False
             return
         self._program = self._start(dict(os.environ) | {"SPARE": "1"})
+        self._offer(OFFERED)
 
     def take(self) -> Program | None:
         """Return the spare for the next life, if there is one that lives."""
         self._training_since = None
+        self._offer(0)
         program, self._program = self._program, None
         if program and program.ended:
             program.end(0.0)
             return None
         return program
+
+    def _offer(self, score: int) -> None:
+        """Tell the kernel how readily to end the spare where memory runs out."""
+        if self._program and self._program.pid:
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                Path(f"/proc/{self._program.pid}/oom_score_adj").write_text(str(score))
 
     def end(self) -> None:
         """End the spare."""

@@ -9,12 +9,13 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from cluster import compose, engine, images, local, packages, tensorboard
 from cluster.errors import PrerequisiteError
 from cluster.launch import MIN_FREE_BYTES, Plan, data_dir, runs_dir, shown
 from cluster.payload import lay_out
-from cluster.runs import write_json
+from cluster.runs import SCALE, write_json
 from cluster.teardown import remove
 
 Shell = Callable[[str], object]
@@ -35,6 +36,20 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
     if plan.contained:
         build_images(sh)
     _write_folder(plan, began)
+    _start_tasks(plan, sh)
+
+
+def go_on(plan: Plan, sh: Shell) -> None:
+    """Start every task of a plan whose run has stopped for it, and has no task left.
+
+    Its configuration stays, and so does the time of its start: it is the same run.
+    """
+    if not (stop := _begin_life(plan)).get("then", SCALE):
+        plan.run.request_stop(stop["by"])  # somebody else's, which came too late for the tasks that ended
+    _start_tasks(plan, sh)
+
+
+def _start_tasks(plan: Plan, sh: Shell) -> None:
     try:
         if plan.contained:
             _hand_over(plan.run.path)
@@ -62,14 +77,18 @@ def commands(plan: Plan) -> list[str]:
     return shown
 
 
-def check_machine(plan: Plan) -> None:
+def check_machine(plan: Plan, ending: int = 0) -> None:
     """Check what this machine must have before anything is started.
+
+    Args:
+        plan: what is to be started.
+        ending: tasks that end before.
 
     Raises:
         PrerequisiteError: memory, disk space or a port is missing.
     """
     if plan.runtime == "local":
-        local.check_memory(len(plan.cluster.tasks))
+        local.check_memory(len(plan.cluster.tasks), ending)
     try:
         runs_dir().mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -111,6 +130,16 @@ def build_images(sh: Shell) -> None:
         sh(command)
 
 
+def require_image(sh: Shell) -> None:
+    """Build the images if the tasks' one is gone; otherwise it stays, so that more tasks of a run are like the first.
+
+    Raises:
+        PrerequisiteError: it cannot be built here.
+    """
+    if engine.ask("image", "inspect", images.train_image("cpu"))[0]:
+        build_images(sh)
+
+
 def image_commands() -> list[str]:
     """Return the commands that build the images of this checkout."""
     names = (images.train_image("cpu"), images.TENSORBOARD_IMAGE)
@@ -140,18 +169,28 @@ def _write_folder(plan: Plan, began: float) -> None:
     if plan.payload.script:
         data_dir().mkdir(parents=True, exist_ok=True)  # the tasks see it, and nothing was prepared
     write_json(plan.run.config, plan.config)
-    write_json(plan.run.cluster, plan.cluster.to_json())
-    write_json(plan.run.compose, plan.compose)
-    if plan.resumes:
-        plan.run.reopen()
-        for beat in (plan.run.path / "status").glob("*.json"):
-            beat.unlink()
     requirements = str(plan.payload.requirements) if plan.payload.requirements else ""
     started = {"time": began, "runtime": plan.runtime, "requirements": requirements}
     started["hang_timeout_s"] = plan.hang_timeout_s
     write_json(plan.run.control / "started.json", started)
-    plan.run.begin_generation(plan.run.generation + 1 if plan.resumes else 0, resumed=plan.resumes)
+    _begin_life(plan)
     (runs_dir() / ".current").write_text(plan.run.name + "\n")
+
+
+def _begin_life(plan: Plan) -> dict[str, Any]:
+    """Lay out the plan's cluster, and clear what an earlier one left; return the request to stop that it left.
+
+    In this order: whoever watches a run is patient with a generation that has just begun, and until then with the
+    request to stop for another size.
+    """
+    write_json(plan.run.cluster, plan.cluster.to_json())
+    write_json(plan.run.compose, plan.compose)
+    plan.run.begin_generation(plan.run.generation + 1 if plan.resumes else 0, resumed=plan.resumes)
+    if not plan.resumes:
+        return {}
+    for beat in (plan.run.path / "status").glob("*.json"):
+        beat.unlink()
+    return plan.run.reopen()
 
 
 def _hand_over(path: Path) -> None:

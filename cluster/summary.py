@@ -45,7 +45,7 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
         "tasks": {name: beats.get(name, {}).get("exit_code") for name in names},
     }
     if outcome["state"] == "failed":
-        value["cause"] = {key: outcome.get(key) for key in ("task", "exit_code", "step", "error")}
+        value["cause"] = {key: outcome.get(key) for key in ("task", "exit_code", "step", "error", "time")}
     write_json(run.summary, value)
     return value
 

@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any
 
-from cluster import tensorboard
+from cluster import tensorboard, twin
 from cluster.processes import describe_exit
 from cluster.runs import RunFolder, read_json
 from cluster.words import counted
@@ -163,7 +163,7 @@ def ended(run: RunFolder, shown_path: str) -> list[str]:
         start = f" (start {summary['startup_s']:.1f} s)" if summary["startup_s"] else ""
         work = _script_end(run, summary) if run.script else counted(summary["steps"], "step")
         lines += [f"{summary['state']}: {work} in {summary['wall_s']:.1f} s{start}{told}{restarts}"]
-    lines += [f"run folder   {shown_path}"]
+    lines += [*twin.compared(run), f"run folder   {shown_path}"]
     if run.script:
         lines += [f"its files    {shown_path}/work/TASK"]
     if port:
@@ -219,8 +219,9 @@ def _failure(run: RunFolder, summary: dict[str, Any]) -> list[str]:
             inside.append(f"{name}: {describe_exit(code)}, ended because of the other")
     for restart in summary["restarts"]:
         inside.append(f"restart {restart['generation']}: {restart['task']}, {restart['cause']}")
-    task = cause["task"] or "the run"
-    inside.append(f"root cause: {task}, {cause['error']}")
+    at = time.strftime("%H:%M:%S", time.localtime(cause["time"]))
+    how = f", {describe_exit(cause['exit_code'])}" if cause["exit_code"] and cause["task"] and not run.script else ""
+    inside.append(f"root cause: {cause['task'] or 'the run'} at {at}{how}: {cause['error']}")
     if cause["task"]:
         inside.append(f"its log: invoke logs {cause['task']}")
     rule = "-" * min(100, max(len(line) for line in inside))

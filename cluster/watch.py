@@ -14,7 +14,7 @@ from cluster.errors import (
     EXIT_TIMEOUT,
     TimedOut,
 )
-from cluster.runs import RunFolder, read_json
+from cluster.runs import SCALE_PATIENCE_S, RunFolder, read_json, write_json
 
 POLL_S = 0.2
 START_TIMEOUT_S = 90.0
@@ -45,8 +45,8 @@ def follow(
 def until_training(run: RunFolder, on_status: Callable[[dict[str, Any]], None]) -> bool:
     """Watch a run until every task trains; return False where it ended before."""
     began = time.time()
-    names = {task.name for task in run.load_cluster().tasks}
     while not run.summary.exists():
+        names = {task.name for task in run.load_cluster().tasks}  # anew: it may be scaled meanwhile
         value = view.status(run)
         on_status(value)
         under_way = {"training", "saving", "evaluating", "done"}
@@ -64,7 +64,7 @@ def stop(run: RunFolder, by: str, timeout_s: float = STOP_TIMEOUT_S) -> dict[str
     Raises:
         TimedOut: it did not stop.
     """
-    run.request_stop(by)
+    run.insist_on_stop(by)
     try:
         return follow(run, lambda value: None, timeout_s)
     except TimedOut:
@@ -113,8 +113,15 @@ def exit_code(ended: dict[str, Any]) -> int:
 
 def _notice_silence(run: RunFolder, began: float) -> None:
     """End a run in whose place nothing lives any more: its engine stopped, or somebody killed everything."""
-    if not run.silent or (not run.heartbeats() and time.time() - began < START_TIMEOUT_S):
+    if not run.silent:
+        return
+    # A run that was scaled starts again long after somebody began to watch it.
+    began = max([began, *(generation["time"] for generation in run.generations())])
+    if not run.heartbeats() and time.time() - began < START_TIMEOUT_S:
         return
     told = "no task gives a sign of life: the engine or the supervisor stopped"
+    if run.goes_on:
+        told = f"every task saved and ended to be scaled, but `invoke scale` did not go on in {SCALE_PATIENCE_S:.0f} s"
+        write_json(run.control / "outcome.json", {"state": "failed", "time": time.time(), "error": told})
     if run.end("failed", error=told, exit_code=EXIT_FAILED) or run.outcome:
         summary.write(run, settle_s=0)

@@ -9,10 +9,10 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def wait_for(condition: Callable[[], T], what: str, timeout_s: float = 90) -> T:
+def wait_for(condition: Callable[[], T], what: str, timeout_s: float = 90, pause_s: float = 0.01) -> T:
     """Return the condition's value once it is true; fail naming `what` where it never is."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
-        time.sleep(0.01)
+        time.sleep(pause_s)
     return value

@@ -97,6 +97,11 @@ class TrainConfig:
     checkpoint_every: int = 200
     """Optimizer steps between two checkpoints; at least 1. One is always written at the end."""
 
+    checkpoint_seconds: float = 0.0
+    """Seconds between two checkpoints instead of `checkpoint_every` steps; 0: by steps. Otherwise at least 0.1. The
+    chief's clock is read every `steps_per_loop` steps, and in the custom loop all tasks save after the next such steps;
+    in `fit` with callbacks under parameter servers it is read at the end of an epoch."""
+
     keep_checkpoints: int = 3
     """Newest checkpoints that are kept; at least 1."""
 
@@ -127,6 +132,9 @@ class TrainConfig:
             _check_range("max_steps", self.max_steps, 1, 10**12)
         if not (math.isfinite(self.epochs) and self.epochs > 0):
             raise UsageError(f"{_option('epochs')} {self.epochs:g}: expected a number above 0")
+        seconds = self.checkpoint_seconds
+        if not (seconds == 0 or (math.isfinite(seconds) and seconds >= 0.1)):
+            raise UsageError(f"{_option('checkpoint_seconds')} {seconds:g}: expected 0, or a number of at least 0.1")
         if not (math.isfinite(self.optimizer.learning_rate) and self.optimizer.learning_rate > 0):
             raise UsageError(
                 f"{_option('optimizer.learning_rate')} {self.optimizer.learning_rate:g}: expected a number above 0"

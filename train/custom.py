@@ -26,6 +26,7 @@ class Training:
         if not assignment.asynchronous:
             steps.check_same_step(strategy, self._first)
         self._report = Report(assignment, self._first)
+        self._save_timer = loops.SaveTimer(config.checkpoint_seconds if assignment.chief else 0)
         trainee = steps.Trainee(
             assignment.model,
             self._optimizer,
@@ -41,11 +42,12 @@ class Training:
                 seed=config.seed,
                 steps_per_loop=config.steps_per_loop,
                 workers=len(assignment.spec.of(Role.WORKER)),
+                save_due=self._save_timer.due,
             )
-            self._agree: Callable[[bool], bool] = bool  # the chief decides alone
+            self._agree: Callable[[steps.Signals], steps.Signals] = lambda signals: signals  # the chief decides alone
         else:
             feed = train_feed(strategy, assignment.source, self._first, config.global_batch, config.seed)
-            self._inner = steps.synchronous(strategy, trainee, feed, config.steps_per_loop)
+            self._inner = steps.synchronous(strategy, trainee, feed, config.steps_per_loop, self._save_timer.due)
             self._agree = steps.agreement(strategy)
         self._evaluated_at: int | None = None
         self._saved_at: int | None = None
@@ -58,7 +60,8 @@ class Training:
         if self._hooks:
             self._hooks.begin(self._first)
             every.append(loops.Every(assignment.epoch_steps, self._end_epoch))
-        every.append(loops.Every(config.checkpoint_every, self._save))  # with what callbacks have changed
+        if not config.checkpoint_seconds:
+            every.append(loops.Every(config.checkpoint_every, self._save))  # with what callbacks have changed
         step, stopped = loops.run(
             self._inner if self._hooks is None else self._hooks.around(self._inner),
             self._first,
@@ -67,8 +70,9 @@ class Training:
             every=every,
             report=self._tell,
             stop=lambda: assignment.stop.is_set() or self._enough,
+            save=self._save,
         )
-        stopped = stopped and not self._agree(self._enough)
+        stopped = stopped and not self._any_enough()
         if self._saved_at != step:
             self._save(step)
         if not stopped and self._evaluated_at != step:
@@ -86,6 +90,10 @@ class Training:
     def _enough(self) -> bool:
         return self._hooks is not None and self._hooks.enough
 
+    def _any_enough(self) -> bool:
+        """Return whether any task's callbacks want training to end; all tasks call it at the same step."""
+        return self._agree(steps.Signals(stop=self._enough)).stop
+
     def _tell(self, progress: loops.Progress) -> None:
         result = progress.result
         self._report.steps(progress.first, result.losses, result.scores, progress.seconds, compiled=progress.compiled)
@@ -94,6 +102,7 @@ class Training:
         self._report.saving()
         self._checkpoint.save(step)
         self._report.saved()
+        self._save_timer.saved()
         self._saved_at = step
 
     def _evaluate(self, step: int) -> None:
@@ -105,7 +114,7 @@ class Training:
         """Tell the callbacks; return whether training shall end, which all tasks decide together."""
         assert self._hooks is not None
         self._hooks.end_epoch(step, self._report.results)
-        if self._agree(self._hooks.enough):
+        if self._any_enough():
             self._hooks.enough = True
             return True
         self._hooks.begin_epoch(step)

@@ -107,7 +107,8 @@ class _Follower(keras.callbacks.Callback):
         self._report = report
         self._checkpoint = checkpoint
         self._evaluation = assignment.new_evaluation()
-        self._agree: Callable[[bool], bool] = bool
+        self._save_timer = loops.SaveTimer(assignment.config.checkpoint_seconds if assignment.chief else 0)
+        self._agree: Callable[[steps.Signals], steps.Signals] = lambda signals: signals
         # tf_keras adds up over all replicas what it logs (its `reduce_per_replica`), means too.
         self._log_sums = assignment.strategy.num_replicas_in_sync if is_legacy() and not assignment.asynchronous else 1
         self.step = first
@@ -139,10 +140,10 @@ class _Follower(keras.callbacks.Callback):
         last = self.step == self._assignment.total_steps
         if self.step % config.log_every == 0 or last or self.step == self._first + 1:
             self._tell(logs)
-        if not last and self.step % config.steps_per_loop == 0 and self._agree(self._assignment.stop.is_set()):
-            self._stop()
-        if not last and self.step % config.checkpoint_every == 0:
-            self.save()
+        if not last:
+            if self.step % config.steps_per_loop == 0:
+                self._heed_signals()
+            self._save_by_steps(self.step - 1)
         if not last and config.evaluate_every and self.step % config.evaluate_every == 0:
             self.evaluate()
 
@@ -154,10 +155,8 @@ class _Follower(keras.callbacks.Callback):
             self._in_epoch = self.params["steps"]
             before, self.step = self.step, self.step + self.params["steps"]
             self._tell(logs)
-            if self._assignment.stop.is_set():
-                self._stop()
-            if self.step // config.checkpoint_every > before // config.checkpoint_every:
-                self.save()
+            self._heed_signals()
+            self._save_by_steps(before)
         whole_epoch = self.step % self._assignment.epoch_steps == 0
         if not self.stopped and not config.evaluate_every and whole_epoch:
             self.evaluate()
@@ -176,6 +175,7 @@ class _Follower(keras.callbacks.Callback):
         self._report.saving()
         self._checkpoint.save(self.step)
         self._report.saved()
+        self._save_timer.saved()
         self.saved_at = self.step
 
     def evaluate(self) -> None:
@@ -190,8 +190,19 @@ class _Follower(keras.callbacks.Callback):
         for name in logs:
             logs[name] /= self._log_sums
 
-    def _stop(self) -> None:
-        self.stopped = self.ended = self.model.stop_training = True
+    def _heed_signals(self) -> None:
+        """Stop or save if any task wants it; all tasks call it at the same step."""
+        signals = self._agree(steps.Signals(self._assignment.stop.is_set(), self._save_timer.due()))
+        if signals.stop:
+            self.stopped = self.ended = self.model.stop_training = True
+        if signals.save:
+            self.save()
+
+    def _save_by_steps(self, before: int) -> None:
+        """Save if that became due by the steps done since `before`."""
+        config = self._assignment.config
+        if not config.checkpoint_seconds and self.step // config.checkpoint_every > before // config.checkpoint_every:
+            self.save()
 
     def _tell(self, logs: dict[str, float] | None) -> None:
         """Tell of the steps since the last time: Keras's logs are means since the epoch began."""

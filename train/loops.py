@@ -32,6 +32,29 @@ class Every:
         return (step // self.steps + 1) * self.steps
 
 
+class SaveTimer:
+    """Says when the next checkpoint is due by the clock: by the chief's alone, since those of the tasks differ."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin to count now.
+
+        Args:
+            seconds: between two checkpoints; 0, as for every task but the chief: none is ever due.
+            clock: returns the time in seconds.
+        """
+        self._seconds = seconds
+        self._clock = clock
+        self._saved_s = clock()
+
+    def due(self) -> bool:
+        """Return whether the last checkpoint, or the beginning, is `seconds` ago."""
+        return self._seconds > 0 and self._clock() - self._saved_s >= self._seconds
+
+    def saved(self) -> None:
+        """Begin to count anew: a checkpoint was saved, for whatever reason."""
+        self._saved_s = self._clock()
+
+
 @dataclass(frozen=True)
 class Progress:
     """Some optimizer steps that were just done."""
@@ -58,6 +81,7 @@ def run(
     every: Sequence[Every],
     report: Callable[[Progress], None],
     stop: Callable[[], bool],
+    save: Callable[[int], None],
 ) -> tuple[int, bool]:
     """Train from step `first` to step `total`.
 
@@ -71,6 +95,7 @@ def run(
         every: periodic work. None is done after the last step, which has work of its own.
         report: told of every inner call.
         stop: whether this task was asked to stop.
+        save: saves a checkpoint, when a task wants one before training ends: after the periodic work of that step.
 
     Returns:
         The steps done, and whether training was stopped before `total` (not: ended by an action).
@@ -89,9 +114,11 @@ def run(
         step = until
         report(progress)
         if step < total:
-            if result.stop:
+            if result.signals.stop:
                 return step, True
             ends = [periodic.action(step) for periodic in every if step % periodic.steps == 0]
+            if result.signals.save:
+                save(step)
             if any(ends):
                 return step, False
     return step, False

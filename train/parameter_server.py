@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from train.data import memory
 from train.sources import Source
-from train.steps import LoopResult, Trainee
+from train.steps import LoopResult, Signals, Trainee
 
 
 def asynchronous(
@@ -21,6 +21,7 @@ def asynchronous(
     seed: int,
     steps_per_loop: int,
     workers: int,
+    save_due: Callable[[], bool],
 ) -> Callable[[int, int, bool], LoopResult]:
     """Return a function that does some asynchronous steps: (steps done before, steps to do, stop?) -> result.
 
@@ -28,6 +29,8 @@ def asynchronous(
     alone; so a slice that is handed out again after its worker died trains on the same examples, and each is seen once
     an epoch at any number of workers. From a stream, each worker reads on in an order of its own. Two updates may start
     from the same weights: that is this strategy, and why its runs do not repeat bit for bit.
+
+    The chief alone decides to stop or, after the steps, whether a checkpoint is due.
     """
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 
@@ -72,7 +75,7 @@ def asynchronous(
         coordinator.join()
         results = [value.fetch()[:n] for value, (_, n) in zip(pending, slices, strict=True)]
         results_S2 = np.concatenate(results)
-        return LoopResult(results_S2[:, 0], results_S2[:, 1], stop)
+        return LoopResult(results_S2[:, 0], results_S2[:, 1], Signals(stop, save_due()))
 
     return run
 

@@ -49,7 +49,7 @@ class Report:
         step = first + len(losses)
         rate = None
         if compiled:
-            self._heartbeat.update(state="training")
+            self._heartbeat.update(state="training", step=step)  # written at once: a failure now is not one of before
             if self._assignment.chief:
                 self._event("first step", step)
                 self.metrics.graph(self._serving_graph())

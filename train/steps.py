@@ -22,6 +22,26 @@ from train.sources import Feed
 
 
 @dataclass(frozen=True)
+class Signals:
+    """What one task wants, or what any task wants: all tasks see the same sum, so all act on it after the same step."""
+
+    stop: bool = False
+    """Training ends."""
+    save: bool = False
+    """A checkpoint is saved."""
+
+    def to_array(self) -> np.ndarray:
+        """Return what can be added up over tasks: `[2] float32`."""
+        return np.array([self.stop, self.save], np.float32)
+
+    @classmethod
+    def from_sum(cls, sum_2: np.ndarray) -> Signals:
+        """Return what any of the tasks wants whose arrays were added up."""
+        stop, save = (sum_2 > 0).tolist()
+        return cls(stop, save)
+
+
+@dataclass(frozen=True)
 class LoopResult:
     """What some optimizer steps gave, over all replicas."""
 
@@ -29,8 +49,8 @@ class LoopResult:
     """`[S] float32`: loss of each step's global batch, regularisation included, before the step's update."""
     scores: np.ndarray
     """`[S] float32`: mean score of each step's global batch."""
-    stop: bool
-    """Whether any task was asked to stop. All tasks see the same answer, so all stop after the same step."""
+    signals: Signals
+    """What any task wants."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +91,16 @@ class Trainee:
 
 
 def synchronous(
-    strategy: tf.distribute.Strategy, trainee: Trainee, feed: Feed, steps_per_loop: int
+    strategy: tf.distribute.Strategy,
+    trainee: Trainee,
+    feed: Feed,
+    steps_per_loop: int,
+    save_due: Callable[[], bool] = lambda: False,
 ) -> Callable[[int, int, bool], LoopResult]:
     """Return a function that does some synchronous steps: (steps done before, steps to do, stop?) -> result.
 
     It is traced once whatever the number of steps, and talks to the other tasks once a step (gradients) and once more
-    at its end (results).
+    at its end (results and signals). `save_due` says, before the steps, whether this task wants a checkpoint.
     """
 
     def start() -> tf.Tensor:
@@ -87,20 +111,21 @@ def synchronous(
         result_2 = trainee.update(feed.batch(given, first + done, replica), first + done, replica)
         return tf.tensor_scatter_nd_update(results_S2, [[done]], [result_2])
 
-    def join(results_S2: tf.Tensor, stop: tf.Tensor) -> tf.Tensor:
-        return tf.concat([tf.reshape(results_S2, [-1]), [stop]], 0)
+    def join(results_S2: tf.Tensor, signals_2: tf.Tensor) -> tf.Tensor:
+        return tf.concat([tf.reshape(results_S2, [-1]), signals_2], 0)
 
     @tf.function
-    def loop(first: tf.Tensor, count: tf.Tensor, stop: tf.Tensor) -> tf.Tensor:
+    def loop(first: tf.Tensor, count: tf.Tensor, signals_2: tf.Tensor) -> tf.Tensor:
         results = strategy.run(start)
         for done in tf.range(count):
             results = strategy.run(one_step, args=(results, feed.next(), first, done))
-        return strategy.reduce("SUM", strategy.run(join, args=(results, stop)), axis=None)
+        return strategy.reduce("SUM", strategy.run(join, args=(results, signals_2)), axis=None)
 
     def run(first: int, count: int, stop: bool) -> LoopResult:
-        flat = loop(tf.constant(first, tf.int64), tf.constant(count, tf.int64), tf.constant(float(stop))).numpy()
-        results_S2 = flat[:-1].reshape(-1, 2)[:count]
-        return LoopResult(results_S2[:, 0], results_S2[:, 1], bool(flat[-1] > 0))
+        signals_2 = tf.constant(Signals(stop, save_due()).to_array())
+        flat = loop(tf.constant(first, tf.int64), tf.constant(count, tf.int64), signals_2).numpy()
+        results_S2 = flat[:-2].reshape(-1, 2)[:count]
+        return LoopResult(results_S2[:, 0], results_S2[:, 1], Signals.from_sum(flat[-2:]))
 
     return run
 
@@ -118,10 +143,10 @@ def check_same_step(strategy: tf.distribute.Strategy, step: int) -> None:
         )
 
 
-def agreement(strategy: tf.distribute.Strategy) -> Callable[[bool], bool]:
-    """Return a function that says whether any task said True; all tasks call it at the same step."""
+def agreement(strategy: tf.distribute.Strategy) -> Callable[[Signals], Signals]:
+    """Return a function: what this task wants -> what any task wants; all tasks call it at the same step."""
     total = _total(strategy)
-    return lambda flag: bool(total(tf.constant(float(flag))) > 0)
+    return lambda signals: Signals.from_sum(total(tf.constant(signals.to_array())).numpy())
 
 
 def _total(strategy: tf.distribute.Strategy) -> Callable[[tf.Tensor], tf.Tensor]:

@@ -59,7 +59,8 @@ def test_an_exit_code_from_1_to_4_fails_the_run_at_once(start_gang: StartGang, c
     gang = start_gang(lines, workers=1)
     summary = gang.summary()
     cause = {"task": "worker-0", "exit_code": code, "step": None, "error": "loss is nan at step 3"}
-    assert ("failed", cause, []) == (summary["state"], summary["cause"], summary["restarts"])
+    assert cause.items() <= summary["cause"].items()
+    assert ("failed", []) == (summary["state"], summary["restarts"])
     assert code == summary["tasks"]["worker-0"] == watch.exit_code(summary)
     assert {"chief": "stopped", "worker-0": "failed"} == {n: beat["state"] for n, beat in gang.run.heartbeats().items()}
 
@@ -119,7 +120,7 @@ def test_the_same_step_failing_three_times_ends_the_run(start_gang: StartGang) -
     summary = gang.summary()
     assert "failed" == summary["state"]
     error = "step 5 failed 3 times: worker-0 dies of SIGSEGV"
-    assert {"task": "worker-0", "exit_code": 1, "step": 5, "error": error} == summary["cause"]
+    assert {"task": "worker-0", "exit_code": 1, "step": 5, "error": error}.items() <= summary["cause"].items()
     assert [(1, "worker-0"), (2, "worker-0")] == [(r["generation"], r["task"]) for r in summary["restarts"]]
 
 

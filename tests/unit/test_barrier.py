@@ -205,3 +205,32 @@ def test_waiting_for_a_server_ends_where_it_lost_its_purpose(three: ClusterSpec)
         [three.task("chief")], timeout_s=60, abandon=lambda: time.monotonic() > began + 0.1
     )
     assert time.monotonic() < began + 5
+
+
+# A machine off its network
+
+
+def test_a_task_that_has_not_its_address_yet_tries_again(three: ClusterSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[int] = []
+    bind = socket.socket.bind
+
+    class Flapping(socket.socket):
+        def bind(self, address: tuple[str, int]) -> None:
+            if address[1] == three.task("chief").port and len(tries) < 2:
+                tries.append(1)
+                raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+            bind(self, address)
+
+    monkeypatch.setattr(barrier.socket, "socket", Flapping)
+    assert [None] * 3 == [
+        arrival.end() for arrival in [arrive(three, name) for name in ("chief", "worker-0", "worker-1")]
+    ]
+    assert 2 == len(tries)
+
+
+def test_a_task_that_never_gets_its_address_is_told_in_time(three: ClusterSpec) -> None:
+    lost = replace(three, tasks=(replace(three.task("chief"), host="192.0.2.1"), *three.tasks[1:]))
+    error = arrive(lost, "chief", timeout_s=0.3).end()
+    assert isinstance(error, TimedOut)
+    assert "chief cannot listen on 192.0.2.1" in str(error)
+    assert "on the cluster's network?" in str(error)

@@ -41,6 +41,9 @@ def test_a_preset_is_complete_and_in_range(preset: str) -> None:
         (["--global_batch", "96"], "global_batch", 96),
         (["--max-steps", "500"], "max_steps", 500),
         (["--max-steps", "None"], "max_steps", None),
+        (["--checkpoint-seconds", "30"], "checkpoint_seconds", 30.0),
+        (["--checkpoint-seconds", "0.1"], "checkpoint_seconds", 0.1),
+        (["--checkpoint-seconds", "0"], "checkpoint_seconds", 0.0),
         (["--seed", "7"], "seed", 7),
         (["--no-deterministic"], "deterministic", False),
         (["--loop", "fit"], "loop", "fit"),
@@ -66,6 +69,12 @@ def test_a_resumed_run_starts_from_its_own_configuration() -> None:
     saved = config.resolve("mnist", ["--seed", "7", "--global-batch", "96"])
     resumed = config.resolve("fashion_mnist", ["--epochs", "6"], TrainConfig.from_json(saved.to_json()))
     assert dataclasses.replace(saved, epochs=6.0) == resumed
+
+
+def test_a_run_from_before_checkpoints_by_seconds_saves_by_steps() -> None:
+    saved = config.fashion_mnist().to_json()
+    del saved["checkpoint_seconds"]
+    assert 0 == TrainConfig.from_json(saved).checkpoint_seconds
 
 
 @pytest.mark.parametrize(
@@ -115,6 +124,10 @@ def test_a_value_of_the_wrong_type_is_refused_in_one_line(overrides: list[str], 
         ("--steps-per-loop", "0", "a whole number from 1 to 1000000"),
         ("--log-every", "0", "a whole number from 1 to 1000000000"),
         ("--checkpoint-every", "0", "a whole number from 1 to 1000000000"),
+        ("--checkpoint-seconds", "-1", "0, or a number of at least 0.1"),
+        ("--checkpoint-seconds", "0.05", "0, or a number of at least 0.1"),
+        ("--checkpoint-seconds", "nan", "0, or a number of at least 0.1"),
+        ("--checkpoint-seconds", "inf", "0, or a number of at least 0.1"),
         ("--keep-checkpoints", "0", "a whole number from 1 to 1000"),
         ("--evaluate-every", "-1", "a whole number from 0 to 1000000000"),
         ("--epochs", "0", "a number above 0"),

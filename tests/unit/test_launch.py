@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from cluster import configuration, engine, launch, local, payload, request, startup, teardown, tensorboard
-from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, PrerequisiteError
+from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, PrerequisiteError, UsageError
 from cluster.request import Request
 from cluster.runs import RunFolder, read_json, write_json
 from cluster.spec import Role
@@ -122,6 +122,11 @@ def test_a_request_that_makes_no_sense_is_refused(
         (Request(overrides=("--epoch", "1")), "override '--epoch' is not an option of the training config; did you"),
         (Request(overrides=("--epochs", "-1")), "--epochs -1: expected a number above 0"),
         (Request(checkpoint_every="0"), "--checkpoint-every 0: expected a whole number from 1 to "),
+        (Request(checkpoint_every="0.05s"), "--checkpoint-seconds 0.05: expected 0, or a number of at least 0.1"),
+        (
+            Request(checkpoint_every="30m"),
+            "--checkpoint-every '30m': expected optimizer steps such as 200, or seconds such as 30s",
+        ),
         (
             Request(overrides=("--global-batch", "100")),
             "global_batch=100 is not divisible by 3 replicas; use 99 or 102: -- --global-batch 102",
@@ -521,8 +526,22 @@ def test_extra_packages_are_got_before_anything_is_started(
 
 
 def test_options_of_up_that_are_overrides_are_passed_on() -> None:
-    asked = Request(loop="fit", checkpoint_every="5", overrides=("--epochs", "1"))
-    assert ["--loop", "fit", "--checkpoint-every", "5", "--epochs", "1"] == asked.training()
+    asked = Request(loop="fit", checkpoint_every="2.5s", overrides=("--epochs", "1"))
+    assert ["--loop", "fit", "--checkpoint-seconds", "2.5", "--epochs", "1"] == asked.training()
+    assert ["--epochs", "1"] == Request(overrides=("--epochs", "1")).training()
+
+
+def test_a_resumed_run_can_go_from_checkpoints_by_seconds_to_steps_and_back() -> None:
+    assert ["--checkpoint-seconds", "30"] == Request(checkpoint_every="30s").training()
+    assert ["--checkpoint-every", "200", "--checkpoint-seconds", "0"] == Request(checkpoint_every="200").training()
+
+
+@pytest.mark.parametrize("value", ["30m", "abc", "s", "-5", "-5s", "0s", "0.0s", ".5s", "2.5", "30 s", "1e3s", "infs"])
+def test_checkpoints_every_what_is_neither_steps_nor_seconds_are_refused(value: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        Request(checkpoint_every=value).training()
+    told = f"--checkpoint-every {value!r}: expected optimizer steps such as 200, or seconds such as 30s"
+    assert told == str(refused.value)
 
 
 def test_a_container_start_builds_images_then_brings_up_every_task(

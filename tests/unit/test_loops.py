@@ -9,15 +9,22 @@ import pytest
 
 from cluster.errors import RunFailed
 from train import loops
-from train.steps import LoopResult
+from train.steps import LoopResult, Signals
 
 
 class Inner:
     """Does nothing, and remembers the steps it was asked for."""
 
-    def __init__(self, stop_after: int | None = None, bad_step: int | None = None, bad: float = float("nan")) -> None:
+    def __init__(
+        self,
+        stop_after: int | None = None,
+        save_at: tuple[int, ...] = (),
+        bad_step: int | None = None,
+        bad: float = float("nan"),
+    ) -> None:
         self.calls: list[tuple[int, int]] = []
         self.stops: list[bool] = []
+        self._save_at = save_at
         self._stop_after, self._bad_step, self._bad = stop_after, bad_step, bad
 
     def __call__(self, first: int, count: int, stop: bool) -> LoopResult:
@@ -26,7 +33,8 @@ class Inner:
         steps_S = np.arange(first + 1, first + count + 1)
         losses_S = np.where(steps_S == self._bad_step, self._bad, 1.0).astype(np.float32)
         another = self._stop_after is not None and first + count >= self._stop_after
-        return LoopResult(losses_S, np.zeros(count, np.float32), stop or another)
+        signals = Signals(stop or another, save=first + count in self._save_at)
+        return LoopResult(losses_S, np.zeros(count, np.float32), signals)
 
 
 def run(
@@ -37,9 +45,12 @@ def run(
     steps_per_loop: int = 4,
     report: Callable[[loops.Progress], None] = lambda progress: None,
     stop: Callable[[], bool] = lambda: False,
+    save: Callable[[int], None] = lambda step: None,
 ) -> tuple[int, bool]:
     """Run the loop."""
-    return loops.run(inner, first, total, steps_per_loop=steps_per_loop, every=every, report=report, stop=stop)
+    return loops.run(
+        inner, first, total, steps_per_loop=steps_per_loop, every=every, report=report, stop=stop, save=save
+    )
 
 
 def test_the_first_call_is_one_step_and_no_other_crosses_periodic_work() -> None:
@@ -102,6 +113,51 @@ def test_a_stop_of_another_task_ends_the_training_before_periodic_work() -> None
 
 def test_a_stop_at_the_last_step_is_its_end() -> None:
     assert (12, False) == run(Inner(stop_after=12))
+
+
+def test_a_task_that_wants_a_checkpoint_gets_it_at_that_step_but_not_at_the_last() -> None:
+    saved: list[int] = []
+    assert (12, False) == run(Inner(save_at=(1, 9, 12)), save=saved.append)
+    assert [1, 9] == saved
+
+
+def test_a_checkpoint_holds_what_periodic_work_has_changed_even_where_that_ends_the_training() -> None:
+    done: list[str] = []
+
+    def end(step: int) -> bool:
+        done.append(f"ended {step}")
+        return True
+
+    assert (5, False) == run(
+        Inner(save_at=(5,)), loops.Every(5, end), save=lambda step: done.append(f"saved {step}"), total=100
+    )
+    assert ["ended 5", "saved 5"] == done
+
+
+def test_a_stop_leaves_the_checkpoint_to_the_end_of_training() -> None:
+    saved: list[int] = []
+    assert (5, True) == run(Inner(stop_after=5, save_at=(5,)), save=saved.append)
+    assert [] == saved
+
+
+def test_a_checkpoint_is_due_that_long_after_the_last_one() -> None:
+    now = [100.0]
+    timer = loops.SaveTimer(30, clock=lambda: now[0])
+    due = []
+    for now[0] in (100.0, 129.9, 130.0, 200.0):
+        due.append(timer.due())
+    assert [False, False, True, True] == due
+    timer.saved()
+    assert not timer.due()
+    now[0] = 230.0
+    assert timer.due()
+
+
+def test_without_seconds_no_checkpoint_is_ever_due() -> None:
+    now = [0.0]
+    timer = loops.SaveTimer(0, clock=lambda: now[0])
+    now[0] = 1e9
+    assert not timer.due()
 
 
 def test_what_was_done_is_told() -> None:

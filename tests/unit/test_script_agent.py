@@ -136,7 +136,8 @@ def test_a_script_s_own_failure_ends_the_run_at_once(
     assert ("worker-0", 1, told) == tuple(summary["cause"][key] for key in ("task", "exit_code", "error"))
     assert code == summary["tasks"]["worker-0"]
     assert 1 == watch.exit_code(summary)  # 2 to 4 would say that nothing was started
-    assert f"root cause: worker-0, {told}" in view.ended(gang.run, "runs/run")
+    (cause,) = [line for line in view.ended(gang.run, "runs/run") if line.startswith("root cause: worker-0 at ")]
+    assert cause.endswith(f": {told}")
     assert ["failed", "stopped"] == [gang.beat(task)["state"] for task in ("worker-0", "chief")]
 
 

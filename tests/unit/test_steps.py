@@ -45,6 +45,13 @@ def test_the_cases_differ() -> None:
     assert all(abs(losses[0][0] - other[0]) > 0.1 for other in losses[1:])
 
 
+@pytest.mark.parametrize("where", WHERES)
+def test_what_a_task_wants_comes_back_as_what_any_wants(where: str) -> None:
+    """From a call of the inner loop and from asking; each of the two signals alone."""
+    wanted = [[False, False], [False, True], [True, False], [True, True]]
+    assert {"steps": wanted, "asking": wanted} == numbers("signals")[where]
+
+
 @pytest.mark.parametrize("kind", ["gathered", "read"])
 @pytest.mark.parametrize("where", ["alone", *WHERES])
 def test_evaluation_takes_each_of_1003_examples_once_at_any_replica_count(where: str, kind: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from cluster import health, summary, tensorboard, view, watch
+from cluster import health, restarts, summary, tensorboard, view, watch
 from cluster.errors import TimedOut
 from cluster.runs import RunFolder, append_json, read_json, write_json
+from cluster.spec import Role
 
 MakeRun = Callable[..., RunFolder]
 
@@ -165,11 +167,12 @@ def test_a_failure_tells_the_root_cause_last(run: RunFolder) -> None:
     run.begin_generation(1, error="", failed_at=time.time(), **why)
     end(run, "failed", task="worker-0", exit_code=1, error="loss is nan at step 7")
     rule, *inside, rule_too, folder, further = view.ended(run, "runs/demo")
+    at = time.strftime("%H:%M:%S", time.localtime(run.outcome["time"]))
     assert [
         "run demo failed after 7 steps",
         "chief: exit code 137 (SIGKILL: killed, out of memory?), ended because of the other",
         "restart 1: worker-0, exit code 139 (SIGSEGV: crashed in native code)",
-        "root cause: worker-0, loss is nan at step 7",
+        f"root cause: worker-0 at {at}, exit code 1: loss is nan at step 7",
         "its log: invoke logs worker-0",
     ] == inside
     assert {"-"} == set(rule) == set(rule_too)
@@ -178,7 +181,8 @@ def test_a_failure_tells_the_root_cause_last(run: RunFolder) -> None:
 
 def test_a_failure_that_is_no_task_s_is_told_too(run: RunFolder) -> None:
     end(run, "failed", error="no task gives a sign of life")
-    assert "root cause: the run, no task gives a sign of life" in view.ended(run, "runs/demo")
+    (told,) = [line for line in view.ended(run, "runs/demo") if line.startswith("root cause: ")]
+    assert re.fullmatch(r"root cause: the run at \d\d:\d\d:\d\d: no task gives a sign of life", told)
 
 
 @pytest.mark.parametrize(
@@ -259,6 +263,85 @@ def test_a_worker_that_restarted_alone_cost_the_others_nothing(run: RunFolder) -
     first = {"generation": 0, "task": "worker-0", "cause": "killed", "detected_s": 1.0, "resumed_s": 5.0}
     second = first | {"detected_s": 0.5, "resumed_s": None}
     assert [first | {"steps_lost": 0}, second | {"steps_lost": 0}] == end(run, "succeeded")["restarts"]
+
+
+Moment = tuple[float, str, str, dict[str, Any]]
+"""Seconds from the start of a story, a task, an event in generation 0, its detail."""
+
+
+def tell(run: RunFolder, *story: Moment, gang_at: float | None = None) -> float:
+    """Record what happened, and the gang's restart a second after worker-0's death; return when the story began."""
+    began = time.time() + 10
+    for at, task, event, detail in story:
+        line = {"time": began + at, "task": task, "event": event, "generation": 0, "step": None, "detail": detail}
+        append_json(run.events_log, line)
+    if gang_at is not None:
+        why = {"task": "worker-0", "cause": "killed", "failed_at": began + gang_at - 1, "step": 5}
+        path = run.control / "generations" / "1.json"
+        write_json(path, {"generation": 1, "time": began + gang_at} | why)
+    return began
+
+
+@pytest.mark.parametrize(
+    ("story", "detected_s"),
+    [
+        ([], 1.0),
+        ([(4.0, "worker-0", "fault", {"kind": "pause"})], 6.0),
+        ([(4.0, "chief", "fault", {"kind": "corrupt"})], 6.0),  # the gang's restart, whoever was hurt
+        ([(4.0, "worker-0", "fault", {"kind": "slow"})], 1.0),  # that lets nothing start again
+        ([(4.0, "worker-0", "fault", {"kind": "kill"}), (6.0, "worker-0", "fault", {"kind": "slow"})], 6.0),
+        ([(4.0, "worker-0", "fault", {"kind": "pause"}), (7.0, "worker-0", "fault", {"kind": "kill"})], 3.0),
+        ([(4.0, "worker-0", "fault", {"kind": "kill"}), (5.0, "worker-0", "restarted", {"cause": "killed"})], 1.0),
+        ([(11.0, "worker-0", "fault", {"kind": "kill"})], 1.0),  # the gang had started again by then
+    ],
+)
+def test_a_gang_restart_counts_from_the_newest_fault_that_nothing_has_dealt_with(
+    run: RunFolder, story: list[Moment], detected_s: float
+) -> None:
+    tell(run, *story, gang_at=10.0)
+    assert [detected_s] == [r["detected_s"] for r in end(run, "succeeded")["restarts"] if r["generation"] == 1]
+
+
+@pytest.mark.parametrize(
+    ("story", "detected_s"),
+    [
+        ([(4.0, "worker-0", "fault", {"kind": "kill"})], 6.0),
+        ([(4.0, "chief", "fault", {"kind": "kill"})], 1.0),  # another task's
+        ([(4.0, "worker-0", "fault", {"kind": "slow"})], 1.0),
+        ([(4.0, "worker-0", "fault", {"kind": "kill"}), (5.0, "chief", "restarted", {"cause": "killed"})], 6.0),
+        ([(4.0, "worker-0", "fault", {"kind": "kill"}), (5.0, "worker-0", "restarted", {"cause": "killed"})], 1.0),
+    ],
+)
+def test_a_lone_restart_counts_from_its_own_task_s_fault(
+    run: RunFolder, story: list[Moment], detected_s: float
+) -> None:
+    began = tell(run, *story)
+    died = {"cause": "killed", "failed_at": began + 9}
+    for at, event, detail in [(10.0, "restarted", died), (12.0, "resumed", {})]:
+        line = {"time": began + at, "task": "worker-0", "event": event, "generation": 0, "step": None}
+        append_json(run.events_log, line | {"detail": detail})
+    restart = end(run, "succeeded")["restarts"][-1]
+    assert ("worker-0", detected_s, detected_s + 2) == (restart["task"], restart["detected_s"], restart["resumed_s"])
+
+
+def test_a_fault_counts_for_one_restart_alone(run: RunFolder) -> None:
+    tell(
+        run,
+        (0.0, "worker-0", "fault", {"kind": "kill"}),
+        (2.0, "worker-0", "restarted", {"cause": "killed"}),
+        (5.0, "worker-0", "restarted", {"cause": "killed"}),  # of itself
+    )
+    assert [2.0, 0.0] == [restart["detected_s"] for restart in end(run, "succeeded")["restarts"]]
+
+
+def test_an_evaluator_s_restart_is_told_to_whoever_asks(make_run: MakeRun) -> None:
+    run = make_run("demo", workers=1, evaluator=True)
+    fault, killed = {"kind": "kill"}, {"cause": "killed"}
+    began = tell(run, (0.0, "evaluator", "fault", fault), (3.0, "evaluator", "restarted", killed))
+    assert [] == restarts.costs(run, began - 1)
+    (cost,) = restarts.costs(run, began - 1, (Role.EVALUATOR,))
+    assert ("evaluator", 3.0, None, 0) == tuple(cost[key] for key in ("task", "detected_s", "resumed_s", "steps_lost"))
+    assert [] == restarts.costs(run, began + 3.5, (Role.EVALUATOR,))
 
 
 def test_goodput_is_the_share_of_time_in_steps_that_count(run: RunFolder) -> None:

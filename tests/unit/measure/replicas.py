@@ -31,6 +31,7 @@ from train.data import arrays, memory, sharding  # noqa: E402
 SEED, GLOBAL_BATCH, STEPS, RATE = 7, 12, 3, 0.1
 NUM_TRAIN, NUM_TEST = 40, 1003  # neither a multiple of the global batch
 FEATURES, CLASSES = 6, 3
+SIGNALS = ((False, False), (False, True), (True, False), (True, True))
 WHERES = ("one", "mirrored-2", "central-2") if DEVICES == 2 else ("mirrored-3",)
 OBJECTIVE = objectives.build("sparse_categorical_crossentropy", classifies=True)
 
@@ -114,6 +115,28 @@ def trained(name: str, source: sources.Source, l2: float) -> dict[str, Any]:
     feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED)
     result = steps.synchronous(strategy, trainee, feed, STEPS)(0, STEPS, False)
     return {"losses": result.losses.tolist(), "scores": result.scores.tolist(), "weights": weights_of(model)}
+
+
+def signalled(name: str, source: sources.Source) -> dict[str, list[list[bool]]]:
+    """Return what comes back when this task wants nothing, a checkpoint, an end, and both: from steps and from asking.
+
+    Every replica of the task says what it wants, so that several of them come back added up.
+    """
+    strategy = strategy_called(name)
+    with strategy.scope():
+        model = new_model(0)
+        optimizer = keras.optimizers.SGD(RATE)
+        optimizer.build(model.trainable_variables)
+    trainee = steps.Trainee(model, optimizer, OBJECTIVE, GLOBAL_BATCH, strategy.num_replicas_in_sync)
+    feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED)
+    wanted = [steps.Signals(stop, save) for stop, save in SIGNALS]
+    due = iter(SIGNALS)
+    run = steps.synchronous(strategy, trainee, feed, STEPS, lambda: next(due)[1])
+    agree = steps.agreement(strategy)
+    return {
+        "steps": [dataclasses.astuple(run(step, 1, one.stop).signals) for step, one in enumerate(wanted)],
+        "asking": [dataclasses.astuple(agree(one)) for one in wanted],
+    }
 
 
 def calculated(source: sources.Source, l2: float) -> dict[str, Any]:
@@ -361,6 +384,7 @@ def main(result: Path) -> None:
         found = prepare(Path(folder))
         measured = guarded(found) | {"fed": fed(found)} if DEVICES == 2 else {}
         measured |= {"arithmetic": arithmetic(found), "evaluated": evaluated(found)}
+        measured |= {"signals": {where: signalled(where, found["own:plain"]) for where in WHERES}}
     result.write_text(json.dumps(measured))
 
 

@@ -1,0 +1,83 @@
+"""What every task of `tasks.py` needs of invoke: positional arguments that may be left out, errors told in one line."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from invoke import Context, Exit
+from invoke.exceptions import UnexpectedExit
+from invoke.parser.parser import ParseMachine
+
+from cluster import launch
+from cluster.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_PREREQUISITE,
+    EXIT_TIMEOUT,
+    EXIT_USAGE,
+    ClusterError,
+)
+
+KNOWN_CODES = (EXIT_USAGE, EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_INTERRUPTED)
+
+_handle, _complete_context = ParseMachine.handle, ParseMachine.complete_context
+
+
+def _leave_out(machine: ParseMachine) -> None:
+    for argument in machine.context.positional_args if machine.context else ():
+        if argument.optional and argument.value is None:
+            argument.set_value("")
+
+
+def _complete_leniently(machine: ParseMachine) -> None:
+    _leave_out(machine)
+    _complete_context(machine)
+
+
+def _handle_leniently(machine: ParseMachine, token: str) -> None:
+    if token in ("--help", "-h"):
+        _leave_out(machine)
+    _handle(machine, token)
+
+
+# invoke demands every positional argument, but `logs` and `logs worker-0` both make sense: those marked optional may be
+# left out, and `logs --help` asks for help.
+ParseMachine.handle, ParseMachine.complete_context = _handle_leniently, _complete_leniently
+
+
+def told(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Tell an expected error in one line with its exit code, instead of a traceback."""
+
+    @functools.wraps(body)
+    def wrapped(*arguments: Any, **options: Any) -> None:
+        try:
+            body(*arguments, **options)
+        except ClusterError as error:
+            raise Exit(f"error: {error}", code=error.exit_code) from None
+        except UnexpectedExit as error:
+            code = error.result.exited if error.result.exited in KNOWN_CODES else EXIT_FAILED
+            own = (
+                error.result.stderr.strip().rpartition("\n")[2].startswith("error: ")
+            )  # ours tell their errors themselves
+            said = None if own else f"error: {error.result.command!r} ended with exit code {error.result.exited}"
+            raise Exit(said, code=code) from None
+        except OSError as error:
+            raise Exit(
+                f"error: {error.filename}: {error.strerror}; mend that and try again", code=EXIT_FAILED
+            ) from None
+        except KeyboardInterrupt:
+            raise Exit("interrupted", code=EXIT_INTERRUPTED) from None
+
+    return wrapped
+
+
+def shell(c: Context) -> Callable[[str], object]:
+    """Return what runs a command in the checkout and shows what it prints."""
+
+    def sh(command: str) -> object:
+        with c.cd(str(launch.ROOT)):
+            return c.run(command)
+
+    return sh

@@ -1,0 +1,58 @@
+"""The undisturbed twin of a run that had faults: the same training without them, which must end with the same bits."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from cluster.runs import RunFolder, read_json
+
+
+def undisturbed(run: RunFolder) -> dict[str, Any] | None:
+    """Return the newest run that differs from this one in nothing but its faults, with its name; None without one."""
+    found = None
+    for path in sorted(run.path.parent.glob("*/summary.json"), key=lambda path: path.stat().st_mtime):
+        other = RunFolder(path.parent)
+        summary = read_json(path)
+        calm = summary["state"] == "succeeded" and len(other.generations()) == 1
+        if calm and other.name != run.name and _computes(other) == _computes(run):
+            found = {"run": other.name, "weights_sha256": summary["weights_sha256"]}
+    return found
+
+
+def same_bits(run: RunFolder) -> bool | None:
+    """Whether a run ended with the weights of its undisturbed twin; None where there is nothing to compare."""
+    calm, summary = undisturbed(run), read_json(run.summary)
+    if any(event["event"] == "scaled" for event in run.events()):
+        return None  # another number of workers adds up in another order
+    if calm is None or run.load_cluster().strategy == "ps" or summary["state"] != "succeeded":
+        return None
+    if summary["weights_sha256"] is None:
+        return None  # a script tells none
+    return bool(calm["weights_sha256"] == summary["weights_sha256"])
+
+
+def compared(run: RunFolder) -> list[str]:
+    """Return what a run on which faults were inflicted says of them at its end; nothing for any other."""
+    inflicted = [event for event in run.events() if event["event"] == "fault"]
+    if not inflicted:
+        return []
+    told = f"faults       {len(inflicted)} inflicted"
+    resumed = [cost["resumed_s"] for cost in read_json(run.summary)["restarts"] if cost["resumed_s"] is not None]
+    if resumed:
+        told += f"; next new step after {median(resumed):.2f} s (median), {max(resumed):.2f} s (most)"
+    if (same := same_bits(run)) is None:
+        return [told]
+    calm = undisturbed(run)
+    assert calm is not None
+    return [told, f"weights      {'the same bits as' if same else 'NOT those of'} the undisturbed run {calm['run']}"]
+
+
+def _computes(run: RunFolder) -> tuple[Any, ...]:
+    """Return what decides a run's bits, apart from the data's version."""
+    # How often is told or saved, and how many steps one call does, changes no bit.
+    aside = {"log_every", "checkpoint_every", "checkpoint_seconds", "keep_checkpoints", "steps_per_loop"}
+    config = {key: value for key, value in read_json(run.config).items() if key not in aside}
+    spec = run.load_cluster()
+    version = read_json(run.control / "data.json", {}).get("version")
+    return config, spec.strategy, spec.devices, sorted(task.name for task in spec.members), version

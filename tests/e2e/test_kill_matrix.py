@@ -1,0 +1,77 @@
+"""Any task may be killed in any phase: the run must succeed, and where it is synchronous with the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cluster.runs import read_json
+from tests.e2e.scenario import Clusters, summary
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.usefixtures("data")
+
+STEPS, EVERY = 60, 20
+TOPOLOGIES = {"multiworker": ("--workers=1",), "ps": ("--workers=2", "--ps=1")}
+TASKS = {"multiworker": ("chief", "worker-0"), "ps": ("chief", "worker-0", "ps-0")}
+TRAINING = ("--steps-per-loop=5", "--log-every=5", f"--max-steps={STEPS}", "--evaluate-every=30")
+
+PHASES: dict[str, Callable[[dict[str, Any]], bool]] = {
+    # What the chief's heartbeat says then; its changes of state are written at once.
+    "start": lambda beat: beat["state"] == "starting",
+    "compile": lambda beat: beat["state"] == "compiling",
+    "training": lambda beat: beat["state"] == "training" and beat["step"] >= 10,
+    "checkpoint": lambda beat: beat["state"] == "saving" and beat["step"] < STEPS,
+    "evaluation": lambda beat: beat["state"] == "evaluating",
+    "export": lambda beat: beat["state"] == "saving" and beat["step"] == STEPS,
+}
+SAMPLE = {("multiworker", "chief", "export"), ("ps", "ps-0", "evaluation")}
+"""What every run of the tests tries."""
+
+
+def words(name: str, strategy: str) -> tuple[str, ...]:
+    options = (f"--name={name}", "--runtime=local", "--tensorboard-port=0", f"--checkpoint-every={EVERY}")
+    return ("up", *options, *TOPOLOGIES[strategy], "--", *TRAINING)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(clusters: Clusters) -> str:
+    """The hash that every synchronous run must end with."""
+    clusters.invoke(*words("undisturbed", "multiworker"))
+    return summary(clusters.run("undisturbed"))["weights_sha256"]
+
+
+def cases() -> list[Any]:
+    every = [(strategy, task, phase) for strategy, tasks in TASKS.items() for task in tasks for phase in PHASES]
+    return [pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.long, id="-".join(case)) for case in every]
+
+
+@pytest.mark.parametrize(("strategy", "task", "phase"), cases())
+def test_a_task_killed_in_any_phase_must_not_stop_the_run(
+    clusters: Clusters, request: pytest.FixtureRequest, strategy: str, task: str, phase: str
+) -> None:
+    name = f"{strategy}-{task}-{phase}"
+    process = clusters.popen(*words(name, strategy))
+    run = clusters.run(name)
+
+    def reached() -> bool:
+        beat = read_json(run.status("chief"), None)
+        return beat is not None and run.programs(task).exists() and PHASES[phase](beat)
+
+    wait_for(reached, f"the chief's phase {phase}", pause_s=0.001)
+    os.kill(read_json(run.programs(task))["program"], signal.SIGKILL)
+    output, _ = process.communicate(timeout=150)
+    assert 0 == process.returncode, output
+    ended = summary(run)
+    assert ("succeeded", STEPS) == (ended["state"], ended["steps"])
+    assert (run.export / "saved_model.pb").exists()
+    for restart in ended["restarts"]:
+        assert restart["task"] == task
+        assert restart["steps_lost"] <= EVERY
+    if strategy == "multiworker":
+        assert 1 == len(ended["restarts"])
+        assert request.getfixturevalue("undisturbed") == ended["weights_sha256"]

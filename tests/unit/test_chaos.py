@@ -1,0 +1,411 @@
+"""Real faults on real agents with fake trainers: what is inflicted, what it is said to have cost, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from invoke import Exit, MockContext
+
+import tasks
+from cluster import chaos, faults
+from cluster.chaos import Fault, Result
+from cluster.errors import TimedOut, UsageError
+from cluster.launch import ROOT
+from cluster.runs import RunFolder, read_json, read_json_lines, write_json
+from tests.unit.gang import Gang, StartGang
+from tests.waiting import wait_for
+
+MakeRun = Callable[..., RunFolder]
+
+WORKS_ON = "train(6 if GENERATION else 5), work()"
+"""At step 5 whoever is hurt; the next life repeats the steps from 3 on and works until it is asked to stop."""
+
+STEPS_ON = """
+import itertools
+steps = itertools.count(1)
+until(lambda: train(next(steps)) or run.stop_requested)
+finish("stopped")
+"""
+
+
+def begin(start_gang: StartGang, lines: str = WORKS_ON, **topology: Any) -> Gang:
+    """Start a gang and wait until all of it is at step 5."""
+    gang = start_gang(lines, **{"workers": 1} | topology)
+    for task in ("chief", "worker-0"):
+        gang.await_step(task, 5)
+    return gang
+
+
+def stopped(gang: Gang) -> dict[str, Any]:
+    """Ask the run to stop; return its summary."""
+    gang.run.request_stop("a test")
+    return gang.summary()
+
+
+def told(gang: Gang) -> list[dict[str, Any]]:
+    """Return the results that the run folder keeps, without their times."""
+    results = list(read_json_lines(gang.run.path / "chaos.jsonl"))
+    for result in results:
+        assert 0 < time.time() - result.pop("time") < 60
+    return results
+
+
+def slowing() -> list[threading.Thread]:
+    """Return the threads that slow a task down."""
+    return [thread for thread in threading.enumerate() if "_slow" in thread.name]
+
+
+# What a fault costs
+
+
+def test_a_killed_worker_is_noticed_at_once_and_its_cost_told_from_the_fault(start_gang: StartGang) -> None:
+    gang = begin(start_gang)
+    program = gang.pid("worker-0")
+    result = chaos.inflict(gang.run, Fault("kill", "worker-0", at_step=5))
+    assert ("kill", "worker-0", 5, 3, None) == (
+        *(result.kind, result.task, result.step, result.steps_lost),
+        result.ended,
+    )
+    assert result.as_it_should
+    assert result.detected_s is not None and result.resumed_s is not None
+    assert 0 < result.detected_s < 1
+    assert result.detected_s < result.resumed_s
+    gang.await_step("worker-0", 6)
+    assert program != gang.pid("worker-0")
+    (fault,) = gang.events("fault")
+    assert ("worker-0", 0, 5, {"kind": "kill", "whole": False}) == tuple(
+        fault[key] for key in ("task", "generation", "step", "detail")
+    )
+    assert [result.__dict__] == told(gang)
+    (restart,) = stopped(gang)["restarts"]
+    assert ("worker-0", 1, 3) == (restart["task"], restart["generation"], restart["steps_lost"])
+    begun = gang.run.generations()[1]["time"]
+    assert round(begun - fault["time"], 3) == restart["detected_s"] == result.detected_s
+    assert restart["resumed_s"] == result.resumed_s
+
+
+def test_a_worker_of_parameter_servers_that_is_killed_costs_no_steps(start_gang: StartGang) -> None:
+    gang = start_gang("if NAME != 'chief': serve()\n" + STEPS_ON, workers=1, ps=1)
+    result = chaos.inflict(gang.run, Fault("kill", "worker-0", at_step=5))
+    assert (0, None, 0) == (result.steps_lost, result.ended, gang.run.generation)
+    (restart,) = stopped(gang)["restarts"]
+    assert (result.detected_s, result.resumed_s) == (restart["detected_s"], restart["resumed_s"])
+    assert restart["resumed_s"] > 0
+
+
+def test_a_whole_task_that_is_killed_comes_back(start_gang: StartGang) -> None:
+    gang = begin(start_gang)
+    agent = gang.pid("worker-0", "agent")
+    result = chaos.inflict(gang.run, Fault("kill", "worker-0", whole=True))
+    assert (3, None) == (result.steps_lost, result.ended)
+    gang.await_step("worker-0", 6)
+    assert agent != gang.pid("worker-0", "agent")
+    assert [True] == [fault["detail"]["whole"] for fault in gang.events("fault")]
+    (restart,) = stopped(gang)["restarts"]
+    assert ("the whole task was killed", result.detected_s) == (restart["cause"], restart["detected_s"])
+
+
+def test_a_task_that_is_stopped_stops_the_run_as_it_should(start_gang: StartGang) -> None:
+    gang = begin(start_gang)
+    result = chaos.inflict(gang.run, Fault("stop", "worker-0"))
+    assert ("stopped", None, 0, True) == (result.ended, result.detected_s, result.steps_lost, result.as_it_should)
+    assert result.resumed_s is not None and gang.run.outcome is not None
+    assert result.resumed_s == pytest.approx(gang.run.outcome["time"] - gang.events("fault")[0]["time"], abs=0.2)
+    assert [] == gang.summary()["restarts"]
+
+
+def test_the_biggest_file_of_the_newest_checkpoint_is_corrupted_by_one_byte(start_gang: StartGang) -> None:
+    gang = begin(start_gang)
+    sizes = {"ckpt-9.data": 90, "ckpt-9.index": 20, "ckpt-10.data": 80, "ckpt-10.index": 30}
+    for name, size in sizes.items():
+        (gang.run.checkpoints / name).write_bytes(bytes(size))
+    for step in (9, 10):  # 10 is the newest, although 9 comes last in the alphabet
+        names = (f"ckpt-{step}.index", f"ckpt-{step}.data")
+        files = {name: {"size_bytes": sizes[name], "sha256": ""} for name in names}
+        write_json(gang.run.checkpoints / f"ckpt-{step}.json", {"step": step, "files": files})
+    result = chaos.inflict(gang.run, Fault("corrupt", "chief"))
+    left = {name: (gang.run.checkpoints / name).stat().st_size for name in sizes}
+    assert sizes | {"ckpt-10.data": 79} == left
+    assert ("corrupt", None) == (result.kind, result.ended)
+    assert ["chief"] == [restart["task"] for restart in stopped(gang)["restarts"]]
+
+
+def test_a_corrupt_fault_before_the_first_checkpoint_only_kills(start_gang: StartGang) -> None:
+    gang = begin(start_gang)
+    assert 3 == chaos.inflict(gang.run, Fault("corrupt", "worker-0")).steps_lost
+
+
+def test_a_slow_task_lets_nothing_start_again(start_gang: StartGang, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chaos, "SLOW_S", 1.0)
+    gang = begin(start_gang, STEPS_ON)
+    before = {task: gang.beat(task)["step"] for task in ("chief", "worker-0")}
+    result = chaos.inflict(gang.run, Fault("slow", "worker-0"))
+    done = {task: gang.beat(task)["step"] - step for task, step in before.items()}
+    assert done["worker-0"] < done["chief"] / 2
+    assert (None, 0, None) == (result.detected_s, result.steps_lost, result.ended)
+    assert result.as_it_should
+    assert result.resumed_s is not None and 1.0 < result.resumed_s < 5
+    assert 0 == gang.run.generation
+    assert [] == slowing()
+    assert [] == stopped(gang)["restarts"]
+
+
+def test_a_slow_task_that_dies_has_recovered_only_once_it_works_again(
+    start_gang: StartGang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chaos, "SLOW_S", 0.2)
+    lines = """
+import time
+def fault():
+    return [event for event in run.events() if event["event"] == "fault"]
+if NAME == "worker-0" and not RESTARTS: train(1), until(fault), die()
+if NAME == "worker-0": until(lambda: time.time() > fault()[0]["time"] + 1.5)
+if NAME != "chief": serve()
+"""
+    gang = start_gang(lines + STEPS_ON, workers=1, ps=1)
+    result = chaos.inflict(gang.run, Fault("slow", "worker-0", at_step=5))
+    assert result.detected_s is not None and result.resumed_s is not None
+    assert result.detected_s < 1 < result.resumed_s
+    assert "succeeded" != stopped(gang)["state"]
+
+
+def test_a_task_that_has_no_memory_left_starts_again(start_gang: StartGang) -> None:
+    lines = """
+import resource
+train(5)
+if NAME == "worker-0" and not GENERATION:
+    until(lambda: resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY)
+    eaten = []
+    try:
+        while len(eaten) < 64: eaten.append(bytearray(2**24))
+    except MemoryError:
+        os._exit(70)
+"""
+    gang = begin(start_gang, lines + WORKS_ON)
+    result = chaos.inflict(gang.run, Fault("oom", "worker-0"), timeout_s=30)
+    assert (3, None) == (result.steps_lost, result.ended)
+    assert [("worker-0", "exit code 70")] == [(r["task"], r["cause"]) for r in stopped(gang)["restarts"]]
+
+
+def test_a_run_that_ends_meanwhile_is_an_end_and_no_error(start_gang: StartGang) -> None:
+    gang = begin(start_gang, "if GENERATION: sys.exit('no more')\n" + WORKS_ON)
+    result = chaos.inflict(gang.run, Fault("kill", "worker-0"))
+    assert ("failed", False) == (result.ended, result.as_it_should)
+    assert ["failed"] == [line["ended"] for line in told(gang)]
+
+
+# What never comes
+
+
+def test_a_fault_whose_step_never_comes_is_not_inflicted(start_gang: StartGang) -> None:
+    gang = start_gang("train(5), meet(), finish()", workers=1)
+    with pytest.raises(UsageError, match=r"run 'run' ended before step 100; nothing was inflicted"):
+        chaos.inflict(gang.run, Fault("kill", "worker-0", at_step=100))
+    assert ([], []) == (gang.events("fault"), told(gang))
+    assert ("succeeded", []) == (gang.summary()["state"], gang.summary()["restarts"])
+
+
+def test_waiting_for_the_step_is_bounded(start_gang: StartGang) -> None:
+    gang = begin(start_gang)
+    with pytest.raises(TimedOut, match=r"waited 0.2 s for worker-0 to train and step 100; see `invoke status`"):
+        chaos.inflict(gang.run, Fault("kill", "worker-0", at_step=100), timeout_s=0.2)
+    assert [] == gang.events("fault")
+
+
+def test_waiting_for_the_recovery_is_bounded(start_gang: StartGang) -> None:
+    gang = begin(start_gang, "if GENERATION: until(lambda: False)\n" + WORKS_ON)
+    with pytest.raises(TimedOut, match=r"waited 0.5 s for the run to recover from kill worker-0; see `invoke status`"):
+        chaos.inflict(gang.run, Fault("kill", "worker-0"), timeout_s=0.5)
+    assert (1, []) == (len(gang.events("fault")), told(gang))
+    wait_for(lambda: gang.run.generation == 1, "the gang's next life")
+
+
+def test_what_still_lasts_is_undone_when_nothing_recovers(
+    start_gang: StartGang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chaos._Before, "recovered", lambda self, fault: False)
+    monkeypatch.setattr(chaos, "SLOW_S", 0.1)
+    gang = begin(start_gang, STEPS_ON)
+    with pytest.raises(TimedOut):
+        chaos.inflict(gang.run, Fault("slow", "worker-0"), timeout_s=0.3)
+    assert [] == slowing()
+    gang.await_step("worker-0", gang.beat("worker-0")["step"] + 20)
+
+
+# How it is told
+
+
+@pytest.mark.parametrize(
+    ("kind", "ended", "as_it_should"),
+    [
+        ("kill", None, True),
+        ("kill", "succeeded", True),
+        ("kill", "failed", False),
+        ("kill", "stopped", False),
+        ("stop", "stopped", True),
+        ("stop", "succeeded", False),
+        ("stop", None, False),
+        ("diskfull", "failed", True),
+        ("diskfull", None, False),
+    ],
+)
+def test_a_fault_must_end_the_run_only_where_it_should(kind: str, ended: str | None, as_it_should: bool) -> None:
+    assert as_it_should == Result(kind, "chief", 5, 1.0, 2.0, 0, ended).as_it_should
+
+
+@pytest.mark.parametrize(
+    ("result", "line"),
+    [
+        (
+            Result("kill", "chief", 5, 0.0512, 2.345, 3, None),
+            "noticed after 0.05 s, next new step after 2.35 s, 3 steps done again",
+        ),
+        (
+            Result("slow", "chief", 5, None, 10.04, 0, None),
+            "nothing had to be started again; a new step 10.04 s later",
+        ),
+        (Result("stop", "chief", 5, None, 1.26, 0, "stopped"), "the run stopped 1.3 s later"),
+    ],
+)
+def test_a_result_is_told_in_one_line(result: Result, line: str) -> None:
+    assert line == result.told
+
+
+# What is refused
+
+
+@pytest.fixture
+def run(make_run: MakeRun) -> RunFolder:
+    """A run that trains, as far as its folder says."""
+    made = make_run(workers=1)
+    beat(made)
+    (made.path.parent / ".current").write_text(made.name + "\n")
+    return made
+
+
+def beat(run: RunFolder, age_s: float = 0.0) -> None:
+    """Leave the chief's heartbeat."""
+    values = {"task": "chief", "state": "training", "generation": 0, "step": 5}
+    write_json(run.status("chief"), values | {"updated_at": time.time() - age_s})
+
+
+@pytest.mark.parametrize("kind", chaos.KINDS)
+def test_every_other_kind_is_allowed_on_a_local_run(run: RunFolder, kind: str) -> None:
+    if kind != "partition":
+        chaos.check(run, Fault(kind, "worker-0"))
+
+
+def test_a_partition_is_allowed_between_containers(run: RunFolder) -> None:
+    write_json(run.compose, {"x-runtime": "docker"})
+    chaos.check(run, Fault("partition", "worker-0"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        (Fault("kil", "worker-0"), "chaos 'kil' is no fault; did you mean 'kill'?"),
+        (Fault("strom", "worker-0"), "chaos 'strom' is no fault; did you mean 'storm'?"),
+        (Fault("kill", "worker-7"), "no task 'worker-7' in this cluster; did you mean 'worker-0'?"),
+        (
+            Fault("pause", "worker-0", whole=True),
+            "--whole with pause: it is for kill, which else kills the task's program alone",
+        ),
+        (
+            Fault("partition", "worker-0"),
+            "partition worker-0: local tasks share this machine's network; use a run of --runtime docker",
+        ),
+    ],
+)
+def test_what_cannot_be_inflicted_is_refused_in_one_line(run: RunFolder, fault: Fault, line: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        chaos.check(run, fault)
+    assert line == str(refused.value)
+
+
+def test_a_script_s_checkpoints_are_left_alone(run: RunFolder) -> None:
+    write_json(run.config, {"script": "train.py", "arguments": []})
+    with pytest.raises(UsageError, match=r"^corrupt with a script: its checkpoints are its own$"):
+        chaos.check(run, Fault("corrupt", "worker-0"))
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_run_that_is_not_in_progress_is_refused(run: RunFolder, ended: bool) -> None:
+    if ended:
+        write_json(run.summary, {"state": "succeeded"})
+    else:
+        beat(run, age_s=60)  # nothing of it lives
+    with pytest.raises(UsageError, match=r"^run 'run' is not in progress; start one with `invoke up --detach`$"):
+        chaos.check(run, Fault("kill", "worker-0"))
+
+
+# The command line
+
+
+def ends(**options: Any) -> tuple[int, str]:
+    """Return the exit code and the message that the task ends with."""
+    with pytest.raises(Exit) as ended:
+        tasks.ns["chaos"](MockContext(), **options)
+    return ended.value.code, ended.value.message or ""
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["kill"], "error: chaos kill: name a fault and a task"),
+        (["kil"], "error: chaos 'kil' is no fault; did you mean 'kill'?"),
+        (["kill", "worker-0", "--at-step=soon"], "error: --at-step 'soon': expected a whole number from 0 to"),
+        (["storm", "--faults=0"], "error: --faults '0': expected a whole number from 1 to 10000"),
+    ],
+)
+def test_wrong_usage_ends_with_2_and_hurts_nobody(run: RunFolder, words: list[str], line: str) -> None:
+    command = [sys.executable, "-m", "invoke", "chaos", *words]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=60)
+    assert (2, "", 1) == (done.returncode, done.stdout, len(done.stderr.splitlines()))
+    assert done.stderr.startswith(line)
+    assert ([], False) == (run.events(), (run.path / "chaos.jsonl").exists())
+
+
+def test_a_kind_that_this_machine_has_no_means_for_ends_with_2(run: RunFolder) -> None:
+    code, message = ends(kind="partition", task="worker-0")
+    assert (2, True) == (code, message.startswith("error: partition worker-0: local tasks share"))
+
+
+@pytest.mark.parametrize(("kind", "code"), [("kill", 1), ("stop", 0)])
+def test_the_exit_code_tells_whether_the_run_did_as_it_should(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str, code: int
+) -> None:
+    inflicted = []
+
+    def inflict(folder: RunFolder, fault: Fault, timeout_s: float) -> Result:
+        inflicted.append((folder, fault, timeout_s))
+        return Result(fault.kind, fault.task, 52, None, 1.0, 0, "stopped")
+
+    monkeypatch.setattr(chaos, "inflict", inflict)
+    asked = {"kind": kind, "task": "worker-0", "at_step": "50", "timeout": "9"}
+    assert (code, "") == ends(**asked)
+    assert f"{kind} worker-0 at step 52: the run stopped 1.0 s later\n" == capsys.readouterr().out
+    assert (code, "") == ends(**asked, json=True)
+    assert {"kind": kind, "task": "worker-0", "step": 52, "ended": "stopped"}.items() <= json.loads(
+        capsys.readouterr().out
+    ).items()
+    assert [(run, Fault(kind, "worker-0", 50), 9)] * 2 == inflicted
+
+
+def test_a_full_disk_that_is_everybody_s_is_refused_before_anything_is_done(
+    start_gang: StartGang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gang = begin(start_gang)
+    monkeypatch.setattr(faults, "MAX_BALLAST_BYTES", 0)
+    monkeypatch.setattr(faults, "BALLAST", "absent/ballast")  # cannot be filled, whatever is decided
+    with pytest.raises(UsageError, match="put RUNS_DIR on a small disk of its own"):
+        chaos.inflict(gang.run, Fault("diskfull", "worker-0"))
+    assert ([], []) == (gang.events("fault"), told(gang))
+    assert "training" == read_json(gang.run.status("chief"))["state"]

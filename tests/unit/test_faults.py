@@ -1,0 +1,309 @@
+"""The means to hurt a task: signals to local processes, the engine's commands for containers, a full disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster import compose, faults
+from cluster.errors import ClusterError, UsageError
+from cluster.faults import ContainerMeans, LocalMeans
+from cluster.runs import RunFolder, write_json
+from tests.waiting import wait_for
+
+MakeRun = Callable[..., RunFolder]
+
+
+@pytest.fixture
+def run(make_run: MakeRun) -> RunFolder:
+    return make_run(workers=1)
+
+
+# Local processes
+
+
+@pytest.fixture
+def victims(run: RunFolder) -> Iterator[dict[str, int]]:
+    """Two processes that sleep, as the agent and the program of worker-0."""
+    processes = {which: subprocess.Popen(["sleep", "60"]) for which in ("agent", "program")}
+    write_json(run.programs("worker-0"), {which: process.pid for which, process in processes.items()})
+    yield {which: process.pid for which, process in processes.items()}
+    for process in processes.values():
+        process.kill()
+        process.wait()
+
+
+def states(pids: dict[str, int]) -> dict[str, str]:
+    """Return the kernel's letter for each process' state."""
+    return {which: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for which, pid in pids.items()}
+
+
+def test_a_signal_reaches_only_whom_it_is_meant_for(run: RunFolder, victims: dict[str, int]) -> None:
+    means = LocalMeans(run)
+    means.signal("worker-0", signal.SIGKILL, "program")
+    wait_for(lambda: states(victims)["program"] == "Z", "the program's end", timeout_s=10)
+    assert states(victims)["agent"] in "SRD"
+    means.signal("worker-0", signal.SIGKILL, "agent", "program")  # the second is gone already
+    wait_for(lambda: states(victims)["agent"] == "Z", "the agent's end", timeout_s=10)
+
+
+def test_a_task_that_is_frozen_is_frozen_whole_until_it_is_relieved(run: RunFolder, victims: dict[str, int]) -> None:
+    means = LocalMeans(run)
+    means.freeze("worker-0")
+    wait_for(lambda: set(states(victims).values()) == {"T"}, "the frozen task", timeout_s=10)
+    means.relieve("worker-0")
+    wait_for(lambda: set(states(victims).values()) == {"S"}, "the task that goes on", timeout_s=10)
+
+
+def test_a_slow_program_stops_again_and_again_and_no_more_once_relieved(
+    run: RunFolder, victims: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "SLICE_S", 0.1)
+    means = LocalMeans(run)
+    means.slow_down("worker-0")
+    for _ in range(2):
+        for state in ("T", "S"):
+            wait_for(lambda at=state: states(victims)["program"] == at, f"the state {state}", timeout_s=10)
+    assert "S" == states(victims)["agent"]
+    wait_for(lambda: states(victims)["program"] == "T", "the next stop", timeout_s=10)
+    thread = means._slowing
+    means.relieve("worker-0")
+    assert thread is not None and not thread.is_alive()
+    wait_for(lambda: states(victims)["program"] == "S", "the program that goes on", timeout_s=10)
+
+
+def test_a_task_without_a_program_cannot_be_hurt_yet(run: RunFolder) -> None:
+    with pytest.raises(UsageError, match=r"^worker-0 has no program yet: wait until it trains$"):
+        LocalMeans(run).signal("worker-0", signal.SIGKILL, "program")
+
+
+# Containers
+
+
+class Engine:
+    """Records what the engine is asked for and gives the answers that a test names by a word of the question."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, ...]] = []
+        self.answers: dict[str, tuple[int, str]] = {"ps": (0, "c0ffee\nbadcafe")}
+
+    def ask(self, *words: str, timeout_s: float = 10.0) -> tuple[int, str]:
+        self.asked.append(words)
+        return self.answers.get(words[0], (0, ""))
+
+    def done(self) -> list[tuple[str, ...]]:
+        """Return what was asked since the last call, apart from the search for the container."""
+        done = [words for words in self.asked if words[0] != "ps"]
+        self.asked.clear()
+        return done
+
+
+@pytest.fixture
+def docker(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """An engine in whose containers worker-0's agent is 1 and its program 7."""
+    write_json(run.compose, {"x-runtime": "docker"})
+    write_json(run.programs("worker-0"), {"agent": 1, "program": 7})
+    made = Engine()
+    monkeypatch.setattr(faults.engine, "ask", made.ask)
+    return made
+
+
+def test_the_means_are_those_of_the_runtime(make_run: MakeRun, run: RunFolder, docker: Engine) -> None:
+    assert isinstance(faults.means(run), ContainerMeans)
+    assert isinstance(faults.means(make_run("another")), LocalMeans)
+
+
+def test_a_task_s_container_is_found_by_its_labels(run: RunFolder, docker: Engine) -> None:
+    faults.means(run).freeze("worker-0")
+    labels = (f"label=com.docker.compose.project={compose.project(run.path)}", "label=tf-cluster.task=worker-0")
+    assert {("ps", "--quiet", "--filter", labels[0], "--filter", labels[1])} == {
+        words for words in docker.asked if words[0] == "ps"
+    }
+
+
+def test_a_task_whose_container_does_not_run_is_named(run: RunFolder, docker: Engine) -> None:
+    docker.answers["ps"] = (0, "")
+    with pytest.raises(ClusterError, match=r"^worker-0 has no container that runs; `docker ps --all` shows"):
+        faults.means(run).freeze("worker-0")
+    assert [] == docker.done()
+
+
+def test_a_signal_is_sent_inside_the_container(run: RunFolder, docker: Engine) -> None:
+    means = faults.means(run)
+    means.signal("worker-0", signal.SIGKILL, "agent", "program")
+    means.signal("worker-0", signal.SIGTERM, "agent")
+    assert [
+        ("exec", "c0ffee", "sh", "-c", "kill -9 1 7"),
+        ("exec", "c0ffee", "sh", "-c", "kill -15 1"),
+    ] == docker.done()
+
+
+def test_a_signal_that_ends_its_own_container_is_no_error(run: RunFolder, docker: Engine) -> None:
+    docker.answers["exec"] = (137, "")
+    faults.means(run).signal("worker-0", signal.SIGKILL, "agent")
+
+
+def test_a_frozen_container_goes_on_once_it_is_relieved(run: RunFolder, docker: Engine) -> None:
+    means = faults.means(run)
+    means.freeze("worker-0")
+    assert [("pause", "c0ffee")] == docker.done()
+    means.relieve("worker-0")
+    assert [("unpause", "c0ffee")] == docker.done()
+
+
+def test_a_container_that_is_cut_off_comes_back_under_its_own_name(run: RunFolder, docker: Engine) -> None:
+    docker.answers["inspect"] = (0, json.dumps({"run_egress": {}, "run_cluster": {}}))
+    means = faults.means(run)
+    means.cut_off("worker-0")
+    inspect, disconnect = docker.done()
+    assert ("inspect", "c0ffee") == (inspect[0], inspect[-1])
+    assert ("network", "disconnect", "--force", "run_cluster", "c0ffee") == disconnect
+    means.relieve("worker-0")
+    assert [("network", "connect", "--alias", "worker-0", "run_cluster", "c0ffee")] == docker.done()
+
+
+def test_a_slow_container_gets_every_core_back(run: RunFolder, docker: Engine) -> None:
+    means = faults.means(run)
+    means.slow_down("worker-0")
+    assert [("update", "--cpus", "0.2", "c0ffee")] == docker.done()
+    means.relieve("worker-0")
+    assert [("update", "--cpus", str(os.cpu_count()), "c0ffee")] == docker.done()
+
+
+def test_a_container_without_memory_gets_plenty_back(
+    run: RunFolder, docker: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "available_bytes", lambda: 5000)
+    docker.answers["exec"] = (0, str(2**30))
+    means = faults.means(run)
+    means.exhaust_memory("worker-0")
+    used, update, hog = docker.done()
+    assert ("exec", "c0ffee", "sh", "-c") == used[:4] and "memory.current" in used[4]
+    limit = 2**30 + 2**27
+    assert ("update", "--memory", str(limit), "--memory-swap", str(limit), "c0ffee") == update
+    assert ("exec", "c0ffee", "python", "-c") == hog[:4]
+    assert ("7", str(limit // 2**24 + 16)) == hog[5:]  # until the program is gone, and never more than fits
+    means.relieve("worker-0")
+    plenty = str(limit + 5000)
+    assert [("update", "--memory", plenty, "--memory-swap", plenty, "c0ffee")] == docker.done()
+
+
+def test_the_hog_ends_with_the_program_that_it_starves() -> None:
+    def starve(program: int, pieces: int) -> int:
+        def limit() -> None:
+            resource.setrlimit(resource.RLIMIT_AS, (2**29, 2**29))
+
+        return subprocess.run(
+            [sys.executable, "-c", faults._HOG, str(program), str(pieces)],
+            preexec_fn=limit,
+            stderr=subprocess.DEVNULL,
+            timeout=20,
+        ).returncode
+
+    program = subprocess.Popen(["sleep", "60"])
+    assert 0 == starve(program.pid, 2)  # it eats no more than it may
+    assert 0 != starve(program.pid, 1000)  # but all of that
+    program.kill()
+    program.wait()
+    assert 0 == starve(program.pid, 1000)
+
+
+def test_what_was_done_last_is_undone_first_and_only_once(run: RunFolder, docker: Engine) -> None:
+    docker.answers["inspect"] = (0, json.dumps({"run_cluster": {}}))
+    means = faults.means(run)
+    means.cut_off("worker-0")
+    means.slow_down("worker-0")
+    means.freeze("worker-0")
+    docker.done()
+    means.relieve("worker-0")
+    assert ["unpause", "update", "network"] == [words[0] for words in docker.done()]
+    means.relieve("worker-0")
+    assert [] == docker.done()
+
+
+@pytest.mark.parametrize(("does", "asks"), [("freeze", "pause"), ("cut_off", "inspect"), ("slow_down", "update")])
+def test_an_engine_that_refuses_is_told_in_one_line_and_nothing_is_to_be_undone(
+    run: RunFolder, docker: Engine, does: str, asks: str
+) -> None:
+    docker.answers[asks] = (1, "WARNING: a plugin is old\nError response from daemon: no such thing")
+    means = faults.means(run)
+    with pytest.raises(ClusterError) as failed:
+        getattr(means, does)("worker-0")
+    line = str(failed.value)
+    assert 1 == len(line.splitlines())
+    assert line.startswith(f"docker {asks}") and line.endswith("Error response from daemon: no such thing")
+    assert 1 == failed.value.exit_code
+    docker.done()
+    means.relieve("worker-0")
+    assert [] == docker.done()
+
+
+# The disk
+
+
+@pytest.fixture
+def unfillable(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """A run on whose disk nothing can be filled, whatever is decided."""
+    monkeypatch.setattr(faults, "BALLAST", "absent/ballast")
+    return run
+
+
+REFUSED = r"^diskfull would fill \d+ GiB that other programs use; put RUNS_DIR on a small disk of its own \(mount "
+
+
+def test_the_disk_of_the_machine_itself_is_never_filled(unfillable: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "Path", lambda _: unfillable.path)  # where "/" is
+    monkeypatch.setattr(faults, "MAX_BALLAST_BYTES", 2**70)
+    with pytest.raises(UsageError, match=REFUSED) as refused:
+        LocalMeans(unfillable).fill_disk()
+    assert 1 == len(str(refused.value).splitlines())
+
+
+def test_a_disk_with_too_much_room_is_never_filled(unfillable: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "Path", lambda _: Path("/proc"))  # as if the runs had a disk of their own
+    monkeypatch.setattr(faults, "MAX_BALLAST_BYTES", 0)
+    with pytest.raises(UsageError, match=REFUSED):
+        LocalMeans(unfillable).fill_disk()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 4 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], check=True)
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def room(disk: Path) -> int:
+    """Return how many bytes are free."""
+    return os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a small disk")
+def test_a_small_disk_is_filled_to_the_last_byte_and_given_back(small_disk: Path) -> None:
+    run = RunFolder(small_disk / "run")
+    run.create()
+    write_json(run.programs("worker-0"), {"agent": os.getpid(), "program": os.getpid()})
+    before = room(small_disk)
+    assert before > 3 * 2**20
+    (small_disk / "last").write_bytes(b"x")
+    means = LocalMeans(run)
+    means.fill_disk()
+    assert 0 == room(small_disk)
+    with pytest.raises(OSError, match="No space left"):
+        (small_disk / "more").write_bytes(b"x")
+    (small_disk / "more").unlink()
+    means.relieve("worker-0")
+    (small_disk / "last").unlink()
+    assert before == room(small_disk)
+    means.relieve("worker-0")  # there is nothing left to undo

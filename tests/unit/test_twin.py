@@ -1,0 +1,175 @@
+"""The undisturbed twin of a run: which run it is, and what is said of the two."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cluster import twin
+from cluster.runs import RunFolder, write_json
+
+CONFIG = {"model": "cnn", "seed": 1, "global_batch": 192, "log_every": 10, "checkpoint_every": 100}
+
+EndedRun = Callable[..., RunFolder]
+
+
+@pytest.fixture
+def ended(make_run: Callable[..., RunFolder]) -> EndedRun:
+    """Makes a run that has ended, each later than the one before; takes what differs and `spec.build`'s options."""
+    made: list[RunFolder] = []
+
+    def make(
+        name: str,
+        state: str = "succeeded",
+        weights: str | None = "abc",
+        restarts: int = 0,
+        version: str | None = "1",
+        config: dict[str, Any] | None = None,
+        **topology: Any,
+    ) -> RunFolder:
+        run = make_run(name, **{"workers": 1} | topology)
+        write_json(run.config, CONFIG | (config or {}))
+        if version:
+            write_json(run.control / "data.json", {"version": version})
+        costs = [{"resumed_s": 2.0 + number} for number in range(restarts)]
+        write_json(run.summary, {"state": state, "weights_sha256": weights, "restarts": costs})
+        for number in range(1, restarts + 1):
+            run.begin_generation(number, task="chief", cause="killed")
+        made.append(run)
+        os.utime(run.summary, (len(made), len(made)))
+        return run
+
+    return make
+
+
+# Which one it is
+
+
+def test_the_twin_is_the_newest_run_of_the_same_training(ended: EndedRun) -> None:
+    ended("z-older", weights="old")
+    ended("a-newer", weights="new")
+    run = ended("stormy", restarts=1)
+    assert {"run": "a-newer", "weights_sha256": "new"} == twin.undisturbed(run)
+
+
+def test_no_run_is_its_own_twin(ended: EndedRun) -> None:
+    run = ended("alone")
+    assert twin.undisturbed(run) is None
+    assert twin.same_bits(run) is None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"log_every": 1},
+        {"checkpoint_every": 5},
+        {"checkpoint_seconds": 60},
+        {"keep_checkpoints": 1},
+        {"steps_per_loop": 7},
+    ],
+)
+def test_what_changes_no_bit_makes_no_difference(ended: EndedRun, config: dict[str, Any]) -> None:
+    ended("calm", config=config)
+    run = ended("stormy")
+    assert {"run": "calm", "weights_sha256": "abc"} == twin.undisturbed(run)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"config": {"seed": 2}},
+        {"config": {"global_batch": 96}},
+        {"config": {"augment": True}},
+        {"workers": 2},
+        {"workers": 0},
+        {"devices": 2},
+        {"version": "2"},
+        {"version": None},
+        {"state": "failed"},
+        {"state": "stopped"},
+        {"restarts": 1},
+    ],
+    ids=str,
+)
+def test_a_run_that_differs_failed_or_had_restarts_is_no_twin(ended: EndedRun, other: dict[str, Any]) -> None:
+    ended("calm", **other)
+    assert twin.undisturbed(ended("stormy")) is None
+
+
+def test_the_strategy_of_one_process_makes_a_difference(ended: EndedRun) -> None:
+    ended("calm", workers=0, strategy="one")
+    assert twin.undisturbed(ended("mirrored", workers=0, strategy="mirrored")) is None
+    assert twin.undisturbed(ended("one", workers=0, strategy="one")) is not None
+
+
+def test_an_evaluator_changes_no_bit(ended: EndedRun) -> None:
+    ended("calm", evaluator=True)
+    assert twin.undisturbed(ended("stormy")) is not None
+
+
+def test_a_run_that_has_not_ended_is_no_twin(ended: EndedRun, make_run: Callable[..., RunFolder]) -> None:
+    write_json(make_run("running", workers=1).config, CONFIG)
+    assert twin.undisturbed(ended("stormy")) is None
+
+
+# Whether the bits are the same
+
+
+@pytest.mark.parametrize(("weights", "same"), [("abc", True), ("def", False)])
+def test_bits_are_compared_with_the_twin_s(ended: EndedRun, weights: str, same: bool) -> None:
+    ended("calm", weights="abc")
+    assert same == twin.same_bits(ended("stormy", weights=weights, restarts=2))
+
+
+@pytest.mark.parametrize("state", ["failed", "stopped"])
+def test_a_run_that_did_not_succeed_is_not_compared(ended: EndedRun, state: str) -> None:
+    ended("calm")
+    assert twin.same_bits(ended("stormy", state=state)) is None
+
+
+def test_parameter_servers_repeat_no_bits(ended: EndedRun) -> None:
+    ended("calm", ps=1)
+    run = ended("stormy", ps=1)
+    assert twin.undisturbed(run) is not None
+    assert twin.same_bits(run) is None
+
+
+def test_a_script_s_weights_are_not_known_and_not_compared(ended: EndedRun) -> None:
+    script = {"config": {"script": "train.py", "arguments": []}, "weights": None}
+    ended("calm", **script)
+    run = ended("stormy", **script)
+    assert twin.same_bits(run) is None
+    run.event("chief", "fault", kind="kill")
+    assert ["faults       1 inflicted"] == twin.compared(run)
+
+
+# What is told
+
+
+def test_a_run_without_faults_says_nothing_of_them(ended: EndedRun) -> None:
+    ended("calm")
+    assert [] == twin.compared(ended("another", restarts=1))
+
+
+@pytest.mark.parametrize(("weights", "told"), [("abc", "the same bits as"), ("def", "NOT those of")])
+def test_a_run_with_faults_tells_their_cost_and_whether_its_bits_are_the_same(
+    ended: EndedRun, weights: str, told: str
+) -> None:
+    ended("calm")
+    run = ended("stormy", weights=weights, restarts=4)  # after 2, 3, 4 and 5 s
+    for _ in range(5):
+        run.event("chief", "fault", kind="kill")
+    assert [
+        "faults       5 inflicted; next new step after 3.50 s (median), 5.00 s (most)",
+        f"weights      {told} the undisturbed run calm",
+    ] == twin.compared(run)
+
+
+def test_faults_after_which_nothing_resumed_are_only_counted(ended: EndedRun) -> None:
+    run = ended("stormy", state="failed")
+    write_json(run.summary, {"state": "failed", "weights_sha256": None, "restarts": [{"resumed_s": None}]})
+    run.event("chief", "fault", kind="kill")
+    assert ["faults       1 inflicted"] == twin.compared(run)
