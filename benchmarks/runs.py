@@ -14,7 +14,7 @@ from pathlib import Path
 from cluster.runs import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent
-TRAINING = ("--steps-per-loop=25", "--log-every=25", "--evaluate-every=1000000")
+TRAINING = ("--epochs=1000", "--steps-per-loop=25", "--log-every=25", "--evaluate-every=1000000")
 
 
 @dataclass(frozen=True)

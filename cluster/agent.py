@@ -29,7 +29,7 @@ from pathlib import Path
 
 from cluster import barrier, restarts, summary, tf_config
 from cluster.errors import EXIT_FAILED, EXIT_PEER_LOST, EXIT_TIMEOUT, ClusterError, UsageError
-from cluster.processes import as_exit_code, describe_exit
+from cluster.processes import as_exit_code, describe_exit, identity
 from cluster.program import Program, Trainer
 from cluster.restarts import SAME_STEP_LIMIT
 from cluster.runs import Heartbeat, RunFolder, read_json, write_json
@@ -98,12 +98,14 @@ class Agent:
         again = restarts.count(self.run, self.task.name)
         heartbeat = Heartbeat(self.run, self.task, generation, again).start()
         life = {"GENERATION": str(generation), "RESTARTS": str(again)}
+        self.run.programs(self.task.name).unlink(missing_ok=True)  # those of the life before
         program = self.spare.take() or self._program(os.environ | life)
         try:
             if self._meet(program, heartbeat, generation):
                 self._begin(program, heartbeat, life)
                 with contextlib.suppress(OSError):  # on a full disk
-                    write_json(self.run.programs(self.task.name), {"agent": os.getpid(), "program": program.pid})
+                    pids = {"agent": os.getpid(), "program": program.pid}
+                    write_json(self.run.programs(self.task.name), {which: identity(pid) for which, pid in pids.items()})
                 self._watch(program, generation)
         finally:
             heartbeat.stop()

@@ -88,7 +88,9 @@ def check(run: RunFolder, fault: Fault) -> None:
     if fault.whole and fault.kind != "kill":
         raise UsageError(f"--whole with {fault.kind}: it is for kill, which else kills the task's program alone")
     if fault.kind == "partition" and not is_docker(run):
-        faults.means(run).cut_off(fault.task)
+        faults.means(run).cut_off(fault.task)  # which refuses, in its own words
+    if fault.kind == "diskfull":
+        faults.means(run).check_disk()
     if fault.kind == "corrupt" and run.script:
         raise UsageError("corrupt with a script: its checkpoints are its own")
     if not in_progress(run):

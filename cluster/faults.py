@@ -14,9 +14,8 @@ import threading
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from cluster import compose, engine
+from cluster import compose, engine, processes
 from cluster.errors import ClusterError, UsageError
-from cluster.processes import available_bytes
 from cluster.runs import RunFolder, read_json
 from cluster.teardown import is_docker
 
@@ -42,13 +41,13 @@ class Means(ABC):
     def __init__(self, run: RunFolder) -> None:
         self._run = run
 
-    def pids(self, task: str) -> dict[str, int]:
-        """Return the process ids of a task's `agent` and `program`, as the task itself sees them.
+    def processes(self, task: str) -> dict[str, dict[str, int]]:
+        """Return what identifies a task's `agent` and `program`, as the task itself sees them.
 
         Raises:
             UsageError: the task's program has not begun.
         """
-        found: dict[str, int] | None = read_json(self._run.programs(task), None)
+        found: dict[str, dict[str, int]] | None = read_json(self._run.programs(task), None)
         if found is None:
             raise UsageError(f"{task} has no program yet: wait until it trains")
         return found
@@ -73,8 +72,8 @@ class Means(ABC):
     def exhaust_memory(self, task: str) -> None:
         """Have no memory left for the task's program."""
 
-    def fill_disk(self) -> None:
-        """Fill the disk that holds the run.
+    def check_disk(self) -> None:
+        """Check that the disk that holds the run may be filled.
 
         Raises:
             UsageError: it is not one that was set aside for this.
@@ -87,7 +86,11 @@ class Means(ABC):
                 f"diskfull would fill {free_bytes / 2**30:.0f} GiB that other programs use; put RUNS_DIR on a small "
                 "disk of its own (mount -t tmpfs -o size=1g tmpfs DIR) and start the run there"
             )
-        with (runs / BALLAST).open("wb", buffering=0) as ballast:
+
+    def fill_disk(self) -> None:
+        """Fill the disk that holds the run, if `check_disk` has nothing against it."""
+        self.check_disk()
+        with (self._run.path.parent / BALLAST).open("wb", buffering=0) as ballast:
             for size_bytes in (2**24, 2**12, 1):
                 with contextlib.suppress(OSError):  # no room for a block of this size
                     while True:
@@ -103,19 +106,21 @@ class LocalMeans(Means):
 
     def __init__(self, run: RunFolder) -> None:
         super().__init__(run)
+        self._frozen: list[dict[str, int]] = []
         self._relieved = threading.Event()
         self._slowing: threading.Thread | None = None
 
     def signal(self, task: str, number: int, *whose: str) -> None:
         """Send a signal."""
-        pids = self.pids(task)
+        found = self.processes(task)
         for which in whose:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pids[which], number)
+            processes.kill(found[which], number)
 
     def freeze(self, task: str) -> None:
         """Stop the agent first: it would end a program that it sees frozen."""
-        self.signal(task, signal.SIGSTOP, "agent", "program")
+        self._frozen = [self.processes(task)[which] for which in ("agent", "program")]
+        for process in self._frozen:
+            processes.kill(process, signal.SIGSTOP)
 
     def cut_off(self, task: str) -> None:
         """Refuse: all local tasks share one network."""
@@ -124,18 +129,18 @@ class LocalMeans(Means):
     def slow_down(self, task: str) -> None:
         """Stop the program again and again."""
         self._relieved.clear()
-        self._slowing = threading.Thread(target=self._slow, args=(task,), daemon=True)
+        self._slowing = threading.Thread(target=self._slow, args=(self.processes(task)["program"],), daemon=True)
         self._slowing.start()
 
-    def _slow(self, task: str) -> None:
+    def _slow(self, program: dict[str, int]) -> None:
         while not self._relieved.wait(SLICE_S * SLOWED_SHARE):
-            self.signal(task, signal.SIGSTOP, "program")
+            processes.kill(program, signal.SIGSTOP)
             self._relieved.wait(SLICE_S * (1 - SLOWED_SHARE))
-            self.signal(task, signal.SIGCONT, "program")
+            processes.kill(program, signal.SIGCONT)
 
     def exhaust_memory(self, task: str) -> None:
         """Allow the program no more memory than it has: its next allocation fails."""
-        program = self.pids(task)["program"]
+        program = self.processes(task)["program"]["pid"]
         pages = int(Path(f"/proc/{program}/statm").read_text().split()[0])
         size = pages * resource.getpagesize()
         resource.prlimit(program, resource.RLIMIT_AS, (size, size))
@@ -146,7 +151,8 @@ class LocalMeans(Means):
         if self._slowing:
             self._slowing.join()
             self._slowing = None
-        self.signal(task, signal.SIGCONT, "program", "agent")
+        while self._frozen:  # the program first: its agent would take it for frozen by itself
+            processes.kill(self._frozen.pop(), signal.SIGCONT)
         super().relieve(task)
 
 
@@ -159,8 +165,8 @@ class ContainerMeans(Means):
 
     def signal(self, task: str, number: int, *whose: str) -> None:
         """Send a signal inside the container: `docker kill` would count as a stop by hand, and nothing come back."""
-        pids = self.pids(task)
-        words = " ".join(str(pids[which]) for which in whose)
+        found = self.processes(task)
+        words = " ".join(str(found[which]["pid"]) for which in whose)
         # Where the agent dies, so does the container, and this command with it.
         engine.ask("exec", self._container(task), "sh", "-c", f"kill -{number} {words}")
 
@@ -173,7 +179,9 @@ class ContainerMeans(Means):
         """Disconnect the container from the cluster's network."""
         container = self._container(task)
         networks = json.loads(self._docker("inspect", "--format", "{{json .NetworkSettings.Networks}}", container))
-        name = next(name for name in networks if name.endswith("_cluster"))
+        name = next((name for name in networks if name.endswith("_cluster")), None)
+        if name is None:
+            raise ClusterError(f"{task} is off the cluster's network already")
         self._docker("network", "disconnect", "--force", name, container)
         self._undo.append(("network", "connect", "--alias", task, name, container))
 
@@ -185,13 +193,13 @@ class ContainerMeans(Means):
 
     def exhaust_memory(self, task: str) -> None:
         """Leave the container hardly more memory than it uses, and have another process in it eat that."""
-        container, program = self._container(task), self.pids(task)["program"]
+        container, program = self._container(task), self.processes(task)["program"]["pid"]
         # cgroup v2's file, else v1's.
         files = "/sys/fs/cgroup/memory.current /sys/fs/cgroup/memory/memory.usage_in_bytes"
         used = int(self._docker("exec", container, "sh", "-c", f"cat {files} 2>/dev/null | head -n 1"))
         limit = used + 2**27
         self._docker("update", "--memory", str(limit), "--memory-swap", str(limit), container)
-        plenty = str(available_bytes() + limit)
+        plenty = str(processes.available_bytes() + limit)
         self._undo.append(("update", "--memory", plenty, "--memory-swap", plenty, container))
         # Killed or not, what counts is the program's end.
         engine.ask("exec", container, "python", "-c", _HOG, str(program), str(limit // 2**24 + 16), timeout_s=60)

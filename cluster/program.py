@@ -65,9 +65,9 @@ class Program(ABC):
         """
 
     @property
-    def pid(self) -> int | None:
-        """Its process id; None before it was started."""
-        return self._process.pid if self._process else None
+    def pid(self) -> int:
+        """Its process id; 0 before it was started."""
+        return self._process.pid if self._process else 0
 
     @property
     def ended(self) -> bool:

@@ -103,7 +103,7 @@ class RunFolder:
         return self.path / "metrics" / f"{task}.jsonl"
 
     def programs(self, task: str) -> Path:
-        """The ids of the processes of the task's newest life, as the task itself sees them."""
+        """What identifies the processes of the task's newest life, as the task itself sees them."""
         return self.control / "programs" / f"{task}.json"
 
     def log(self, task: str) -> Path:

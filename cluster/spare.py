@@ -78,7 +78,7 @@ class Spare:
 
     def _offer(self, score: int) -> None:
         """Tell the kernel how readily to end the spare where memory runs out."""
-        if self._program and self._program.pid:
+        if self._program:
             with contextlib.suppress(OSError):  # it ended meanwhile
                 Path(f"/proc/{self._program.pid}/oom_score_adj").write_text(str(score))
 

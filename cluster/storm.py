@@ -69,9 +69,9 @@ def check(run: RunFolder, kinds: Sequence[str]) -> None:
         UsageError: it cannot.
     """
     for kind in kinds or ("kill",):
-        chaos.check(run, chaos.Fault(kind, "chief"))
         if kind in ("stop", "diskfull"):
             raise UsageError(f"--kinds {kind}: it ends the run, and the storm with it; inflict it by itself")
+        chaos.check(run, chaos.Fault(kind, "chief"))
     if run.script:
         raise UsageError(
             "storm with a script: a script tells no steps to deal the faults by; kill its tasks one by one"

@@ -299,7 +299,7 @@ def beat(run: RunFolder, age_s: float = 0.0) -> None:
 
 @pytest.mark.parametrize("kind", chaos.KINDS)
 def test_every_other_kind_is_allowed_on_a_local_run(run: RunFolder, kind: str) -> None:
-    if kind != "partition":
+    if kind not in ("partition", "diskfull"):
         chaos.check(run, Fault(kind, "worker-0"))
 
 
@@ -409,3 +409,11 @@ def test_a_full_disk_that_is_everybody_s_is_refused_before_anything_is_done(
         chaos.inflict(gang.run, Fault("diskfull", "worker-0"))
     assert ([], []) == (gang.events("fault"), told(gang))
     assert "training" == read_json(gang.run.status("chief"))["state"]
+
+
+def test_a_disk_that_must_not_be_filled_is_refused_before_anything_is_waited_for(
+    make_run: Callable[..., RunFolder],
+) -> None:
+    run = make_run(workers=0)
+    with pytest.raises(UsageError, match="put RUNS_DIR on a small disk of its own"):
+        chaos.check(run, Fault("diskfull", "chief", at_step=10**9))

@@ -16,6 +16,7 @@ import pytest
 from cluster import compose, faults
 from cluster.errors import ClusterError, UsageError
 from cluster.faults import ContainerMeans, LocalMeans
+from cluster.processes import identity
 from cluster.runs import RunFolder, write_json
 from tests.waiting import wait_for
 
@@ -34,7 +35,7 @@ def run(make_run: MakeRun) -> RunFolder:
 def victims(run: RunFolder) -> Iterator[dict[str, int]]:
     """Two processes that sleep, as the agent and the program of worker-0."""
     processes = {which: subprocess.Popen(["sleep", "60"]) for which in ("agent", "program")}
-    write_json(run.programs("worker-0"), {which: process.pid for which, process in processes.items()})
+    write_json(run.programs("worker-0"), {which: identity(process.pid) for which, process in processes.items()})
     yield {which: process.pid for which, process in processes.items()}
     for process in processes.values():
         process.kill()
@@ -110,7 +111,7 @@ class Engine:
 def docker(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """An engine in whose containers worker-0's agent is 1 and its program 7."""
     write_json(run.compose, {"x-runtime": "docker"})
-    write_json(run.programs("worker-0"), {"agent": 1, "program": 7})
+    write_json(run.programs("worker-0"), {"agent": {"pid": 1}, "program": {"pid": 7}})
     made = Engine()
     monkeypatch.setattr(faults.engine, "ask", made.ask)
     return made
@@ -181,7 +182,7 @@ def test_a_slow_container_gets_every_core_back(run: RunFolder, docker: Engine) -
 def test_a_container_without_memory_gets_plenty_back(
     run: RunFolder, docker: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(faults, "available_bytes", lambda: 5000)
+    monkeypatch.setattr(faults.processes, "available_bytes", lambda: 5000)
     docker.answers["exec"] = (0, str(2**30))
     means = faults.means(run)
     means.exhaust_memory("worker-0")
@@ -293,7 +294,7 @@ def room(disk: Path) -> int:
 def test_a_small_disk_is_filled_to_the_last_byte_and_given_back(small_disk: Path) -> None:
     run = RunFolder(small_disk / "run")
     run.create()
-    write_json(run.programs("worker-0"), {"agent": os.getpid(), "program": os.getpid()})
+    write_json(run.programs("worker-0"), dict.fromkeys(("agent", "program"), identity(os.getpid())))
     before = room(small_disk)
     assert before > 3 * 2**20
     (small_disk / "last").write_bytes(b"x")
