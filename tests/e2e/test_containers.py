@@ -27,7 +27,7 @@ def port() -> int:
 def training(clusters: Clusters, port: int) -> Iterator[RunFolder]:
     """Chief and two workers in containers, training for longer than any test looks at them."""
     words = ["up", "--name=contained", "--runtime=docker", f"--tensorboard-port={port}", "--detach"]
-    clusters.invoke(*words, "--", *TRAINING, "--max-steps", "5000", timeout_s=400)
+    clusters.invoke(*words, "--", *TRAINING, "--max-steps", "5000", "--epochs", "100", timeout_s=400)
     yield clusters.run("contained")
     clusters.invoke("down")
 
@@ -100,6 +100,14 @@ def test_tensorboard_must_show_the_run_on_loopback_only(training: RunFolder, por
             return json.load(answer)
 
     wait_for(lambda: "contained/tensorboard/chief" in shown(), "TensorBoard to show the run")
+
+
+def test_a_container_that_died_must_come_back_and_all_go_on(clusters: Clusters, training: RunFolder) -> None:
+    result = json.loads(clusters.invoke("chaos", "kill", "worker-0", "--whole", "--run=contained", "--json"))
+    assert None is result["ended"]
+    assert result["detected_s"] < 5
+    assert [0, 1, 0] == [containers(training)[task]["RestartCount"] for task in ("chief", "worker-0", "worker-1")]
+    assert {1} == {beat["generation"] for beat in training.heartbeats().values()}
 
 
 def test_stop_must_save_and_down_must_leave_nothing(clusters: Clusters, training: RunFolder) -> None:

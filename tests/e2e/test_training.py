@@ -106,25 +106,6 @@ def test_sigterm_to_one_task_must_stop_all_at_the_same_step(clusters: Clusters) 
     assert {"stopped"} == {beat["state"] for beat in run.heartbeats().values()}
 
 
-def test_killing_a_worker_must_restart_the_gang_and_end_with_the_same_bits(
-    clusters: Clusters, three: RunFolder
-) -> None:
-    words = ("up", "--name=killed", "--runtime=local", "--tensorboard-port=0", "--detach", "--checkpoint-every=5")
-    clusters.invoke(*words, "--", *TRAINING)
-    run = clusters.run("killed")
-    wait_for(lambda: step_of(run) >= 10, "step 10")
-    victim = next(pid for pid in local.processes_left(run) if is_program(pid, "worker-1"))
-    os.kill(victim, signal.SIGKILL)
-    clusters.invoke("wait", "--timeout=120")
-    (restart,) = summary(run)["restarts"]
-    assert ("worker-1", 1) == (restart["task"], restart["generation"])
-    assert "SIGKILL" in restart["cause"]
-    assert restart["detected_s"] < 1
-    assert restart["steps_lost"] <= 5
-    assert summary(three)["weights_sha256"] == summary(run)["weights_sha256"]
-    assert losses(three) == losses(run)
-
-
 @pytest.mark.long
 def test_a_frozen_worker_must_be_noticed_and_the_run_end_with_the_same_bits(
     clusters: Clusters, three: RunFolder
