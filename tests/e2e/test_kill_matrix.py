@@ -30,7 +30,7 @@ PHASES: dict[str, Callable[[dict[str, Any]], bool]] = {
     "export": lambda beat: beat["state"] == "saving" and beat["step"] == STEPS,
 }
 SAMPLE = {("ps", "ps-0", "evaluation")}
-"""What every run of the tests tries, beside `test_chaos.py`."""
+"""What every run of the tests tries, beside `test_storms.py`."""
 
 
 def words(name: str, strategy: str) -> tuple[str, ...]:
