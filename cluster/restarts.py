@@ -83,7 +83,7 @@ def _gang_cost(run: RunFolder, generation: dict[str, Any], events: list[dict[str
     later = [e for e in events if e["generation"] == number and e["time"] >= generation["time"]]
     failed_at = _inflicted(events, number - 1, generation["time"]) or generation["failed_at"]
     resumed_at = under_way(run.load_cluster(), later)
-    restored = next((e["step"] for e in later if e["event"] == "restored"), None)
+    restored = next((e["step"] for e in later if e["event"] in ("restored", "initialized")), None)
     return {
         "generation": number,
         "task": generation["task"],

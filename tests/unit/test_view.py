@@ -248,6 +248,13 @@ def test_restarts_are_counted_from_their_own_fault(run: RunFolder) -> None:
     ]
 
 
+def test_without_a_checkpoint_every_step_is_done_again(run: RunFolder) -> None:
+    run.begin_generation(1, task="chief", cause="killed", failed_at=time.time(), step=7)
+    run.event("chief", "initialized", step=0)
+    (restart,) = end(run, "succeeded")["restarts"]
+    assert 7 == restart["steps_lost"]
+
+
 def test_a_worker_that_restarted_alone_cost_the_others_nothing(run: RunFolder) -> None:
     now = time.time() + 10
     killed = {"cause": "killed", "failed_at": now}
