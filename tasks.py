@@ -16,6 +16,7 @@ from invoke import Collection, Context, Exit, task
 from cluster import chaos as injection
 from cluster import configuration, images, launch, locks, scaling, spec, startup, teardown, view
 from cluster import doctor as checks
+from cluster import rerun as repeating
 from cluster import storm as storming
 from cluster import tensorboard as board
 from cluster import verify as verification
@@ -280,6 +281,26 @@ def verify(c, write=False, json=False):
     raise Exit(code=EXIT_FAILED if verification.failed(rows) else EXIT_DONE)
 
 
+@task(
+    auto_shortflags=False,
+    positional=["run"],
+    optional=["run"],
+    help={
+        "run": RUN_HELP,
+        "runtime": "auto, docker or local (default: the run's own)",
+        "tolerance": "largest relative difference between two losses that passes for equal (default: 0)",
+        "json": UP_HELP["json"],
+    },
+)
+@told
+def rerun(c, run=None, runtime="", tolerance="0", json=False):
+    """Make a run once more and compare every logged loss and the final weights; exit code 0 where they are the same."""
+    folder = launch.find_run(run or "")
+    again, verdict = repeating.rerun(folder, runtime, repeating.parse_tolerance(tolerance), shell(c, aside=json))
+    print(_dumps(repeating.to_json(again, verdict)) if json else "\n".join(repeating.lines(again, verdict)))
+    raise Exit(code=repeating.exit_code(verdict))
+
+
 CHAOS_HELP = {
     "kind": "kill, stop, pause, partition, slow, oom, diskfull, corrupt, or storm (default: none, it must be named)",
     "task": "task such as worker-1 (default: none, it must be named; a storm draws its own)",
@@ -391,7 +412,23 @@ def lock(c, upgrade=False):
 
 
 ns = Collection(
-    up, plan, status, logs, wait, stop, scale, down, evaluate, export, predict, tensorboard, doctor, verify, chaos, test
+    up,
+    plan,
+    status,
+    logs,
+    wait,
+    stop,
+    scale,
+    down,
+    evaluate,
+    export,
+    predict,
+    tensorboard,
+    doctor,
+    verify,
+    rerun,
+    chaos,
+    test,
 )
 ns.add_collection(Collection("image", build, base))
 ns.add_collection(Collection("data", prepare, shard, verify=verify_data))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -73,11 +74,11 @@ def told(body: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def shell(c: Context) -> Callable[[str], object]:
-    """Return what runs a command in the checkout and shows what it prints."""
+def shell(c: Context, *, aside: bool = False) -> Callable[[str], object]:
+    """Return what runs a command in the checkout and shows what it prints; `aside`, because a program reads stdout."""
 
     def sh(command: str) -> object:
         with c.cd(str(launch.ROOT)):
-            return c.run(command)
+            return c.run(command, echo=False, out_stream=sys.stderr) if aside else c.run(command)
 
     return sh

@@ -116,17 +116,17 @@ def plan(request: Request, *, stops_first: bool = False) -> Plan:
         PrerequisiteError: something that this machine must have is missing.
     """
     check_together(request, scripted=bool(request.script))
-    resumed = find_run(request.resume) if request.resume else None
-    if resumed and resumed.script:
+    base = find_run(request.resume or request.again) if request.resume or request.again else None
+    if base and base.script:
         check_together(request, scripted=True)
-    topology = topology_of(request, resumed.load_cluster() if resumed else None)
+    topology = topology_of(request, base.load_cluster() if base else None)
     check_tpu(topology["strategy"])
     asked = spec.build(**topology)
     port = spec.parse_count("tensorboard-port", request.tensorboard_port, 0, 65535)
     patience_s = spec.parse_count("hang-timeout", request.hang_timeout or int(HANG_TIMEOUT_S), 1, 86_400)
     run = _run_folder(request, stops_first=stops_first)
     runtime, why = _choose_runtime(request.runtime, asked.strategy)
-    config, payload = _resolve(request, resumed, runtime)
+    config, payload = _resolve(request, base, runtime)
     if payload.script is None:
         spec.check_global_batch(config["global_batch"], asked.batch_divisor)
     contained = runtime != "local"
@@ -189,12 +189,12 @@ def _choose_runtime(requested: str, strategy: str) -> tuple[str, str]:
     return engine.choose_runtime(requested)
 
 
-def _resolve(request: Request, resumed: RunFolder | None, runtime: str) -> tuple[dict[str, Any], Payload]:
-    """Return the run's `config.json`, and what its tasks bring along."""
-    had = read_json(resumed.control / "started.json", {}).get("requirements", "") if resumed else ""
+def _resolve(request: Request, base: RunFolder | None, runtime: str) -> tuple[dict[str, Any], Payload]:
+    """Return the run's `config.json`, and what its tasks bring along; `base` is the run to go on with, or to repeat."""
+    had = read_json(base.control / "started.json", {}).get("requirements", "") if base else ""
     requirements = Path(request.requirements or had).expanduser().absolute() if request.requirements or had else None
     here = there = None
-    recorded = resumed.script if resumed else None
+    recorded = base.script if base else None
     if script := request.script or (recorded or {}).get("script", ""):
         script = check_script(script, runs_dir())
     if requirements:
@@ -206,5 +206,5 @@ def _resolve(request: Request, resumed: RunFolder | None, runtime: str) -> tuple
         renamed = request.chief_as_worker or bool((recorded or {}).get("chief_as_worker"))
         payload = Payload(script, tuple(arguments), (), requirements, there, renamed)
         return payload.to_json(), payload
-    config, code_dirs = configuration.resolve(request, resumed.config if resumed else None, here)
+    config, code_dirs = configuration.resolve(request, base.config if base else None, here)
     return config, Payload(code_dirs=code_dirs, requirements=requirements, packages=there)

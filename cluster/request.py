@@ -40,6 +40,8 @@ class Request:
     hang_timeout: str = ""
     name: str = ""
     resume: str = ""
+    again: str = ""
+    """The run to make once more, in a folder of its own."""
     fresh: bool = False
     tensorboard_port: str = str(tensorboard.PORT)
     overrides: Sequence[str] = ()
@@ -59,7 +61,7 @@ class Request:
 
     def run_name(self) -> str:
         """Return what the run is called unless it was given a name."""
-        origin = Path(self.script).stem if self.script else self.preset or PRESET
+        origin = self.again or (Path(self.script).stem if self.script else self.preset or PRESET)
         slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", origin).strip("-._")[:40] or "run"
         return f"{slug}-{time.strftime('%Y%m%d-%H%M%S')}"
 

@@ -70,6 +70,16 @@ class RunFolder:
         return self.path / "compose.json"
 
     @property
+    def manifest(self) -> Path:
+        """What the run was made of."""
+        return self.path / "manifest.json"
+
+    @property
+    def environment(self) -> Path:
+        """What the chief computed with."""
+        return self.path / "environment.json"
+
+    @property
     def summary(self) -> Path:
         """How the run ended; absent until then."""
         return self.path / "summary.json"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster import compose, engine, images, local, packages, tensorboard
+from cluster import compose, engine, images, local, manifest, packages, tensorboard
 from cluster.errors import PrerequisiteError
 from cluster.launch import MIN_FREE_BYTES, Plan, data_dir, runs_dir, shown
 from cluster.payload import lay_out
@@ -185,6 +185,7 @@ def _begin_life(plan: Plan) -> dict[str, Any]:
     """
     write_json(plan.run.cluster, plan.cluster.to_json())
     write_json(plan.run.compose, plan.compose)
+    manifest.write(plan)
     plan.run.begin_generation(plan.run.generation + 1 if plan.resumes else 0, resumed=plan.resumes)
     if not plan.resumes:
         return {}

@@ -13,7 +13,7 @@ from tensorflow import keras
 from cluster.errors import ClusterError, PrerequisiteError, RunFailed
 from cluster.runs import DISK_FULL, Heartbeat, RunFolder, read_json
 from cluster.spec import Role, Task
-from train import custom, evaluator, fit, guards, models, objectives, rehearsal, sources, strategy
+from train import custom, environment, evaluator, fit, guards, models, objectives, rehearsal, sources, strategy
 from train.assignment import Assignment
 from train.config import TrainConfig
 from train.export import is_legacy
@@ -72,6 +72,8 @@ class Program:
 
         with chosen.scope():
             model = new_model()
+        if self.task.role == Role.CHIEF:
+            environment.record(self.run, config.dataset, source)
         objective = objectives.build(config.loss, classifies=source.classifies)
         return Assignment(
             run=self.run,

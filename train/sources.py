@@ -9,8 +9,8 @@ Shapes: B replica batch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Source:
         eval_dataset: the same of the test split; arguments as for `memory.eval_dataset`.
         arrays: the examples themselves, where they fit in memory.
         num_shards: files that a stream is read from; its order depends on them.
+        files: the sha256 of every file that was prepared, by its name, and of those that they were made from.
     """
 
     version: str
@@ -52,6 +53,7 @@ class Source:
     eval_dataset: Callable[..., tf.data.Dataset]
     arrays: arrays.ArraySet | None = None
     num_shards: int = 0
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 def _in_memory(found: arrays.ArraySet) -> Source:
@@ -66,6 +68,7 @@ def _in_memory(found: arrays.ArraySet) -> Source:
         functools.partial(memory.train_dataset, found.train),
         functools.partial(memory.eval_dataset, found.test),
         found,
+        files={file.path.name: file.sha256 for file in found.files} | dict(found.source_files),
     )
 
 
@@ -81,6 +84,7 @@ def _streamed(found: shards.ShardSet) -> Source:
         functools.partial(stream.train_dataset, found.train),
         functools.partial(stream.eval_dataset, found.test),
         num_shards=len(found.train.files),
+        files={file.path.name: file.sha256 for split in (found.train, found.test) for file in split.files},
     )
 
 

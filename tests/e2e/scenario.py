@@ -60,6 +60,11 @@ class Clusters:
         )  # fmt: skip
         return self.run(name)
 
+    def rerun(self, name: str, *words: str) -> tuple[str, RunFolder]:
+        """Make a run once more; return what was said of it, and its folder."""
+        told = self.invoke("rerun", name, *words)
+        return told, self.run(Path(told.splitlines()[-1].split()[-1]).name)
+
     def run(self, name: str) -> RunFolder:
         """Return a run's folder."""
         return RunFolder(self.runs_dir / name)

@@ -39,7 +39,8 @@ def test_chief_and_two_workers_must_train_under_multi_worker_mirrored(three: Run
 
 
 def test_a_run_must_leave_everything_that_the_contract_lists(three: RunFolder) -> None:
-    for part in ("config.json", "cluster.json", "compose.json", "events.jsonl", "export/saved_model.pb"):
+    kept = ("config.json", "cluster.json", "compose.json", "environment.json", "manifest.json", "events.jsonl")
+    for part in (*kept, "export/saved_model.pb"):
         assert (three.path / part).exists(), part
     assert list(three.tensorboard("chief").glob("events.out.tfevents.*"))
     assert list(three.checkpoints.glob(f"ckpt-{STEPS}.index"))
@@ -57,7 +58,8 @@ def test_every_task_must_log_the_same_loss(three: RunFolder) -> None:
 
 
 def test_the_same_seed_must_give_the_same_bits_again(clusters: Clusters, three: RunFolder) -> None:
-    again = clusters.up("again")
+    told, again = clusters.rerun(three.name)
+    assert f"identical: the losses of {STEPS} logged steps and the final weights are the same bits" in told
     assert summary(three)["weights_sha256"] == summary(again)["weights_sha256"]
     assert losses(three) == losses(again)
 

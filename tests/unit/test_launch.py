@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from cluster import configuration, engine, launch, local, payload, request, startup, teardown, tensorboard
+from cluster import configuration, engine, images, launch, local, payload, request, startup, teardown, tensorboard
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, PrerequisiteError, UsageError
 from cluster.request import Request
 from cluster.runs import RunFolder, read_json, write_json
@@ -36,6 +36,7 @@ def resolved(monkeypatch: pytest.MonkeyPatch) -> None:
 def built(monkeypatch: pytest.MonkeyPatch) -> None:
     """One command in the place of those that build the images."""
     monkeypatch.setattr(startup, "image_commands", lambda: ["docker build ."])
+    monkeypatch.setattr(images, "inspect", lambda image: {"image": image, "id": "sha256:1"})
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import subprocess
 import sys
@@ -112,7 +113,7 @@ def test_help_is_shown_on_the_command_line() -> None:
 
 def test_up_and_plan_ask_for_the_same() -> None:
     asked = {name.replace("_", "-"): field.default for name, field in Request.__dataclass_fields__.items()}
-    asked.pop("overrides")
+    del asked["overrides"], asked["again"]  # what follows --, and what `rerun` asks for
     assert asked | {"detach": False, "dry": False} == options(tasks.up)
     assert asked | {"json": False} == options(tasks.plan)
 
@@ -241,6 +242,9 @@ def test_the_doctor_ends_with_3_where_something_must_be_mended(
     assert (code, "") == refusal("doctor")
 
 
+IMAGE = {"Id": "sha256:1", "Config": {"Labels": {}}, "RootFS": {"Layers": ["sha256:0"]}}
+
+
 @pytest.fixture
 def engine_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
     """Puts a `docker` on the PATH that fails at one command and has one image; returns the list of calls."""
@@ -250,7 +254,8 @@ def engine_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
         program.parent.mkdir()
         program.write_text(
             f'#!/bin/sh\necho "$*" >>{calls}\ncase "$*" in\n*"{fails_at}"*) echo "the engine is gone" >&2; exit 17;;\n'
-            "info*) echo '\"26.1.5\"';;\n*version*) echo 2.26.1;;\nimage*) echo '[]';;\nesac\n"
+            "info*) echo '\"26.1.5\"';;\n*version*) echo 2.26.1;;\n"
+            f"*'{{{{json .}}}}'*) echo '{json.dumps(IMAGE)}';;\nimage*) echo '[]';;\nesac\n"
         )
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")

@@ -1,0 +1,45 @@
+"""What a task tells of the machine that it computes on: what may change a bit, and nothing private."""
+
+from __future__ import annotations
+
+import getpass
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster.runs import RunFolder, read_json, write_json
+from train import environment
+from train.sources import Source
+
+
+def test_only_variables_that_matter_are_told_and_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = environment.variables(
+        {
+            "TF_ENABLE_ONEDNN_OPTS": "0",
+            "XLA_FLAGS": "--xla_dump_to=/home/somebody/dump",
+            "TF_CONFIG": "{}",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "HOME": "/home/somebody",
+        }
+    )
+    assert "0" == told.pop("TF_ENABLE_ONEDNN_OPTS")
+    assert told.pop("XLA_FLAGS").startswith("sha256:")
+    assert {} == told
+
+
+def test_the_manifest_gets_the_data_and_the_environment(make_run: Callable[..., RunFolder]) -> None:
+    run = make_run(workers=0)
+    write_json(run.manifest, {"schema": 1})
+    source = Source("3.0.1", (), 1, True, (2,), 1, 1, lambda: None, lambda: None, files={"train.bin": "ab"})
+    environment.record(run, "fashion_mnist", source)
+    manifest = read_json(run.manifest)
+    assert 1 == manifest["schema"]
+    assert {"name": "fashion_mnist", "version": "3.0.1", "files": {"train.bin": "ab"}} == manifest["data"]
+    assert manifest["environment"] == read_json(run.environment)
+    assert {"tensorflow-cpu", "keras", "numpy"} <= set(manifest["environment"]["packages"])
+    assert manifest["environment"]["cpu"]["model"]
+    text = json.dumps(manifest)
+    assert str(Path.home()) not in text
+    assert f'"{getpass.getuser()}"' not in text

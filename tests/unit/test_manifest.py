@@ -1,0 +1,91 @@
+"""What a run was made of: enough to make it again, and nothing private."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster import launch, local, manifest, startup
+from cluster.request import Request
+from cluster.runs import RunFolder, read_json
+
+GIT = ["git", "-c", "user.name=a test", "-c", "user.email=test@example.invalid"]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunFolder]:
+    """Starts a run of local processes, up to the processes themselves; returns its folder."""
+    monkeypatch.setattr(local, "start", lambda run: None)
+
+    def start(name: str, **asked: str) -> RunFolder:
+        planned = launch.plan(Request(name=name, runtime="local", tensorboard_port="0", **asked))
+        startup.start(planned, lambda command: None, began=0.0)
+        return planned.run
+
+    return start
+
+
+def test_a_manifest_says_what_ran_and_how(started: Callable[..., RunFolder]) -> None:
+    run = started("one", workers="1")
+    found = manifest.read(run)
+    assert (1, "one", "local", None) == (found["schema"], found["run"], found["runtime"], found["image"])
+    assert found["config"] == read_json(run.config)
+    assert found["cluster"] == read_json(run.cluster)
+    assert {"type": "worker", "index": 0} == found["tf_config"]["worker-0"]["task"]
+    assert "train-cpu.lock" in found["locks"]
+    assert {64} == {len(digest) for digest in found["locks"].values()}
+
+
+def test_a_manifest_holds_no_path_of_this_machine(started: Callable[..., RunFolder], tmp_path: Path) -> None:
+    script = tmp_path / "scripts" / "train.py"
+    script.parent.mkdir()
+    script.write_text("print('hello')")
+    run = started("scripted", workers="0", script=str(script))
+    text = run.manifest.read_text()
+    assert [] == [folder for folder in (str(tmp_path), str(Path.home()), str(launch.ROOT)) if folder in text]
+    config = json.loads(text)["config"]
+    assert "train.py" == config["script"]
+    before = config["script_sha256"]
+    script.write_text("print('goodbye')")
+    assert before != manifest.read(started("changed", workers="0", script=str(script)))["config"]["script_sha256"]
+
+
+def test_code_is_told_by_its_commit_and_what_differs_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "ROOT", tmp_path)
+    (tmp_path / "train").mkdir()
+    file = tmp_path / "train" / "code.py"
+    file.write_text("1")
+    for words in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message=one"]):
+        subprocess.run([*GIT, "-C", str(tmp_path), *words], check=True)
+    clean = manifest._code()
+    assert 40 == len(clean["commit"])
+    assert clean["changes_sha256"] is None
+    file.write_text("2")
+    changed = manifest._code()
+    (tmp_path / "notes.txt").write_text("nobody's business")
+    assert changed == manifest._code()
+    (tmp_path / "train" / "new.py").write_text("3")
+    added = manifest._code()
+    assert clean["commit"] == changed["commit"] == added["commit"]
+    assert 3 == len({each["changes_sha256"] for each in (clean, changed, added)})
+
+
+def test_outside_of_a_git_checkout_the_files_themselves_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "ROOT", tmp_path)
+    for part in ("train", "cluster"):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "code.py").write_text("1")
+    before = manifest._code()
+    assert before["commit"] is None
+    (tmp_path / "train" / "code.py").write_text("2")
+    after = manifest._code()
+    assert (before["train_sha256"] != after["train_sha256"], before["cluster_sha256"]) == (
+        True,
+        after["cluster_sha256"],
+    )

@@ -1,0 +1,80 @@
+"""What this machine computes with, as far as it can change a bit: versions, processor, threads, variables."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from cluster.runs import RunFolder, read_json, write_json
+from train.sources import Source
+
+PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "tf_keras", "numpy", "nvidia-nccl-cu12")
+PREFIXES = ("TF_", "KERAS_", "XLA_", "OMP_", "MKL_", "KMP_", "NCCL_", "CUDA_", "GRPC_", "DNNL_", "ONEDNN_")
+APART = ("TF_CONFIG",)
+"""Told elsewhere."""
+INSTRUCTIONS = ("sse4_2", "avx", "fma", "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16")
+"""Those by which TensorFlow and its libraries choose their kernels, and with them the order of sums."""
+
+
+def record(run: RunFolder, dataset: str, source: Source) -> None:
+    """Write `environment.json`, and add to the run's manifest what only a task knows: the data and this."""
+    found = describe()
+    write_json(run.environment, found)
+    data = {"name": dataset, "version": source.version, "files": dict(source.files)}
+    write_json(run.manifest, read_json(run.manifest, {}) | {"data": data, "environment": found})
+
+
+def describe() -> dict[str, Any]:
+    """Return what may differ on another machine. No path, user name or secret."""
+    build = tf.sysconfig.get_build_info()
+    return {
+        "python": platform.python_version(),
+        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "cuda": build.get("cuda_version"),
+        "cudnn": build.get("cudnn_version"),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "gpus": [tf.config.experimental.get_device_details(gpu).get("device_name") for gpu in _gpus()],
+        "threads": {
+            "inter_op": tf.config.threading.get_inter_op_parallelism_threads(),
+            "intra_op": tf.config.threading.get_intra_op_parallelism_threads(),
+        },
+        "variables": variables(dict(os.environ)),
+    }
+
+
+def variables(environment: dict[str, str]) -> dict[str, str]:
+    """Return the environment variables that can change what is computed; a value that holds a path as its sha256."""
+    found = {name: value for name, value in sorted(environment.items()) if name.startswith(PREFIXES)}
+    return {name: _without_path(value) for name, value in found.items() if name not in APART}
+
+
+def _without_path(value: str) -> str:
+    return f"sha256:{hashlib.sha256(value.encode()).hexdigest()}" if "/" in value else value
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _gpus() -> list[Any]:
+    return list(tf.config.list_physical_devices("GPU"))
+
+
+def _cpu() -> dict[str, Any]:
+    fields: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    flags = fields.get("flags", "").split()
+    return {"model": fields.get("model name"), "instructions": [name for name in INSTRUCTIONS if name in flags]}
