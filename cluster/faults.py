@@ -22,6 +22,7 @@ from cluster.teardown import is_docker
 SLOWED_SHARE = 0.2
 """How much of one core a slowed task keeps."""
 SLICE_S = 0.5
+PAUSE_TRIES = 5
 BALLAST = ".ballast"
 MAX_BALLAST_BYTES = 8 * 2**30
 """More free space than this is not a disk that somebody set aside to be filled."""
@@ -172,8 +173,14 @@ class ContainerMeans(Means):
 
     def freeze(self, task: str) -> None:
         """Pause the container."""
-        self._docker("pause", self._container(task))
-        self._undo.append(("unpause", self._container(task)))
+        container = self._container(task)
+        # On a busy machine with cgroup v1 runc gives up ("unable to freeze") where the next try succeeds.
+        for _ in range(PAUSE_TRIES - 1):
+            if engine.ask("pause", container)[0] == 0:
+                break
+        else:
+            self._docker("pause", container)
+        self._undo.append(("unpause", container))
 
     def cut_off(self, task: str) -> None:
         """Disconnect the container from the cluster's network."""

@@ -160,6 +160,20 @@ def test_a_frozen_container_goes_on_once_it_is_relieved(run: RunFolder, docker: 
     assert [("unpause", "c0ffee")] == docker.done()
 
 
+def test_a_busy_container_that_cannot_be_frozen_at_once_is_tried_again(
+    run: RunFolder, docker: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries, ask = [], faults.engine.ask
+
+    def busy(*words: str, **options: float) -> tuple[int, str]:
+        tries.extend(word for word in words if word == "pause")
+        return (1, "unable to freeze") if "pause" in words and len(tries) < 3 else ask(*words, **options)
+
+    monkeypatch.setattr(faults.engine, "ask", busy)
+    faults.means(run).freeze("worker-0")
+    assert 3 == len(tries)
+
+
 def test_a_container_that_is_cut_off_comes_back_under_its_own_name(run: RunFolder, docker: Engine) -> None:
     docker.answers["inspect"] = (0, json.dumps({"run_egress": {}, "run_cluster": {}}))
     means = faults.means(run)
