@@ -83,6 +83,7 @@ def test_parameter_server_must_train_with_an_evaluator_beside_it(clusters: Clust
     assert pytest.approx(ended["metrics"]["eval_loss"], rel=1e-5) == run.heartbeats()["evaluator"]["loss"]
 
 
+@pytest.mark.long  # `test_storms.py` stops and resumes a run too
 def test_a_stopped_run_must_go_on_as_if_it_had_not_stopped(clusters: Clusters, three: RunFolder) -> None:
     clusters.invoke("up", "--name=stopped", "--runtime=local", "--tensorboard-port=0", "--detach", "--", *TRAINING)
     run = clusters.run("stopped")
