@@ -79,8 +79,11 @@ def test_containers_must_outlive_what_only_an_engine_can_do(clusters: Clusters) 
     words = ("--workers=1", "--checkpoint-every=20")
     undisturbed = calm(clusters, *words, "--fresh", steps=600)
     run = start(clusters, "contained", *words, steps=600, runtime="docker")
-    for words in ("kill worker-0 --whole", "oom chief", "pause worker-0", "partition worker-0", "slow worker-0"):
-        result = json.loads(clusters.invoke("chaos", *words.split(), "--json"))
+    dealt = ("kill worker-0 --whole", "oom chief", "pause worker-0", "partition worker-0", "slow worker-0")
+    for number, fault in enumerate(dealt):
+        # Some steps apart: three failures at one step would end the run.
+        at_step = f"--at-step={30 * (number + 1)}"
+        result = json.loads(clusters.invoke("chaos", *fault.split(), at_step, "--json"))
         assert result["ended"] is None, result
         if result["kind"] == "slow":
             assert result["detected_s"] is None
