@@ -89,7 +89,7 @@ class Agent:
         elif self.run.stop_requested:
             self.run.end("stopped", task=self.task.name)
         elif self.alone:
-            self._restarted(self._newest_step(), "the whole task was killed", None, beat["updated_at"])
+            self._restarted(self.run.newest_step, "the whole task was killed", None, beat["updated_at"])
         else:
             self._begin_next(self.run.generation, "the whole task was killed", None, failed_at=beat["updated_at"])
 
@@ -212,7 +212,7 @@ class Agent:
 
     def _act_on_finding(self, finding: Finding, watchdog: Watchdog, program: Program, generation: int) -> None:
         """Apply the failure policy to a task that lives but does nothing."""
-        self.run.event(finding.task, finding.kind, step=self._newest_step(), cause=finding.cause)
+        self.run.event(finding.task, finding.kind, step=self.run.newest_step, cause=finding.cause)
         since = time.time() - FROZEN_S
         if finding.kind == "hang":
             watchdog.tell_hang(finding)
@@ -269,7 +269,7 @@ class Agent:
 
     def _restart_alone(self, code: int, error: str) -> None:
         """Start only this task's program again, unless it keeps dying at the same step."""
-        step = self._newest_step()
+        step = self.run.newest_step
         if restarts.same_step([e["step"] for e in restarts.alone(self.run, self.task.name)], step):
             told = self._told_of_last(step, describe_exit(code), error)
             if self.task.role != Role.EVALUATOR:
@@ -289,7 +289,7 @@ class Agent:
         self, generation: int, cause: str, error: str | None, failed_at: float | None = None, task: str = ""
     ) -> None:
         """Start the gang again in the next generation, unless it keeps failing at the same step."""
-        step, failed_at, task = self._newest_step(), failed_at or time.time(), task or self.task.name
+        step, failed_at, task = self.run.newest_step, failed_at or time.time(), task or self.task.name
         why = {"task": task, "cause": cause, "error": error, "failed_at": failed_at}
         if restarts.gang_keeps_failing(self.run, step, failed_at):
             told = self._told_of_last(step, cause, error)
@@ -300,10 +300,6 @@ class Agent:
     def _told_of_last(self, step: int, cause: str, error: str | None) -> str:
         """Return what is told of the failure that was one too many."""
         return f"step {step} failed {SAME_STEP_LIMIT} times: {error or cause}"
-
-    def _newest_step(self) -> int:
-        """The newest step that any task tells: servers count none of their own."""
-        return max((beat["step"] for beat in self.run.heartbeats().values()), default=0)
 
     def _explain_missing(self, name: str) -> str:
         """What the run folder says about a task that does not answer."""

@@ -131,7 +131,7 @@ class _Before:
     def __init__(self, run: RunFolder) -> None:
         self._run = run
         self.time = time.time()
-        self.step = newest_step(run)
+        self.step = run.newest_step
         self.generation = run.generation
 
     def noticed(self, task: str) -> bool:
@@ -182,14 +182,14 @@ def _ready(run: RunFolder, fault: Fault) -> bool:
     """Whether the task works in the newest generation, and the step has come."""
     beat = run.heartbeats().get(fault.task, {"state": "starting", "generation": -1})
     begun = beat["state"] in WORKING and beat["generation"] == run.generation
-    return begun and run.programs(fault.task).exists() and newest_step(run) >= fault.at_step
+    return begun and run.programs(fault.task).exists() and run.newest_step >= fault.at_step
 
 
 def _do(run: RunFolder, means: Means, fault: Fault) -> None:
     """Inflict the fault; it is an event first, from which everything is counted."""
 
     def record() -> None:
-        run.event(fault.task, "fault", step=newest_step(run), kind=fault.kind, whole=fault.whole)
+        run.event(fault.task, "fault", step=run.newest_step, kind=fault.kind, whole=fault.whole)
 
     if fault.kind == "diskfull":
         means.fill_disk()  # which also leaves no room to tell of it
@@ -214,9 +214,9 @@ def _do(run: RunFolder, means: Means, fault: Fault) -> None:
 
 def _damage_newest(run: RunFolder) -> None:
     """Cut off the last byte of the newest checkpoint, as a disk that lies does."""
-    records = sorted(run.checkpoints.glob("ckpt-*.json"), key=lambda path: int(path.stem.partition("-")[2]))
-    if records:
-        name = max(read_json(records[-1])["files"].items(), key=lambda entry: entry[1]["size_bytes"])[0]
+    if saved := run.saved_steps:
+        record = read_json(run.checkpoints / f"ckpt-{saved[-1]}.json")
+        name = max(record["files"].items(), key=lambda entry: entry[1]["size_bytes"])[0]
         with (run.checkpoints / name).open("r+b") as file:
             file.truncate(file.seek(0, 2) - 1)
 
@@ -232,8 +232,3 @@ def _await(condition: Callable[[], object], run: RunFolder, timeout_s: float, wh
         if time.monotonic() > deadline:
             raise TimedOut(f"waited {timeout_s:g} s for {what}; see `invoke status`")
         time.sleep(POLL_S)
-
-
-def newest_step(run: RunFolder) -> int:
-    """Return the newest step that any task tells."""
-    return max((beat["step"] for beat in run.heartbeats().values()), default=0)

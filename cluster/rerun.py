@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cluster import launch, startup, teardown, view, watch
+from cluster import launch, manifest, startup, teardown, view, watch
 from cluster.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from cluster.request import Request
 from cluster.runs import RunFolder, read_json, read_json_lines
@@ -68,7 +68,7 @@ def rerun(run: RunFolder, runtime: str, tolerance: float, sh: startup.Shell) -> 
         UsageError: there is nothing to compare with.
     """
     _check(run)
-    asked = Request(again=run.name, runtime=runtime or read_json(run.manifest)["runtime"], tensorboard_port="0")
+    asked = Request(again=run.name, runtime=runtime or manifest.read(run)["runtime"], tensorboard_port="0")
     planned = launch.plan(asked)
     startup.start(planned, sh, began=time.time())
     try:
@@ -146,7 +146,7 @@ def _losses(run: RunFolder) -> dict[int, float]:
 
 def _differences(first: RunFolder, second: RunFolder) -> Iterator[str]:
     """Yield each value in which the manifests differ."""
-    ones, others = (dict(_flat(read_json(run.manifest))) for run in (first, second))
+    ones, others = (dict(_flat(manifest.read(run))) for run in (first, second))
     for key in sorted(ones.keys() | others.keys()):
         if key.startswith(COMPARED) and not key.startswith(EXPECTED) and ones.get(key) != others.get(key):
             yield f"{key}: {ones.get(key)} there, {others.get(key)} here"

@@ -168,6 +168,16 @@ class RunFolder:
         return beats
 
     @property
+    def newest_step(self) -> int:
+        """The newest step that any task tells: servers count none of their own."""
+        return max((beat["step"] for beat in self.heartbeats().values()), default=0)
+
+    @property
+    def saved_steps(self) -> list[int]:
+        """The steps of the finished checkpoints, oldest first, whether or not their files are still good."""
+        return sorted(int(path.stem.removeprefix("ckpt-")) for path in self.checkpoints.glob("ckpt-*.json"))
+
+    @property
     def silent(self) -> bool:
         """Whether no task gave a sign of life lately: none has started yet, or nothing of the run lives any more.
 

@@ -110,7 +110,7 @@ def _swap(planned: launch.Plan, sh: startup.Shell) -> bool:
     """Take down the cluster that has ended and start the planned one; return False where the run was ended instead."""
     run = planned.run
     try:
-        _await_last_words(run)
+        summary.await_last_words(run, summary.SETTLE_S)
         teardown.remove(run, sh)
         if run.goes_on:
             startup.go_on(planned, sh)
@@ -121,17 +121,6 @@ def _swap(planned: launch.Plan, sh: startup.Shell) -> bool:
     if not run.summary.exists():  # somebody stopped it for good when no agent was left to tell how it ended
         summary.write(run, settle_s=0)
     return False
-
-
-def _await_last_words(run: RunFolder) -> None:
-    """Wait until every task's agent has nothing more to write; not for ever, one may have been killed."""
-    names = [task.name for task in run.load_cluster().tasks]
-    deadline = time.monotonic() + summary.SETTLE_S
-    while time.monotonic() < deadline:
-        beats = run.heartbeats()
-        if all("exit_code" in beats.get(name, {}) for name in names):  # only an agent's last heartbeat has one
-            return
-        time.sleep(watch.POLL_S)
 
 
 def _await_outcome(run: RunFolder) -> None:
@@ -184,9 +173,7 @@ def _check_batch(batch: int, had: ClusterSpec, asked: ClusterSpec) -> None:
 
 def _reached(run: RunFolder) -> tuple[int, str]:
     """Return the step to go on from, and what is told of it."""
-    saved = [int(path.stem.removeprefix("ckpt-")) for path in run.checkpoints.glob("ckpt-*.json")]
-    step = max(saved, default=0)
-    done = max((beat["step"] for name, beat in run.heartbeats().items() if name != "evaluator"), default=0)
+    step, done = max(run.saved_steps, default=0), run.newest_step  # an evaluator tells only steps that were saved
     if done <= step:
         return step, f"step {step}"
     return step, f"step {step} ({counted(done - step, 'step')} done again: a task ended before all had saved)"

@@ -49,7 +49,7 @@ def deal(
     results: list[chaos.Result] = []
     for number in range(1, count + 1):
         fault = _drawn(run, draw, kinds)
-        if run.summary.exists() or chaos.newest_step(run) + STEPS_BETWEEN[1] >= _last_step(run):
+        if run.summary.exists() or run.newest_step + STEPS_BETWEEN[1] >= _last_step(run):
             break  # there is no room for another one
         tell(f"fault {number}/{count}: {fault} at step {fault.at_step}")
         try:
@@ -89,7 +89,7 @@ def _drawn(run: RunFolder, draw: random.Random, kinds: Sequence[str]) -> chaos.F
         choices += [] if spec.strategy == "ps" else [("corrupt", False)]
         choices += [("partition", False), ("oom", False)] if is_docker(run) else []
         kind, whole = draw.choice(choices)
-    return chaos.Fault(kind, draw.choice(tasks), chaos.newest_step(run) + draw.randint(*STEPS_BETWEEN), whole)
+    return chaos.Fault(kind, draw.choice(tasks), run.newest_step + draw.randint(*STEPS_BETWEEN), whole)
 
 
 def _last_step(run: RunFolder) -> float:

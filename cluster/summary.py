@@ -17,13 +17,8 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
     outcome = run.outcome
     assert outcome is not None
     spec = run.load_cluster()
-    deadline = time.monotonic() + settle_s
+    await_last_words(run, settle_s)
     names = [task.name for task in spec.tasks]
-    while time.monotonic() < deadline and not all(
-        "exit_code" in run.heartbeats().get(name, {})  # only an agent's last heartbeat has one
-        for name in names
-    ):
-        time.sleep(0.05)
     beats = run.heartbeats()
     result = read_json(run.control / "result.json", {})
     started = read_json(run.control / "started.json")["time"]
@@ -48,6 +43,17 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
         value["cause"] = {key: outcome.get(key) for key in ("task", "exit_code", "step", "error", "time")}
     write_json(run.summary, value)
     return value
+
+
+def await_last_words(run: RunFolder, timeout_s: float) -> None:
+    """Wait until every task's agent has nothing more to write; not for ever, one may have been killed."""
+    names = [task.name for task in run.load_cluster().tasks]
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        beats = run.heartbeats()
+        if all("exit_code" in beats.get(name, {}) for name in names):  # only an agent's last heartbeat has one
+            return
+        time.sleep(0.05)
 
 
 def _goodput(run: RunFolder, started: float, wall_s: float) -> float | None:

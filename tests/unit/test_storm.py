@@ -36,7 +36,7 @@ def inflicted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Fault]]:
     faults: list[tuple[int, Fault]] = []
 
     def inflict(run: RunFolder, fault: Fault) -> Result:
-        faults.append((chaos.newest_step(run), fault))
+        faults.append((run.newest_step, fault))
         beat(run, fault.at_step + 3, run.heartbeats()["chief"]["steps_total"])
         return Result(fault.kind, fault.task, fault.at_step, 0.1, 2.5, 4, None)
 
@@ -121,7 +121,7 @@ def test_a_storm_ends_while_the_run_still_has_room_to_recover(
     beat(run, 100, steps_total=300)
     results = deal(run, count=100)
     assert 2 <= len(results) == len(inflicted) < 40
-    assert max(newest for newest, _ in inflicted) < 300 - 40 <= chaos.newest_step(run)
+    assert max(newest for newest, _ in inflicted) < 300 - 40 <= run.newest_step
     assert max(fault.at_step for _, fault in inflicted) < 300
 
 
