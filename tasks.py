@@ -48,6 +48,7 @@ UP_HELP = {
     "strategy": "auto, one, mirrored, central, multiworker, ps or tpu (default: auto, from the topology)",
     "devices": "replicas in each training task; logical CPUs where there is no GPU (default: 1)",
     "runtime": "auto, docker or local (default: auto: containers where a Docker Engine answers)",
+    "bitwise-elastic": "virtual shards V: any number of replicas up to V gives the same bits (default: 0, none)",
     "checkpoint-every": "optimizer steps, or seconds such as 30s, between two checkpoints (default: 200)",
     "hang-timeout": "seconds without a new step after which every task starts again (default: 60)",
     "name": "name of the run (default: preset, date and time)",
@@ -77,8 +78,8 @@ def _dumps(value: object) -> str:
 @told
 def up(
     c, workers="", ps="", evaluator=False, preset="", loop="", script="", chief_as_worker=False, requirements="",
-    strategy="", devices="", runtime="auto", checkpoint_every="", hang_timeout="", name="", resume="", fresh=False,
-    tensorboard_port=str(board.PORT), detach=False, dry=False,
+    strategy="", devices="", runtime="auto", bitwise_elastic="", checkpoint_every="", hang_timeout="", name="",
+    resume="", fresh=False, tensorboard_port=str(board.PORT), detach=False, dry=False,
 ):  # fmt: skip
     """Bring up a cluster and train; overrides follow --, such as: invoke up -- --epochs 1."""
     began = time.time()
@@ -100,8 +101,8 @@ def up(
 @told
 def plan(
     c, workers="", ps="", evaluator=False, preset="", loop="", script="", chief_as_worker=False, requirements="",
-    strategy="", devices="", runtime="auto", checkpoint_every="", hang_timeout="", name="", resume="", fresh=False,
-    tensorboard_port=str(board.PORT), json=False,
+    strategy="", devices="", runtime="auto", bitwise_elastic="", checkpoint_every="", hang_timeout="", name="",
+    resume="", fresh=False, tensorboard_port=str(board.PORT), json=False,
 ):  # fmt: skip
     """Show what `up` would start with the same options, and start nothing."""
     asked = _request(c, locals())

@@ -128,12 +128,24 @@ def plan(request: Request, *, stops_first: bool = False) -> Plan:
     runtime, why = _choose_runtime(request.runtime, asked.strategy)
     config, payload = _resolve(request, base, runtime)
     if payload.script is None:
-        spec.check_global_batch(config["global_batch"], asked.batch_divisor)
+        check_sharing(config, asked)
     contained = runtime != "local"
     cluster = asked if contained else spec.build(**topology, ports=local.free_ports(len(asked.tasks)))
     how = (_containers if contained else _processes)(run, cluster, payload)
     replaces = request.fresh and run.path.exists()
     return Plan(run, cluster, config, payload, runtime, why, how, port, patience_s, bool(request.resume), replaces)
+
+
+def check_sharing(config: dict[str, Any], cluster: spec.ClusterSpec) -> None:
+    """Check that the cluster's replicas can share the configuration's global batch.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    if shards := config.get("bitwise_elastic", 0):  # the training program has checked that they cut the batch evenly
+        spec.check_shards(cluster, shards)
+    else:
+        spec.check_global_batch(config["global_batch"], cluster.batch_divisor)
 
 
 def _processes(run: RunFolder, cluster: spec.ClusterSpec, payload: Payload) -> dict[str, Any]:

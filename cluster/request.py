@@ -36,6 +36,7 @@ class Request:
     strategy: str = ""
     devices: str = ""
     runtime: str = "auto"
+    bitwise_elastic: str = ""
     checkpoint_every: str = ""
     hang_timeout: str = ""
     name: str = ""
@@ -55,6 +56,8 @@ class Request:
     def training(self) -> list[str]:
         """Return the overrides of the training configuration, those that are options of `up` first."""
         options = {"--loop": self.loop} if self.loop else {}
+        if self.bitwise_elastic:
+            options |= {"--bitwise-elastic": self.bitwise_elastic}
         if self.checkpoint_every:
             options |= _checkpoint_options(self.checkpoint_every)
         return [word for option in options.items() for word in option] + list(self.overrides)
@@ -97,7 +100,12 @@ def check_together(request: Request, *, scripted: bool) -> None:
         raise UsageError("--resume names its run: leave out --name and --fresh")
     if request.resume and request.script:
         raise UsageError("--resume goes on with what its run was started with: leave out --script")
-    trainer = {"preset": request.preset, "loop": request.loop, "checkpoint-every": request.checkpoint_every}
+    trainer = {
+        "preset": request.preset,
+        "loop": request.loop,
+        "bitwise-elastic": request.bitwise_elastic,
+        "checkpoint-every": request.checkpoint_every,
+    }
     if scripted and (given := [f"--{name}" for name, value in trainer.items() if value]):
         raise UsageError(f"{' and '.join(given)} with a script: they are the built-in trainer's; leave them out")
     if request.chief_as_worker and not scripted:

@@ -210,8 +210,8 @@ def resolve_strategy(requested: str, workers: int, ps: int, devices: int) -> str
     return requested
 
 
-def check_global_batch(global_batch: int, divisor: int) -> None:
-    """Check that every replica gets the same number of examples.
+def check_global_batch(global_batch: int, divisor: int, what: str = "replicas") -> None:
+    """Check that every replica, or whatever else shares the global batch, gets the same number of examples.
 
     Raises:
         UsageError: it does not divide; the message names the nearest batches that do.
@@ -221,8 +221,24 @@ def check_global_batch(global_batch: int, divisor: int) -> None:
     below, above = global_batch // divisor * divisor, (global_batch // divisor + 1) * divisor
     use = f"{below} or {above}" if below > 0 else str(above)
     raise UsageError(
-        f"global_batch={global_batch} is not divisible by {divisor} replicas; use {use}: -- --global-batch {above}"
+        f"global_batch={global_batch} is not divisible by {divisor} {what}; use {use}: -- --global-batch {above}"
     )
+
+
+def check_shards(cluster: ClusterSpec, shards: int) -> None:
+    """Check that a cluster can train on `--bitwise-elastic` virtual shards.
+
+    Raises:
+        UsageError: it cannot; the message says why.
+    """
+    if cluster.strategy in ("ps", "tpu"):
+        why = "is asynchronous" if cluster.strategy == "ps" else "has never been tried with it"
+        raise UsageError(f"--bitwise-elastic {shards}: {cluster.strategy_class} {why}; use another strategy")
+    if cluster.replicas > shards:
+        raise UsageError(
+            f"--bitwise-elastic {shards}: {cluster.replicas} replicas share {shards} virtual shards, and each needs "
+            f"one; use --bitwise-elastic {cluster.replicas} or more, or fewer tasks"
+        )
 
 
 def build(

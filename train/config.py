@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ DATASETS = ("fashion_mnist", "mnist")
 MODELS = ("two_conv_cnn",)
 LOSSES = ("sparse_categorical_crossentropy", "mean_squared_error")
 CALLBACKS = ("tutorial",)
+MAX_SHARDS = 4096
 REFERENCES = {"dataset": DATASETS, "model": MODELS, "loss": LOSSES, "callbacks": CALLBACKS}
 """What is built in for each field that may also name something of the user's own, `package.module:name`."""
 
@@ -86,7 +88,15 @@ class TrainConfig:
     """Seed of the weights and of the order of the data, 0 to 2**31 - 1."""
 
     deterministic: bool = True
-    """Whether TensorFlow's operations must give the same bits every time."""
+    """Whether TensorFlow's operations must give the same bits every time, see docs/reproducibility.md."""
+
+    threads: int = 0
+    """Threads that one operation may use in each task. 0: as many as the machine has cores. Sums are split up among
+    them, so the bits depend on it: with `deterministic` the number is written down when a run begins, and stays."""
+
+    bitwise_elastic: int = 0
+    """Virtual shards into which the global batch is cut, so that any number of replicas up to this gives the same bits,
+    also when it changes on the way; the global batch must be divisible by it. 0: none, a shard a replica."""
 
     steps_per_loop: int = 25
     """Most optimizer steps that run inside one `tf.function` call; a stop is noticed between two calls. At least 1."""
@@ -120,6 +130,8 @@ class TrainConfig:
         whole = {
             "global_batch": (1, 2**31 - 1),
             "seed": (0, 2**31 - 1),
+            "threads": (0, 1024),
+            "bitwise_elastic": (0, MAX_SHARDS),
             "steps_per_loop": (1, 10**6),
             "log_every": (1, 10**9),
             "checkpoint_every": (1, 10**9),
@@ -145,7 +157,25 @@ class TrainConfig:
         _check_choice("optimizer.name", self.optimizer.name, ("adam", "sgd"))
         _check_choice("loop", self.loop, LOOPS)
         _check_choice("source", self.source, SOURCES)
+        self._check_bitwise_elastic()
         return self
+
+    def _check_bitwise_elastic(self) -> None:
+        if not self.bitwise_elastic:
+            return
+        if self.loop != "custom":
+            raise UsageError(f"--bitwise-elastic {self.bitwise_elastic} with --loop fit: it needs --loop custom")
+        if not self.deterministic:
+            raise UsageError(
+                f"--bitwise-elastic {self.bitwise_elastic} with --no-deterministic: it needs --deterministic"
+            )
+        spec.check_global_batch(self.global_batch, self.bitwise_elastic, "virtual shards")
+
+    def pin_threads(self) -> TrainConfig:
+        """Return this configuration with the number of threads written down, where bits depend on it."""
+        if self.threads or not self.deterministic:
+            return self
+        return dataclasses.replace(self, threads=len(os.sched_getaffinity(0)))
 
     def check_references(self) -> TrainConfig:
         """Return this configuration if everything that it names is there: on the host, before anything is started.
@@ -224,7 +254,7 @@ def resolve(preset: str, overrides: Sequence[str], base: TrainConfig | None = No
         option = word.split("=", 1)[0].replace("_", "-")
         if word.startswith("--") and option not in known and not _negates(option, known):
             raise UsageError(f"override {word!r} is not an option of the training config{nearest(option, known)}")
-    return _parse(base, overrides).check().check_references()
+    return _parse(base, overrides).check().check_references().pin_threads()
 
 
 def _own_preset(preset: str) -> Any:

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from cluster.spec import Role
 from train import callbacks, guards, loops, parameter_server, steps
 from train.assignment import Assignment
+from train.elastic import ElasticTrainee
 from train.report import Report
 from train.sources import train_feed
+from train.virtual_shards import VirtualShards
 
 
 class Training:
@@ -19,7 +21,8 @@ class Training:
         self._assignment = assignment
         config, strategy = assignment.config, assignment.strategy
         with strategy.scope():
-            guards.synchronize_batch_normalization(assignment.model, strategy.num_replicas_in_sync)
+            if not config.bitwise_elastic:  # a virtual shard knows nothing of those that are computed elsewhere
+                guards.synchronize_batch_normalization(assignment.model, strategy.num_replicas_in_sync)
         self._optimizer = assignment.new_optimizer()
         self._checkpoint = assignment.new_checkpoint(self._optimizer)
         self._first = self._checkpoint.restore()
@@ -27,13 +30,7 @@ class Training:
             steps.check_same_step(strategy, self._first)
         self._report = Report(assignment, self._first)
         self._save_timer = loops.SaveTimer(config.checkpoint_seconds if assignment.chief else 0)
-        trainee = steps.Trainee(
-            assignment.model,
-            self._optimizer,
-            assignment.objective,
-            config.global_batch,
-            1 if assignment.asynchronous else strategy.num_replicas_in_sync,
-        )
+        trainee = self._trainee()
         if assignment.asynchronous:
             self._inner = parameter_server.asynchronous(
                 strategy,
@@ -46,12 +43,21 @@ class Training:
             )
             self._agree: Callable[[steps.Signals], steps.Signals] = lambda signals: signals  # the chief decides alone
         else:
-            feed = train_feed(strategy, assignment.source, self._first, config.global_batch, config.seed)
+            shards = config.bitwise_elastic
+            feed = train_feed(strategy, assignment.source, self._first, config.global_batch, config.seed, shards)
             self._inner = steps.synchronous(strategy, trainee, feed, config.steps_per_loop, self._save_timer.due)
             self._agree = steps.agreement(strategy)
         self._evaluated_at: int | None = None
         self._saved_at: int | None = None
         self._hooks = callbacks.Hooks(assignment, self._optimizer) if config.callbacks else None
+
+    def _trainee(self) -> steps.Trainee:
+        config, assignment = self._assignment.config, self._assignment
+        what = assignment.model, self._optimizer, assignment.objective, config.global_batch
+        replicas = assignment.strategy.num_replicas_in_sync
+        if config.bitwise_elastic:
+            return ElasticTrainee(*what, config.bitwise_elastic, VirtualShards(config.bitwise_elastic, replicas))
+        return steps.Trainee(*what, 1 if assignment.asynchronous else replicas)
 
     def run(self) -> None:
         """Train, and end well."""

@@ -85,6 +85,14 @@ def _next_seed(generator: keras.random.SeedGenerator, ordered: bool = True) -> t
     return tf.random.stateless_uniform([2], key, minval=None, maxval=None, dtype=tf.uint32, alg="philox")
 
 
+def take_summed_gradients(optimizer: keras.optimizers.Optimizer) -> None:
+    """Have an optimizer take gradients as they are: summed over all replicas already. Calling again changes nothing.
+
+    Keras adds them up itself, which for R replicas would give R times each; divided by R first, some bits are lost.
+    """
+    optimizer._all_reduce_sum_gradients = list  # pairs of gradient and variable
+
+
 def synchronize_batch_normalization(model: keras.Model, replicas: int) -> int:
     """Have every BatchNormalization layer normalise over the global batch; return how many were changed.
 

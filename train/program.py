@@ -30,6 +30,7 @@ class Program:
         self.spec = run.load_cluster()
         self.config = TrainConfig.from_json(read_json(run.config))
         generation, restarts = int(os.environ.get("GENERATION", "0")), int(os.environ.get("RESTARTS", "0"))
+        configure_threads(self.config)
         self.heartbeat = Heartbeat(run, task, generation, restarts)
         self.stop = threading.Event()
 
@@ -97,8 +98,15 @@ class Program:
 
 def rehearse(run: RunFolder) -> None:
     """Prepare for a life that begins some time later, or never."""
-    if rehearsal.can_rehearse(TrainConfig.from_json(read_json(run.config))):
+    config = TrainConfig.from_json(read_json(run.config))
+    if rehearsal.can_rehearse(config):
+        configure_threads(config)  # a process has the threads that its first device asked for
         rehearsal.rehearse()
+
+
+def configure_threads(config: TrainConfig) -> None:
+    """Have one operation use as many threads as the configuration says. Call before any device is used."""
+    tf.config.threading.set_intra_op_parallelism_threads(config.threads)
 
 
 def is_peer_lost(error: Exception) -> bool:

@@ -21,6 +21,7 @@ from cluster.runs import RunFolder, create_json, read_json
 from train.config import TrainConfig
 from train.data import arrays, memory, shards, stream
 from train.data.memory import Batch
+from train.virtual_shards import VirtualShards
 
 
 @dataclass(frozen=True)
@@ -130,27 +131,72 @@ class Feed:
 
     Attributes:
         next: called once a step, outside of the replicas; what it returns is passed to each of them.
-        batch: called by each replica with that, the step and the replica's number; returns its batch.
+        batch: called by each replica with that, the step and the replica's number, or that of one of its virtual
+            shards; returns its batch.
     """
 
     next: Callable[[], Any]
     batch: Callable[[Any, tf.Tensor, tf.Tensor], Batch]
 
 
-def train_feed(strategy: tf.distribute.Strategy, source: Source, first_step: int, global_batch: int, seed: int) -> Feed:
-    """Return the training batches of a synchronous strategy's replicas from step `first_step` on."""
+def train_feed(
+    strategy: tf.distribute.Strategy,
+    source: Source,
+    first_step: int,
+    global_batch: int,
+    seed: int,
+    virtual_shards: int = 0,
+) -> Feed:
+    """Return the training batches of a synchronous strategy's replicas from step `first_step` on.
+
+    Args:
+        virtual_shards: into which every global batch is cut; 0: as many as replicas. `Feed.batch` takes the number of
+            one of them.
+    """
     replicas = strategy.num_replicas_in_sync
+    shards = VirtualShards(virtual_shards or replicas, replicas)
     if source.arrays and not isinstance(strategy, tf.distribute.TPUStrategy):
         examples = memory.load(source.arrays.train)
-        return Feed(lambda: (), _gather(examples, global_batch // replicas, replicas, seed))
+        return Feed(lambda: (), _gather(examples, global_batch // shards.total, shards.total, seed))
 
     def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
-        return source.train_dataset(
-            first_step=first_step, num_steps=None, global_batch=global_batch, seed=seed, **share_of(context)
+        share = share_of(context)
+        first, last = share["first_replica"], share["first_replica"] + share["local_replicas"]
+        batches = source.train_dataset(
+            first_step=first_step,
+            num_steps=None,
+            global_batch=global_batch,
+            num_replicas=shards.total,
+            first_replica=shards.first(first),
+            local_replicas=shards.first(last) - shards.first(first),
+            seed=seed,
         )
+        return batches if not virtual_shards else _stacked(batches, shards, first, last)
 
     iterator = iter(strategy.distribute_datasets_from_function(dataset))
-    return Feed(lambda: next(iterator), lambda batch, _step, _replica: batch)
+    if not virtual_shards:
+        return Feed(lambda: next(iterator), lambda batch, _step, _replica: batch)
+    return Feed(lambda: next(iterator), lambda batches, _step, shard: _one_of(batches, shards.place(shard)))
+
+
+def _stacked(batches: tf.data.Dataset, shards: VirtualShards, first: int, last: int) -> tf.data.Dataset:
+    """Return for each replica from `first` to before `last` the batches of all its shards, `[most, B, ...]`.
+
+    Where another replica has one more, a replica's last one comes twice: all must have the same shape.
+    """
+    own = range(first, last)
+    places = [[min(shards.first(r) + at, shards.first(r + 1) - 1) for at in range(shards.most)] for r in own]
+    index_Lm = tf.constant(places) - shards.first(first)
+
+    def by_replica(of_step: Batch) -> Batch:
+        return Batch(*(tf.gather(part, index_Lm) for part in of_step))
+
+    stacked = batches.batch(shards.first(last) - shards.first(first), drop_remainder=True).map(by_replica).unbatch()
+    return stacked.with_options(memory.own_share())
+
+
+def _one_of(batches: Batch, place: tf.Tensor) -> Batch:
+    return Batch(*(part[place] for part in batches))
 
 
 def eval_feed(strategy: tf.distribute.Strategy | None, source: Source, replica_batch: int) -> Feed:

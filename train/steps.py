@@ -1,6 +1,6 @@
 """The inner loops: many optimizer steps, or a whole evaluation, inside one call of a `tf.function`.
 
-Shapes: B replica batch, K outputs, S steps of one loop.
+Shapes: B replica batch, K outputs, S steps of one loop, P parts of a step's results.
 """
 
 from __future__ import annotations
@@ -63,12 +63,17 @@ class Trainee:
     global_batch: int
     num_replicas: int
 
+    @property
+    def parts(self) -> int:
+        """How many shares of each step's loss `advance` tells apart."""
+        return 1
+
+    def advance(self, feed: Feed, given: Any, step: tf.Tensor, replica: tf.Tensor) -> tf.Tensor:
+        """Do this replica's part of one optimizer step on what the feed gave; return `[parts, 2]`, see `update`."""
+        return self.update(feed.batch(given, step, replica), step, replica)[tf.newaxis]
+
     def update(self, batch: Batch, step: tf.Tensor, replica: tf.Tensor) -> tf.Tensor:
         """Do this replica's part of one optimizer step.
-
-        The replicas' shares of the loss add up to what one device would compute for the whole batch: example losses
-        divided by the global batch, and the model's own losses (regularisation), which every replica computes whole,
-        by the number of replicas.
 
         Args:
             batch: this replica's examples.
@@ -79,15 +84,25 @@ class Trainee:
             `[2] float32`: this replica's share of the loss and of the score.
         """
         with guards.random_place(step, replica), tf.GradientTape() as tape:
-            outputs_BK = self.model(tf.cast(batch.features, tf.float32), training=True)
-            losses_B = self.objective.loss(batch.labels, outputs_BK)
-            loss = global_mean(losses_B, batch.weights, self.global_batch)
-            if self.model.losses:
-                loss += tf.add_n([tf.cast(term, tf.float32) for term in self.model.losses]) / self.num_replicas
+            loss, score = self.shares(batch)
         variables = [variable.value for variable in self.model.trainable_variables]
         self.optimizer.apply(tape.gradient(loss, variables), self.model.trainable_variables)
+        return tf.stack([loss, score])
+
+    def shares(self, batch: Batch) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return a replica's share of the loss and of the score.
+
+        The replicas' shares of the loss add up to what one device would compute for the whole batch: example losses
+        divided by the global batch, and the model's own losses (regularisation), which every replica computes whole,
+        by the number of replicas.
+        """
+        outputs_BK = self.model(tf.cast(batch.features, tf.float32), training=True)
+        losses_B = self.objective.loss(batch.labels, outputs_BK)
+        loss = global_mean(losses_B, batch.weights, self.global_batch)
+        if self.model.losses:
+            loss += tf.add_n([tf.cast(term, tf.float32) for term in self.model.losses]) / self.num_replicas
         scores_B = self.objective.score(batch.labels, outputs_BK)
-        return tf.stack([loss, global_mean(scores_B, tf.ones_like(batch.weights), self.global_batch)])
+        return loss, global_mean(scores_B, tf.ones_like(batch.weights), self.global_batch)
 
 
 def synchronous(
@@ -104,15 +119,15 @@ def synchronous(
     """
 
     def start() -> tf.Tensor:
-        return tf.zeros([steps_per_loop, 2])
+        return tf.zeros([steps_per_loop, trainee.parts, 2])
 
-    def one_step(results_S2: tf.Tensor, given: Any, first: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
+    def one_step(results_SP2: tf.Tensor, given: Any, first: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
         replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
-        result_2 = trainee.update(feed.batch(given, first + done, replica), first + done, replica)
-        return tf.tensor_scatter_nd_update(results_S2, [[done]], [result_2])
+        result_P2 = trainee.advance(feed, given, first + done, replica)
+        return tf.tensor_scatter_nd_update(results_SP2, [[done]], [result_P2])
 
-    def join(results_S2: tf.Tensor, signals_2: tf.Tensor) -> tf.Tensor:
-        return tf.concat([tf.reshape(results_S2, [-1]), signals_2], 0)
+    def join(results_SP2: tf.Tensor, signals_2: tf.Tensor) -> tf.Tensor:
+        return tf.concat([tf.reshape(results_SP2, [-1]), signals_2], 0)
 
     @tf.function
     def loop(first: tf.Tensor, count: tf.Tensor, signals_2: tf.Tensor) -> tf.Tensor:
@@ -124,7 +139,7 @@ def synchronous(
     def run(first: int, count: int, stop: bool) -> LoopResult:
         signals_2 = tf.constant(Signals(stop, save_due()).to_array())
         flat = loop(tf.constant(first, tf.int64), tf.constant(count, tf.int64), signals_2).numpy()
-        results_S2 = flat[:-2].reshape(-1, 2)[:count]
+        results_S2 = flat[:-2].reshape(steps_per_loop, trainee.parts, 2)[:count].sum(1)
         return LoopResult(results_S2[:, 0], results_S2[:, 1], Signals.from_sum(flat[-2:]))
 
     return run
@@ -182,16 +197,17 @@ def evaluation(
     batches = memory.eval_batches(num_examples, replica_batch=batch, num_replicas=replicas)
 
     def start() -> tf.Tensor:
-        return tf.zeros([2])
+        return tf.zeros([batches * replicas, 2])
 
-    def add(totals_2: tf.Tensor, given: Any, at: tf.Tensor) -> tf.Tensor:
+    def add(totals_N2: tf.Tensor, given: Any, at: tf.Tensor) -> tf.Tensor:
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group if strategy else 0
         replica = tf.cast(replica, tf.int64)
         examples = feed.batch(given, at, replica)
         outputs_BK = model(tf.cast(examples.features, tf.float32), training=False)
         losses_B = objective.loss(examples.labels, outputs_BK) * examples.weights
         scores_B = objective.score(examples.labels, outputs_BK) * examples.weights
-        return totals_2 + tf.stack([tf.reduce_sum(losses_B), tf.reduce_sum(scores_B)])
+        totals_2 = tf.stack([tf.reduce_sum(losses_B), tf.reduce_sum(scores_B)])
+        return tf.tensor_scatter_nd_update(totals_N2, [[at * replicas + replica]], [totals_2])
 
     @tf.function
     def evaluate_all() -> tf.Tensor:
@@ -202,7 +218,8 @@ def evaluation(
         return strategy.reduce("SUM", totals, axis=None) if strategy else totals
 
     def run() -> dict[str, float]:
-        loss, score = (float(total) for total in evaluate_all().numpy())
+        # Each replica has told of batches of its own, which are those of any other number of replicas: so is their sum.
+        loss, score = evaluate_all().numpy().astype(np.float64).cumsum(0)[-1].tolist()
         return {"eval_loss": loss / num_examples, f"eval_{objective.score_name}": score / num_examples}
 
     return run

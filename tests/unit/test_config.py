@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -56,7 +57,8 @@ def test_a_preset_is_complete_and_in_range(preset: str) -> None:
     ],
 )
 def test_an_override_changes_that_value_alone(overrides: list[str], name: str, value: object) -> None:
-    assert dataclasses.replace(config.fashion_mnist(), **{name: value}) == config.resolve("fashion_mnist", overrides)
+    expected = dataclasses.replace(config.fashion_mnist(), **{name: value}).pin_threads()
+    assert expected == config.resolve("fashion_mnist", overrides)
 
 
 def test_a_dotted_override_reaches_inside() -> None:
@@ -199,7 +201,7 @@ def test_a_preset_of_the_users_own_is_a_base_like_any_other(own: Callable[[str],
     folder = own("def mine(): return TrainConfig(seed=7, global_batch=96, model='own_parts:net')\ndef net(s, k): pass")
     resolved = config.resolve("own_parts:mine", ["--seed", "8"])
     expected = TrainConfig(preset="own_parts:mine", seed=8, global_batch=96, model="own_parts:net")
-    assert expected == resolved
+    assert expected.pin_threads() == resolved
     assert [folder] == resolved.code_dirs()
 
 
@@ -254,8 +256,38 @@ def test_a_resumed_run_keeps_its_own_parts_and_checks_them_again(own: Callable[[
 
 
 def test_a_resumed_run_needs_its_preset_no_more() -> None:
-    saved = TrainConfig(preset="gone:preset", seed=7)
+    saved = TrainConfig(preset="gone:preset", seed=7, threads=3)
     assert saved == config.resolve("fashion_mnist", [], saved)
+
+
+def test_a_deterministic_run_keeps_the_threads_that_it_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits depend on them; on another machine it would have others."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
+    begun = config.resolve("fashion_mnist", [])
+    assert 6 == begun.threads
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    assert 6 == config.resolve("fashion_mnist", ["--epochs", "6"], begun).threads
+    assert 64 == config.resolve("fashion_mnist", ["--threads", "0"], begun).threads
+    assert 0 == config.resolve("fashion_mnist", ["--no-deterministic"]).threads
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["--bitwise-elastic", "-1"], "--bitwise-elastic -1: expected a whole number from 0 to 4096"),
+        (
+            ["--bitwise-elastic", "7"],
+            "global_batch=192 is not divisible by 7 virtual shards; use 189 or 196: -- --global-batch 196",
+        ),
+        (["--bitwise-elastic", "6", "--loop", "fit"], "--bitwise-elastic 6 with --loop fit: it needs --loop custom"),
+        (
+            ["--bitwise-elastic", "6", "--no-deterministic"],
+            "--bitwise-elastic 6 with --no-deterministic: it needs --deterministic",
+        ),
+    ],
+)
+def test_virtual_shards_that_cannot_be_are_refused(overrides: list[str], expected: str) -> None:
+    assert expected == refusal(*overrides)
 
 
 @pytest.mark.parametrize(
@@ -281,5 +313,5 @@ def test_printing_the_configuration_does_not_import_tensorflow() -> None:
         "import sys; from train import __main__ as m; m.main(['--print-config']); print(*sys.modules, file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", lines], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert {"config": config.fashion_mnist().to_json(), "code_dirs": []} == json.loads(done.stdout)
+    assert {"config": config.fashion_mnist().pin_threads().to_json(), "code_dirs": []} == json.loads(done.stdout)
     assert not {"tensorflow", "keras", "numpy"} & set(done.stderr.split())

@@ -132,6 +132,8 @@ def test_a_request_that_makes_no_sense_is_refused(
             Request(overrides=("--global-batch", "100")),
             "global_batch=100 is not divisible by 3 replicas; use 99 or 102: -- --global-batch 102",
         ),
+        (Request(bitwise_elastic="six"), "override '--bitwise-elastic six"),
+        (Request(bitwise_elastic="2"), "--bitwise-elastic 2: 3 replicas share 2 virtual shards, and each needs one; "),
     ],
 )
 def test_a_configuration_that_makes_no_sense_is_refused(tmp_path: Path, request_: Request, told: str) -> None:

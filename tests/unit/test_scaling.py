@@ -14,7 +14,7 @@ import pytest
 from invoke import Exit, MockContext
 
 import tasks
-from cluster import configuration, launch, local, processes, scaling, startup, watch
+from cluster import configuration, launch, local, processes, scaling, spec, startup, watch
 from cluster.errors import EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_USAGE, ClusterError, TimedOut
 from cluster.runs import LOST_AFTER_S, SCALE, SCALE_PATIENCE_S, RunFolder, read_json, write_json
 from tests.unit.gang import Gang, StartGang
@@ -118,6 +118,14 @@ def test_a_size_that_the_run_cannot_have_is_refused(
     error = refusal(run, workers, ps)
     assert (EXIT_USAGE, False) == (error.exit_code, run.stop_requested)
     assert str(error).startswith(told)
+
+
+def test_virtual_shards_are_shared_by_any_number_of_workers_up_to_theirs(training: Callable[..., RunFolder]) -> None:
+    """96 examples in 6 shards: 4 workers, which could not share the batch evenly, can share these."""
+    run = training({"bitwise_elastic": 6}, workers=2)
+    assert "--bitwise-elastic 6: 7 replicas share 6 virtual shards" in str(refusal(run, "6"))
+    assert not run.stop_requested
+    scaling._check_size(run, run.load_cluster(), spec.build(workers=4))
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 0)])

@@ -165,3 +165,21 @@ def test_a_global_batch_that_does_not_divide_is_refused_with_the_nearest(global_
 def test_who_calls_whom_first(topology: dict[str, int], expected: dict[str, list[str]]) -> None:
     cluster = spec.build(**topology)
     assert expected == {task.name: [other.name for other in cluster.calls_first(task)] for task in cluster.tasks}
+
+
+@pytest.mark.parametrize(
+    ("topology", "expected"),
+    [
+        ({"workers": 1, "ps": 1}, "--bitwise-elastic 6: ParameterServerStrategy is asynchronous; use another strategy"),
+        ({"workers": 6}, "--bitwise-elastic 6: 7 replicas share 6 virtual shards, and each needs one; use "),
+        ({"workers": 1, "devices": 4}, "--bitwise-elastic 6: 8 replicas share 6 virtual shards"),
+    ],
+)
+def test_a_cluster_that_cannot_share_virtual_shards_is_refused(topology: dict[str, int], expected: str) -> None:
+    with pytest.raises(UsageError, match=f"^{expected}"):
+        spec.check_shards(spec.build(**topology), 6)
+
+
+@pytest.mark.parametrize("topology", [{"workers": 0}, {"workers": 3}, {"workers": 5}, {"workers": 2, "devices": 2}])
+def test_any_number_of_replicas_up_to_theirs_can_share_virtual_shards(topology: dict[str, int]) -> None:
+    spec.check_shards(spec.build(**topology), 6)

@@ -1,0 +1,70 @@
+"""`--bitwise-elastic 6`: one hash whatever the number of tasks, also when it changes on the way."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.runs import RunFolder
+from tests.e2e.scenario import Clusters, losses, step_of, summary
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.usefixtures("data")
+
+ELASTIC = "--bitwise-elastic=6"
+STEPS = 200
+LONGER = f"-- --max-steps {STEPS}"
+
+
+@pytest.fixture(scope="module")
+def alone(clusters: Clusters) -> RunFolder:
+    """The chief alone, which computes all six shards."""
+    return clusters.up("alone", f"--workers=0 {ELASTIC} {LONGER}")
+
+
+def check_same(run: RunFolder, alone: RunFolder) -> None:
+    """Check that a run came out as the chief alone: every loss, the weights and what evaluating them gave."""
+    assert losses(alone) == losses(run)
+    assert STEPS == len(losses(run))
+    for key in ("weights_sha256", "metrics"):
+        assert summary(alone)[key] == summary(run)[key]
+
+
+def scaled(clusters: Clusters, name: str, *sizes: int, runtime: str = "local") -> RunFolder:
+    """Train, and go on with other numbers of workers some steps after each change."""
+    first, *others = sizes
+    words = f"--workers={first} {ELASTIC} --detach {LONGER}"
+    run = clusters.up(name, words, runtime=runtime)
+    for size in others:
+        began = step_of(run)
+        wait_for(lambda began=began: step_of(run) > began + 5, "some steps")
+        clusters.invoke("scale", f"--run={name}", f"--workers={size}")
+    clusters.invoke("wait", name)
+    assert len(others) == len([event for event in run.events() if event["event"] == "scaled"])
+    return run
+
+
+def test_a_run_scaled_to_an_uneven_number_of_tasks_must_give_the_bits_of_one(
+    clusters: Clusters, alone: RunFolder
+) -> None:
+    """6 shards on 2 tasks, then on 1, then on 4, of which two have one shard more."""
+    check_same(scaled(clusters, "uneven", 1, 0, 3), alone)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+def test_any_number_of_tasks_must_give_the_bits_of_one(clusters: Clusters, alone: RunFolder, workers: int) -> None:
+    check_same(clusters.up(f"workers-{workers}", f"--workers={workers} {ELASTIC} {LONGER}"), alone)
+
+
+@pytest.mark.long
+def test_a_run_scaled_to_as_many_tasks_as_shards_must_give_the_bits_of_one(
+    clusters: Clusters, alone: RunFolder
+) -> None:
+    check_same(scaled(clusters, "scaled", 2, 1, 5), alone)
+
+
+@pytest.mark.long
+@pytest.mark.docker
+@pytest.mark.usefixtures("images")
+def test_containers_must_give_the_bits_of_one_process(clusters: Clusters, alone: RunFolder) -> None:
+    check_same(scaled(clusters, "contained", 1, 2, runtime="docker"), alone)

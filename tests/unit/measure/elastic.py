@@ -1,0 +1,116 @@
+"""What training on 4 virtual shards gives on 1, 2 and 3 replicas, bit for bit: `python -m ... RESULT 3`."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.unit.measure.replicas import CLASSES, FEATURES, GLOBAL_BATCH, OBJECTIVE, SEED, prepare, strategy_called
+
+# isort: split
+import keras
+import numpy as np
+import tensorflow as tf
+
+from train import guards, loops, sources, steps
+from train.elastic import ElasticTrainee
+from train.exact_sum import exact_sum
+from train.virtual_shards import VirtualShards
+
+SHARDS, STEPS = 4, 6
+WHERES = ("one", "central-2", "mirrored-3")
+"""1 replica with 4 shards; 2 with 2; 3, of which one has 2."""
+
+
+class Counting(keras.layers.Layer):
+    """Counts its calls in whole numbers and in fractions, and keeps a number that never changes."""
+
+    def build(self, shape: tuple[int, ...]) -> None:
+        self.calls = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False)
+        self.fixed = self.add_weight(shape=(2,), initializer=lambda *_, **__: [1e30, 1.1], trainable=False)
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        return inputs
+
+
+def new_model(kind: str) -> keras.Model:
+    """Return a model whose weights are always the same: `plain`, or with all that replicas would disagree on."""
+    keras.utils.set_random_seed(SEED)
+    layers, l2 = keras.layers, keras.regularizers.L2(0.05)
+    more = [layers.BatchNormalization(momentum=0.5), Counting(), layers.Dropout(0.5)] if kind == "whole" else []
+    hidden = layers.Dense(8, activation="tanh", kernel_regularizer=l2)
+    return keras.Sequential([keras.Input((FEATURES,)), hidden, *more, layers.Dense(CLASSES)])
+
+
+def trained(where: str, kind: str, source: sources.Source, virtual: bool = True) -> dict[str, Any]:
+    """Train for some steps; return the losses and scores, and hashes of all that was trained."""
+    strategy = strategy_called(where)
+    with strategy.scope():
+        model = new_model(kind)
+        optimizer = keras.optimizers.Adam(0.01)
+        optimizer.build(model.trainable_variables)
+    replicas = strategy.num_replicas_in_sync
+    what = (model, optimizer, OBJECTIVE, GLOBAL_BATCH)
+    shards = VirtualShards(SHARDS, replicas)
+    trainee = ElasticTrainee(*what, SHARDS, shards) if virtual else steps.Trainee(*what, replicas)
+    feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED, SHARDS if virtual else 0)
+    result = steps.synchronous(strategy, trainee, feed, STEPS)(0, STEPS, False)
+    fixed = model.non_trainable_variables
+    others = [np.ascontiguousarray(variable.numpy()).tobytes() for variable in [*fixed, *optimizer.variables]]
+    return {
+        "losses": result.losses.tolist(),
+        "scores": result.scores.tolist(),
+        "weights": [variable.numpy().tolist() for variable in model.trainable_variables],
+        "weights_sha256": loops.weights_sha256(model),
+        "others_sha256": hashlib.sha256(b"".join(others)).hexdigest(),
+        "averages": [v.numpy().tolist() for v in fixed if "moving" in v.path],
+        "fixed": [v.numpy().tolist() for v in fixed if v.shape == (2,) and v.dtype == "float32"],
+    }
+
+
+def summed(where: str, numbers_VN: np.ndarray) -> list[str]:
+    """Return the exact sum of shards that lie on the replicas of a strategy, as hexadecimal float64."""
+    strategy = strategy_called(where)
+    shards = VirtualShards(len(numbers_VN), strategy.num_replicas_in_sync)
+
+    @tf.function
+    def total() -> Any:
+        def replica() -> tf.Tensor:
+            number = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
+            own_nN = tf.ensure_shape(tf.gather(tf.constant(numbers_VN), shards.of(number)), [None, numbers_VN.shape[1]])
+            return exact_sum([own_nN], shards.total)[0]
+
+        return strategy.run(replica)
+
+    first = strategy.experimental_local_results(total())[0]
+    return [float(value).hex() for value in first.numpy()]
+
+
+def main(result: Path) -> None:
+    """Measure."""
+    tf.config.experimental.enable_op_determinism()
+    guards.install()
+    random = np.random.default_rng(1)
+    numbers_VN = (random.normal(size=(7, 50)) * 10.0 ** random.integers(-12, 12, (7, 50))).astype(np.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        found = prepare(Path(folder))
+        kinds = {
+            "plain": ("plain", found["own:plain"]),
+            "whole": ("whole", found["own:weighted"]),
+            "read": ("whole", dataclasses.replace(found["own:weighted"], arrays=None)),
+        }
+        measured: dict[str, Any] = {
+            kind: {where: trained(where, *asked) for where in WHERES} for kind, asked in kinds.items()
+        }
+        measured["plain"]["without"] = trained("one", *kinds["plain"], virtual=False)
+    measured["sums"] = {where: summed(where, numbers_VN) for where in WHERES} | {"numbers": numbers_VN.tolist()}
+    result.write_text(json.dumps(measured))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

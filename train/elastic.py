@@ -1,0 +1,84 @@
+"""`--bitwise-elastic V`: the same weights, bit for bit, on any number of replicas up to V.
+
+The global batch is always cut into V virtual shards (`train/virtual_shards.py`). A shard is computed whole by one
+replica, by the same operations on the same shapes, so that what it gives has the same bits wherever that is. What the
+shards give is then added up exactly (`train/exact_sum.py`), so that no order of the sums shows in the result.
+
+To the model a shard is what a replica is otherwise: random layers draw by it, and BatchNormalization normalises over
+it; how the shards change its moving averages is averaged.
+
+Source: the virtual workers of EasyScale (Li et al., arXiv:2208.14228), which is for PyTorch.
+
+Shapes: n shards of this replica, V shards of all replicas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from train import guards
+from train.exact_sum import exact_sum
+from train.sources import Feed
+from train.steps import Trainee
+from train.virtual_shards import VirtualShards
+
+
+@dataclass(frozen=True)
+class ElasticTrainee(Trainee):
+    """What is trained on virtual shards; `num_replicas` is their number.
+
+    A replica holds the gradients of all of its shards in memory: the grid of their sum follows from the largest.
+    """
+
+    shards: VirtualShards
+
+    def __post_init__(self) -> None:
+        guards.take_summed_gradients(self.optimizer)
+        for variable in self._averaged:
+            if hasattr(variable.value, "_aggregation"):  # CentralStorageStrategy would have all replicas write it
+                variable.value._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
+
+    @property
+    def parts(self) -> int:
+        """Every shard tells its share of the loss."""
+        return self.shards.total
+
+    @property
+    def _averaged(self) -> list[keras.Variable]:
+        """The variables that the shards change each in its own way: only what is counted in fractions can differ."""
+        return [variable for variable in self.model.non_trainable_variables if variable.dtype == "float32"]
+
+    def advance(self, feed: Feed, given: Any, step: tf.Tensor, replica: tf.Tensor) -> tf.Tensor:
+        """Do this replica's part of one optimizer step: all of its shards; return what each gave, `[V, 2]`."""
+        model, averaged = self.model, self._averaged
+        weights, before = (_values(variables) for variables in (model.trainable_variables, averaged))
+
+        def one(shard: tf.Tensor) -> tuple[list[tf.Tensor], list[tf.Tensor], tf.Tensor]:
+            batch = feed.batch(given, step, shard)
+            state = zip([*model.trainable_variables, *averaged], [*weights, *before], strict=True)
+            scope = keras.StatelessScope(state, collect_losses=True)
+            with guards.random_place(step, shard), tf.GradientTape(watch_accessed_variables=False) as tape, scope:
+                tape.watch(weights)
+                loss, score = self.shares(batch)
+            gradients = tape.gradient(loss, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+            changes = [scope.get_current_value(variable) - old for variable, old in zip(averaged, before, strict=True)]
+            return [tf.convert_to_tensor(gradient) for gradient in gradients], changes, tf.stack([loss, score])
+
+        numbers_n = self.shards.of(replica)
+        like = [[tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors] for tensors in (weights, before)]
+        signature = (*like, tf.TensorSpec([2], tf.float32))
+        gradients, changes, results_n2 = tf.map_fn(one, numbers_n, fn_output_signature=signature, parallel_iterations=1)
+        sums = exact_sum([*gradients, *changes], self.shards.total)
+        summed, changed = sums[: len(weights)], sums[len(weights) :]
+        self.optimizer.apply([tf.cast(total, tf.float32) for total in summed], model.trainable_variables)
+        for variable, old, total in zip(averaged, before, changed, strict=True):
+            variable.value.assign(old + tf.cast(total / self.shards.total, tf.float32))
+        return tf.tensor_scatter_nd_update(tf.zeros([self.parts, 2]), numbers_n[:, tf.newaxis], results_n2)
+
+
+def _values(variables: list[keras.Variable]) -> list[tf.Tensor]:
+    return [tf.convert_to_tensor(variable.value) for variable in variables]
