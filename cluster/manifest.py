@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from cluster import images, locks, tf_config
+from cluster.files import read_json, sha256, write_json
 from cluster.launch import Plan
 from cluster.payload import Payload
-from cluster.runs import RunFolder, read_json, write_json
+from cluster.runs import RunFolder
 
 ROOT = images.ROOT
 SCHEMA = 1
@@ -28,7 +29,7 @@ def write(plan: Plan) -> None:
         "schema": SCHEMA,
         "run": plan.run.name,
         "code": _code(),
-        "locks": {f"{target}.lock": _sha256(ROOT / locks.DIRECTORY / f"{target}.lock") for target in locks.TARGETS},
+        "locks": {f"{target}.lock": sha256(ROOT / locks.DIRECTORY / f"{target}.lock") for target in locks.TARGETS},
         "runtime": plan.runtime,
         "image": images.inspect(images.train_image("cpu")) if plan.contained else None,
         "config": _config(plan),
@@ -55,7 +56,7 @@ def _code() -> dict[str, Any]:
     new = sorted(filter(None, others.split("\0")))
     digest = hashlib.sha256(changes)
     for name in new:
-        digest.update(f"{name}\0{_sha256(ROOT / name)}\0".encode())
+        digest.update(f"{name}\0{sha256(ROOT / name)}\0".encode())
     return {"commit": commit, "changes_sha256": digest.hexdigest() if changes or new else None}
 
 
@@ -64,14 +65,14 @@ def _config(plan: Plan) -> dict[str, Any]:
     script = plan.payload.script
     if script is None:
         return plan.config
-    return plan.config | {"script": script.name, "script_sha256": _sha256(script)}
+    return plan.config | {"script": script.name, "script_sha256": sha256(script)}
 
 
 def _own_code(payload: Payload) -> dict[str, str]:
     """Return a hash of each folder with modules of the user's own, by its name, and of their requirements."""
     found = {folder.name: _tree(folder) for folder in payload.code_dirs}
     if payload.requirements:
-        found[payload.requirements.name] = _sha256(payload.requirements)
+        found[payload.requirements.name] = sha256(payload.requirements)
     return found
 
 
@@ -79,13 +80,8 @@ def _tree(folder: Path) -> str:
     """Return a hash over the Python files of a folder: their names and contents."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
-        digest.update(f"{path.relative_to(folder)}\0{_sha256(path)}\0".encode())
+        digest.update(f"{path.relative_to(folder)}\0{sha256(path)}\0".encode())
     return digest.hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _git(*words: str) -> bytes:

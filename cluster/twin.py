@@ -5,7 +5,8 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from cluster.runs import RunFolder, read_json
+from cluster.files import read_json
+from cluster.runs import RunFolder
 
 
 def undisturbed(run: RunFolder) -> dict[str, Any] | None:

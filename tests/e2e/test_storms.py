@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.runs import RunFolder, read_json_lines
+from cluster.files import read_json_lines
+from cluster.runs import RunFolder
 from tests.e2e.scenario import Clusters, summary
 
 pytestmark = pytest.mark.usefixtures("data")

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from cluster import local
-from cluster.runs import RunFolder, read_json, write_json
+from cluster.files import read_json, write_json
+from cluster.runs import RunFolder
 from tests.unit.gang import Gang, StartGang
 
 

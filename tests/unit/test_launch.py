@@ -17,8 +17,9 @@ import pytest
 
 from cluster import configuration, engine, images, launch, local, payload, request, startup, teardown, tensorboard
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, PrerequisiteError, UsageError
+from cluster.files import read_json, write_json
 from cluster.request import Request
-from cluster.runs import RunFolder, read_json, write_json
+from cluster.runs import RunFolder
 from cluster.spec import Role
 
 MakeRun = Callable[..., RunFolder]

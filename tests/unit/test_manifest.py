@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from cluster import launch, local, manifest, startup
+from cluster.files import read_json
 from cluster.request import Request
-from cluster.runs import RunFolder, read_json
+from cluster.runs import RunFolder
 
 GIT = ["git", "-c", "user.name=a test", "-c", "user.email=test@example.invalid"]
 
