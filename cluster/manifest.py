@@ -7,17 +7,15 @@ the environment that it computes in (`train/environment.py`).
 from __future__ import annotations
 
 import hashlib
-import subprocess
 from pathlib import Path
 from typing import Any
 
-from cluster import images, locks, tf_config
+from cluster import checkout, images, locks, tf_config
 from cluster.files import read_json, sha256, write_json
 from cluster.launch import Plan
 from cluster.payload import Payload
 from cluster.runs import RunFolder
 
-ROOT = images.ROOT
 SCHEMA = 1
 CODE = ("cluster", "train")
 """The folders whose files run; others may hold anything."""
@@ -29,7 +27,9 @@ def write(plan: Plan) -> None:
         "schema": SCHEMA,
         "run": plan.run.name,
         "code": _code(),
-        "locks": {f"{target}.lock": sha256(ROOT / locks.DIRECTORY / f"{target}.lock") for target in locks.TARGETS},
+        "locks": {
+            f"{target}.lock": sha256(locks.ROOT / locks.DIRECTORY / f"{target}.lock") for target in locks.TARGETS
+        },
         "runtime": plan.runtime,
         "image": images.inspect(images.train_image("cpu")) if plan.contained else None,
         "config": _config(plan),
@@ -48,16 +48,10 @@ def read(run: RunFolder) -> dict[str, Any]:
 
 def _code() -> dict[str, Any]:
     """Return which code runs: the commit and a hash of what differs from it, or without git a hash of the files."""
-    commit = _git("rev-parse", "HEAD").decode().strip()
+    commit = checkout.commit()
     if not commit:
-        return {"commit": None, **{f"{part}_sha256": _tree(ROOT / part) for part in CODE}}
-    changes = _git("diff", "HEAD", "--binary")
-    others = _git("ls-files", "--others", "--exclude-standard", "-z", "--", *CODE).decode()
-    new = sorted(filter(None, others.split("\0")))
-    digest = hashlib.sha256(changes)
-    for name in new:
-        digest.update(f"{name}\0{sha256(ROOT / name)}\0".encode())
-    return {"commit": commit, "changes_sha256": digest.hexdigest() if changes or new else None}
+        return {"commit": None, **{f"{part}_sha256": _tree(checkout.ROOT / part) for part in CODE}}
+    return {"commit": commit, "changes_sha256": checkout.changes_sha256(*CODE)}
 
 
 def _config(plan: Plan) -> dict[str, Any]:
@@ -82,11 +76,3 @@ def _tree(folder: Path) -> str:
     for path in sorted(folder.rglob("*.py")):
         digest.update(f"{path.relative_to(folder)}\0{sha256(path)}\0".encode())
     return digest.hexdigest()
-
-
-def _git(*words: str) -> bytes:
-    try:
-        done = subprocess.run(["git", "--no-optional-locks", "-C", str(ROOT), *words], capture_output=True, check=False)
-    except FileNotFoundError:
-        return b""
-    return done.stdout if done.returncode == 0 else b""
