@@ -6,7 +6,7 @@ import json
 from statistics import median, quantiles
 
 from benchmarks.runs import bench
-from cluster.runs import read_json_lines
+from cluster.files import read_json_lines
 
 STEPS = 4000
 WINDOW = 50

@@ -14,7 +14,8 @@ from typing import Any
 from cluster import faults, restarts
 from cluster.errors import TimedOut, UsageError, nearest
 from cluster.faults import Means
-from cluster.runs import RunFolder, append_json, read_json
+from cluster.files import append_json, read_json
+from cluster.runs import RunFolder
 from cluster.spec import Role
 from cluster.teardown import in_progress, is_docker
 

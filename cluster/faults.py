@@ -16,7 +16,8 @@ from pathlib import Path
 
 from cluster import compose, engine, processes
 from cluster.errors import ClusterError, UsageError
-from cluster.runs import RunFolder, read_json
+from cluster.files import read_json
+from cluster.runs import RunFolder
 from cluster.teardown import is_docker
 
 SLOWED_SHARE = 0.2

@@ -9,12 +9,11 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from cluster import engine
+from cluster import checkout, engine
 from cluster.errors import PrerequisiteError, UsageError, nearest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,16 +39,6 @@ class Base:
     """Its digest in a registry; empty for one that was made on this machine."""
     missing: bool = False
     """Whether `base_commands` must run first."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """The commit that an image is built from."""
-
-    revision: str
-    """The commit, with `-dirty` behind it where files differ from it; empty outside of a git checkout."""
-    epoch_s: int
-    """The commit's time: every date in an image is this one."""
 
 
 def train_image(accelerator: str) -> str:
@@ -105,7 +94,7 @@ def base_commands() -> list[str]:
     bootstrap += [f"--dpkgopt={rule}" for rule in left_out]
     return [
         f"mkdir -p {Path(_BASE_TAR).parent}",
-        f"SOURCE_DATE_EPOCH={source().epoch_s} {shlex.join([*bootstrap, 'bookworm', _BASE_TAR])}",
+        f"SOURCE_DATE_EPOCH={checkout.commit_time_s()} {shlex.join([*bootstrap, 'bookworm', _BASE_TAR])}",
         shlex.join(["docker", "import", '--change=CMD ["python3"]', _BASE_TAR, DEBIAN_BASE]),
         f"rm {_BASE_TAR}",
     ]
@@ -118,13 +107,13 @@ def build_commands(accelerator: str, base: Base) -> list[str]:
         UsageError: there is no image for this accelerator.
     """
     image = train_image(accelerator)
-    commit = source()
+    date_s = checkout.commit_time_s()
     shared = ["docker", "build", "--file=docker/Dockerfile", f"--build-arg=BASE_IMAGE={base.name}"]
     # BuildKit dates the image with it, so that the same commit on the same base makes the same image.
-    shared += [f"--build-arg=SOURCE_DATE_EPOCH={commit.epoch_s}"]
+    shared += [f"--build-arg=SOURCE_DATE_EPOCH={date_s}"]
     # Without a value: passed on from the environment, and neither printed nor kept in the image.
     shared += [f"--build-arg={name}" for name in _PROXIES if name in os.environ]
-    shared += [f"--label=org.opencontainers.image.{name}={value}" for name, value in _labels(base, commit).items()]
+    shared += [f"--label=org.opencontainers.image.{name}={value}" for name, value in _labels(base, date_s).items()]
     bundle = os.environ.get("SSL_CERT_FILE", _CA_BUNDLE)
     if Path(bundle).is_file():
         shared += [f"--secret=id=ca,src={bundle}"]
@@ -135,31 +124,15 @@ def build_commands(accelerator: str, base: Base) -> list[str]:
     ]
 
 
-def _labels(base: Base, commit: Source) -> dict[str, str]:
+def _labels(base: Base, date_s: int) -> dict[str, str]:
     """Return the OCI annotations that are known only when building; the Dockerfile has the others."""
     labels = {
-        "revision": commit.revision,
-        "created": datetime.fromtimestamp(commit.epoch_s, UTC).isoformat(),
+        "revision": checkout.revision(),
+        "created": datetime.fromtimestamp(date_s, UTC).isoformat(),
         "base.name": base.name.partition("@")[0],
         "base.digest": base.digest,
     }
     return {name: value for name, value in labels.items() if value}
-
-
-def source() -> Source:
-    """Return the commit of this checkout, or the start of time outside of one."""
-    revision = _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-    return Source(revision, int(_git("log", "-1", "--format=%ct") or 0))
-
-
-def _git(*words: str) -> str:
-    try:
-        done = subprocess.run(
-            ["git", "--no-optional-locks", "-C", str(ROOT), *words], capture_output=True, text=True, check=False
-        )
-    except FileNotFoundError:
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def inspect(image: str) -> dict[str, str]:

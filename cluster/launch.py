@@ -9,10 +9,11 @@ from typing import Any
 
 from cluster import compose, configuration, engine, images, local, packages, spec, tensorboard, tf_config
 from cluster.errors import UsageError, nearest
+from cluster.files import read_json
 from cluster.payload import Payload, check_readable, check_script
 from cluster.request import Request, check_together, check_tpu
 from cluster.request import topology as topology_of
-from cluster.runs import RunFolder, read_json
+from cluster.runs import RunFolder
 from cluster.teardown import in_progress
 from cluster.watchdog import HANG_TIMEOUT_S
 

@@ -22,7 +22,8 @@ from typing import Any
 
 from cluster import processes, summary, tf_config
 from cluster.errors import PrerequisiteError, TimedOut
-from cluster.runs import RunFolder, read_json, write_json
+from cluster.files import read_json, write_json
+from cluster.runs import RunFolder
 from cluster.spec import ClusterSpec
 from cluster.words import counted
 

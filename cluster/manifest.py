@@ -7,16 +7,15 @@ the environment that it computes in (`train/environment.py`).
 from __future__ import annotations
 
 import hashlib
-import subprocess
 from pathlib import Path
 from typing import Any
 
-from cluster import images, locks, tf_config
+from cluster import checkout, images, locks, tf_config
+from cluster.files import read_json, sha256, write_json
 from cluster.launch import Plan
 from cluster.payload import Payload
-from cluster.runs import RunFolder, read_json, write_json
+from cluster.runs import RunFolder
 
-ROOT = images.ROOT
 SCHEMA = 1
 CODE = ("cluster", "train")
 """The folders whose files run; others may hold anything."""
@@ -28,7 +27,9 @@ def write(plan: Plan) -> None:
         "schema": SCHEMA,
         "run": plan.run.name,
         "code": _code(),
-        "locks": {f"{target}.lock": _sha256(ROOT / locks.DIRECTORY / f"{target}.lock") for target in locks.TARGETS},
+        "locks": {
+            f"{target}.lock": sha256(locks.ROOT / locks.DIRECTORY / f"{target}.lock") for target in locks.TARGETS
+        },
         "runtime": plan.runtime,
         "image": images.inspect(images.train_image("cpu")) if plan.contained else None,
         "config": _config(plan),
@@ -47,16 +48,10 @@ def read(run: RunFolder) -> dict[str, Any]:
 
 def _code() -> dict[str, Any]:
     """Return which code runs: the commit and a hash of what differs from it, or without git a hash of the files."""
-    commit = _git("rev-parse", "HEAD").decode().strip()
+    commit = checkout.commit()
     if not commit:
-        return {"commit": None, **{f"{part}_sha256": _tree(ROOT / part) for part in CODE}}
-    changes = _git("diff", "HEAD", "--binary")
-    others = _git("ls-files", "--others", "--exclude-standard", "-z", "--", *CODE).decode()
-    new = sorted(filter(None, others.split("\0")))
-    digest = hashlib.sha256(changes)
-    for name in new:
-        digest.update(f"{name}\0{_sha256(ROOT / name)}\0".encode())
-    return {"commit": commit, "changes_sha256": digest.hexdigest() if changes or new else None}
+        return {"commit": None, **{f"{part}_sha256": _tree(checkout.ROOT / part) for part in CODE}}
+    return {"commit": commit, "changes_sha256": checkout.changes_sha256(*CODE)}
 
 
 def _config(plan: Plan) -> dict[str, Any]:
@@ -64,14 +59,14 @@ def _config(plan: Plan) -> dict[str, Any]:
     script = plan.payload.script
     if script is None:
         return plan.config
-    return plan.config | {"script": script.name, "script_sha256": _sha256(script)}
+    return plan.config | {"script": script.name, "script_sha256": sha256(script)}
 
 
 def _own_code(payload: Payload) -> dict[str, str]:
     """Return a hash of each folder with modules of the user's own, by its name, and of their requirements."""
     found = {folder.name: _tree(folder) for folder in payload.code_dirs}
     if payload.requirements:
-        found[payload.requirements.name] = _sha256(payload.requirements)
+        found[payload.requirements.name] = sha256(payload.requirements)
     return found
 
 
@@ -79,18 +74,5 @@ def _tree(folder: Path) -> str:
     """Return a hash over the Python files of a folder: their names and contents."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
-        digest.update(f"{path.relative_to(folder)}\0{_sha256(path)}\0".encode())
+        digest.update(f"{path.relative_to(folder)}\0{sha256(path)}\0".encode())
     return digest.hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _git(*words: str) -> bytes:
-    try:
-        done = subprocess.run(["git", "--no-optional-locks", "-C", str(ROOT), *words], capture_output=True, check=False)
-    except FileNotFoundError:
-        return b""
-    return done.stdout if done.returncode == 0 else b""

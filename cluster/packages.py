@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 
 from cluster import locks
 from cluster.errors import PrerequisiteError, UsageError
+from cluster.files import sha256
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".build" / "packages"
@@ -110,16 +111,16 @@ def _constraint(pin: locks.Pin, python: str) -> str:
 def _line(found: dict[str, Any], requirements: Path) -> str:
     """Return a package as a requirement that only its very file meets."""
     name, origin = found["metadata"]["name"], found["download_info"]
-    sha256 = origin.get("archive_info", {}).get("hashes", {}).get("sha256")
-    if not sha256 and origin["url"].startswith("file://"):  # pip 23.0 tells none of a file
+    digest = origin.get("archive_info", {}).get("hashes", {}).get("sha256")
+    if not digest and origin["url"].startswith("file://"):  # pip 23.0 tells none of a file
         path = Path(unquote(urlsplit(origin["url"]).path))
-        sha256 = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
-    if not sha256:
+        digest = sha256(path) if path.is_file() else None
+    if not digest:
         raise UsageError(
             f"--requirements {str(requirements)!r}: {name} comes from {origin['url']}, which has no hash; name a "
             "release or a wheel, or put its code beside the script"
         )
-    return f"{name} @ {origin['url']} --hash=sha256:{sha256}"
+    return f"{name} @ {origin['url']} --hash=sha256:{digest}"
 
 
 def _for_python(python: str) -> list[str]:

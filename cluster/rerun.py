@@ -11,8 +11,9 @@ from typing import Any
 
 from cluster import launch, manifest, startup, teardown, view, watch
 from cluster.errors import EXIT_DONE, EXIT_FAILED, UsageError
+from cluster.files import read_json, read_json_lines
 from cluster.request import Request
-from cluster.runs import RunFolder, read_json, read_json_lines
+from cluster.runs import RunFolder
 from cluster.words import counted
 
 COMPARED = ("code", "locks", "image", "config", "own_code", "cluster", "data", "environment")

@@ -8,17 +8,15 @@ claim at once (the next generation, the outcome) belongs to whoever creates its 
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
 import os
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cluster.errors import PrerequisiteError
+from cluster.files import RESERVE, RESERVE_BYTES, append_json, create_json, read_json, read_json_lines, write_json
 from cluster.spec import ClusterSpec, Task
 
 HEARTBEAT_S = 1.0
@@ -26,13 +24,6 @@ HEARTBEAT_S = 1.0
 
 LOST_AFTER_S = 15.0
 """Age of the last heartbeat after which a task counts as lost."""
-
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-
-RESERVE = "control/reserve"
-"""A file that keeps a little room on the disk. When the disk is full it goes, so that the outcome can be recorded."""
-
-RESERVE_BYTES = 256 * 1024
 
 FINAL_STATES = frozenset({"done", "failed", "stopped"})
 
@@ -368,67 +359,3 @@ class Heartbeat:
     def _run(self) -> None:
         while not self._stop.wait(HEARTBEAT_S):
             self.write()
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Replace a JSON file whole."""
-    _write_scratch(path, value).replace(path)
-
-
-def create_json(path: Path, value: Any) -> bool:
-    """Create a JSON file, whole, unless it exists; return whether this call created it."""
-    scratch = _write_scratch(path, value)
-    try:
-        os.link(scratch, path)  # atomic, and fails where the name is taken, also on NFS
-    except FileExistsError:
-        return False
-    finally:
-        scratch.unlink()
-    return True
-
-
-def _write_scratch(path: Path, value: Any) -> Path:
-    """Write a value beside `path`; on a full disk into the room that the run folder keeps for its last words."""
-    text = json.dumps(value, indent=2) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    try:
-        scratch.write_text(text)
-    except OSError as error:
-        if error.errno not in DISK_FULL:
-            raise
-        for folder in path.parents[:3]:
-            (folder / RESERVE).unlink(missing_ok=True)
-        scratch.write_text(text)
-    return scratch
-
-
-_MISSING = object()
-
-
-def read_json(path: Path, default: Any = _MISSING) -> Any:
-    """Return a JSON file's value, or `default` where there is none yet."""
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        if default is _MISSING:
-            raise
-        return default
-
-
-def append_json(path: Path, value: Any) -> None:
-    """Append one line to a JSON Lines file in a single write."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        os.write(descriptor, (json.dumps(value) + "\n").encode())
-    finally:
-        os.close(descriptor)
-
-
-def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON Lines file; a last line cut short by a crash is left out."""
-    if not path.exists():
-        return
-    for line in path.read_text().splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            yield json.loads(line)

@@ -11,8 +11,9 @@ import time
 
 from cluster import launch, spec, startup, summary, teardown, view, watch
 from cluster.errors import EXIT_DONE, TimedOut, UsageError
+from cluster.files import read_json
 from cluster.request import Request, topology
-from cluster.runs import SCALE, RunFolder, read_json
+from cluster.runs import SCALE, RunFolder
 from cluster.spec import ClusterSpec, Role
 from cluster.words import counted
 

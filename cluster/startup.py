@@ -13,9 +13,10 @@ from typing import Any
 
 from cluster import compose, engine, images, local, manifest, packages, tensorboard
 from cluster.errors import PrerequisiteError
+from cluster.files import write_json
 from cluster.launch import MIN_FREE_BYTES, Plan, data_dir, runs_dir, shown
 from cluster.payload import lay_out
-from cluster.runs import SCALE, write_json
+from cluster.runs import SCALE
 from cluster.teardown import remove
 
 Shell = Callable[[str], object]

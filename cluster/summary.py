@@ -6,7 +6,8 @@ import time
 from typing import Any
 
 from cluster import restarts
-from cluster.runs import RunFolder, read_json, read_json_lines, write_json
+from cluster.files import read_json, read_json_lines, write_json
+from cluster.runs import RunFolder
 
 SETTLE_S = 20.0
 """How long the summary waits for the other tasks' last heartbeats; a task killed for good never sends one."""

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cluster import compose, engine, local
-from cluster.runs import RunFolder, read_json
+from cluster.files import read_json
+from cluster.runs import RunFolder
 
 
 def in_progress(run: RunFolder) -> bool:

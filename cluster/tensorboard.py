@@ -16,7 +16,7 @@ from typing import Any
 
 from cluster import compose, engine, processes
 from cluster.errors import PrerequisiteError, TimedOut
-from cluster.runs import read_json, write_json
+from cluster.files import read_json, write_json
 
 PORT = 6006
 START_TIMEOUT_S = 60.0

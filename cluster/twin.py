@@ -5,7 +5,8 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from cluster.runs import RunFolder, read_json
+from cluster.files import read_json
+from cluster.runs import RunFolder
 
 
 def undisturbed(run: RunFolder) -> dict[str, Any] | None:
@@ -22,14 +23,8 @@ def undisturbed(run: RunFolder) -> dict[str, Any] | None:
 
 def same_bits(run: RunFolder) -> bool | None:
     """Whether a run ended with the weights of its undisturbed twin; None where there is nothing to compare."""
-    calm, summary = undisturbed(run), read_json(run.summary)
-    if any(event["event"] == "scaled" for event in run.events()):
-        return None  # another number of workers adds up in another order
-    if calm is None or run.load_cluster().strategy == "ps" or summary["state"] != "succeeded":
-        return None
-    if summary["weights_sha256"] is None:
-        return None  # a script tells none
-    return bool(calm["weights_sha256"] == summary["weights_sha256"])
+    calm = undisturbed(run)
+    return None if calm is None else _same_bits(run, calm)
 
 
 def compared(run: RunFolder) -> list[str]:
@@ -41,11 +36,21 @@ def compared(run: RunFolder) -> list[str]:
     resumed = [cost["resumed_s"] for cost in read_json(run.summary)["restarts"] if cost["resumed_s"] is not None]
     if resumed:
         told += f"; next new step after {median(resumed):.2f} s (median), {max(resumed):.2f} s (most)"
-    if (same := same_bits(run)) is None:
-        return [told]
     calm = undisturbed(run)
-    assert calm is not None
+    if calm is None or (same := _same_bits(run, calm)) is None:
+        return [told]
     return [told, f"weights      {'the same bits as' if same else 'NOT those of'} the undisturbed run {calm['run']}"]
+
+
+def _same_bits(run: RunFolder, calm: dict[str, Any]) -> bool | None:
+    summary = read_json(run.summary)
+    if any(event["event"] == "scaled" for event in run.events()):
+        return None  # another number of workers adds up in another order
+    if run.load_cluster().strategy == "ps" or summary["state"] != "succeeded":
+        return None
+    if summary["weights_sha256"] is None:
+        return None  # a script tells none
+    return bool(calm["weights_sha256"] == summary["weights_sha256"])
 
 
 def _computes(run: RunFolder) -> tuple[Any, ...]:

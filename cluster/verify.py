@@ -21,7 +21,8 @@ from typing import Any
 
 from cluster import launch, processes
 from cluster.errors import EXIT_DONE, EXIT_PREREQUISITE, ClusterError, RunFailed, TimedOut
-from cluster.runs import RunFolder, read_json, read_json_lines
+from cluster.files import read_json, read_json_lines
+from cluster.runs import RunFolder
 from cluster.spec import CLASS_NAMES
 from cluster.words import counted
 

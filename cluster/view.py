@@ -9,8 +9,9 @@ import time
 from typing import Any
 
 from cluster import tensorboard, twin
+from cluster.files import read_json
 from cluster.processes import describe_exit
-from cluster.runs import RunFolder, read_json
+from cluster.runs import RunFolder
 from cluster.words import counted
 
 

@@ -14,7 +14,8 @@ from cluster.errors import (
     EXIT_TIMEOUT,
     TimedOut,
 )
-from cluster.runs import SCALE_PATIENCE_S, RunFolder, read_json, write_json
+from cluster.files import read_json, write_json
+from cluster.runs import SCALE_PATIENCE_S, RunFolder
 
 POLL_S = 0.2
 START_TIMEOUT_S = 90.0

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.runs import FINAL_STATES, RunFolder, create_json, read_json
+from cluster.files import create_json, read_json
+from cluster.runs import FINAL_STATES, RunFolder
 from cluster.spec import ClusterSpec, Role, Task
 
 FROZEN_S = 8.0

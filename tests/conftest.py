@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 import pytest
 
 from cluster import engine, local, spec
-from cluster.runs import RunFolder, write_json
+from cluster.files import write_json
+from cluster.runs import RunFolder
 
 LAST_LINES = 15
 

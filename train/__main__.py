@@ -20,7 +20,8 @@ import traceback
 from pathlib import Path
 
 from cluster.errors import EXIT_PEER_LOST, ClusterError
-from cluster.runs import RunFolder, read_json
+from cluster.files import read_json
+from cluster.runs import RunFolder
 from train import config
 
 EXIT_BUG = 70

@@ -9,7 +9,6 @@ recorded is used.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import tempfile
 import threading
@@ -20,7 +19,7 @@ from pathlib import Path
 import tensorflow as tf
 from tensorflow import keras
 
-from cluster.runs import read_json, write_json
+from cluster.files import read_json, sha256, write_json
 
 _RECORD = re.compile(r"ckpt-(\d+)\.json")
 
@@ -54,7 +53,7 @@ class Saved:
                 return f"{name} is missing"
             if path.stat().st_size != expected["size_bytes"]:
                 return f"{name} has {path.stat().st_size} bytes, expected {expected['size_bytes']}"
-            if _sha256(path) != expected["sha256"]:
+            if sha256(path) != expected["sha256"]:
                 return f"{name} does not have the contents that were saved"
         return None
 
@@ -182,7 +181,7 @@ def write(checkpoint: tf.train.Checkpoint, saved: Saved) -> None:
         files = {}
         for path in sorted(Path(scratch).iterdir()):
             if path.is_file():
-                files[path.name] = {"size_bytes": path.stat().st_size, "sha256": _sha256(path)}
+                files[path.name] = {"size_bytes": path.stat().st_size, "sha256": sha256(path)}
                 path.replace(saved.folder / path.name)
     write_json(saved.record, {"step": saved.step, "files": files})
 
@@ -225,8 +224,3 @@ class Copy:
         for name, child in self._view.children(node).items():
             setattr(twin, name, self._copy(child))
         return twin
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

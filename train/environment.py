@@ -11,7 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from cluster.runs import RunFolder, read_json, write_json
+from cluster.files import read_json, write_json
+from cluster.runs import RunFolder
 from train.sources import Source
 
 PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "tf_keras", "numpy", "nvidia-nccl-cu12")

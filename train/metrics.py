@@ -11,7 +11,8 @@ import tensorflow as tf
 from PIL import Image, ImageDraw
 from tensorboard.plugins.hparams import api as hparams
 
-from cluster.runs import RunFolder, append_json, read_json_lines
+from cluster.files import append_json, read_json_lines
+from cluster.runs import RunFolder
 from train.config import TrainConfig
 
 

@@ -11,7 +11,8 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.errors import ClusterError, PrerequisiteError, RunFailed
-from cluster.runs import DISK_FULL, Heartbeat, RunFolder, read_json
+from cluster.files import DISK_FULL, read_json
+from cluster.runs import Heartbeat, RunFolder
 from cluster.spec import Role, Task
 from train import custom, environment, evaluator, fit, guards, models, objectives, rehearsal, sources, strategy
 from train.assignment import Assignment

@@ -8,7 +8,7 @@ from importlib.metadata import version
 import numpy as np
 import tensorflow as tf
 
-from cluster.runs import write_json
+from cluster.files import write_json
 from train import export, loops
 from train.assignment import Assignment
 from train.data import memory

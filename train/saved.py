@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.errors import ClusterError, PrerequisiteError, UsageError
-from cluster.runs import RunFolder, read_json
+from cluster.files import read_json
+from cluster.runs import RunFolder
 from train.config import TrainConfig
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from typing import Any
 import tensorflow as tf
 
 from cluster.errors import RunFailed
-from cluster.runs import RunFolder, create_json, read_json
+from cluster.files import create_json, read_json
+from cluster.runs import RunFolder
 from train.config import TrainConfig
 from train.data import arrays, memory, shards, stream
 from train.data.memory import Batch

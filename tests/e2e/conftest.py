@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,6 +30,18 @@ def clusters(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
     cluster.invoke("down")
     for path in cluster.runs_dir.glob("*/cluster.json"):
         assert [] == local.processes_left(RunFolder(path.parent))
+
+
+@pytest.fixture
+def small(data: Path, tmp_path: Path) -> Iterator[Clusters]:
+    """Commands on a folder of runs that is a small disk of its own, to be filled."""
+    if os.getuid() != 0:
+        pytest.skip("only root can mount a small disk")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=560m", "tmpfs", str(disk)], check=True)
+    yield Clusters(disk)
+    subprocess.run(["umount", str(disk)], check=True)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster.runs import RunFolder, read_json, read_json_lines
+from cluster.files import read_json, read_json_lines
+from cluster.runs import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("DATA_DIR", ROOT / "data"))

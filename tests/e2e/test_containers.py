@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from cluster import compose, engine, local
-from cluster.runs import RunFolder, read_json
+from cluster.files import read_json
+from cluster.runs import RunFolder
 from tests.e2e.scenario import STEPS, TRAINING, Clusters, losses, step_of, summary
 from tests.waiting import wait_for
 

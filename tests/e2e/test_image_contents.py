@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 import pytest
 from packaging.markers import Marker
 
-from cluster import images, locks
+from cluster import checkout, images, locks
 
 pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("images")]
 
@@ -52,9 +52,8 @@ def test_labels_must_tell_what_is_inside(image: str) -> None:
     config = json.loads(docker(f"image inspect --format='{{{{json .Config}}}}' {image}"))
     labels = {name.removeprefix("org.opencontainers.image."): text for name, text in config["Labels"].items()}
     assert {"title", "description", "base.name"} <= labels.keys()
-    commit = images.source()
-    assert commit.revision == labels.get("revision", "")
-    assert datetime.fromtimestamp(commit.epoch_s, UTC).isoformat() == labels["created"]
+    assert checkout.revision() == labels.get("revision", "")
+    assert datetime.fromtimestamp(checkout.commit_time_s(), UTC).isoformat() == labels["created"]
 
 
 @pytest.mark.parametrize("image", [TRAIN, BOARD])

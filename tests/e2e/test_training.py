@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from cluster import local
-from cluster.runs import RunFolder, read_json_lines
+from cluster.files import read_json_lines
+from cluster.runs import RunFolder
 from tests.e2e.scenario import DATA, ROOT, STEPS, TRAINING, Clusters, losses, read, step_of, summary
 from tests.waiting import wait_for
 
@@ -244,23 +245,16 @@ def _is(pid: int, task: str, module: bytes) -> bool:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a small disk")
-def test_a_full_disk_must_fail_the_run_and_lose_no_good_checkpoint(data: Path, tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=560m", "tmpfs", str(disk)], check=True)
-    try:
-        small = Clusters(disk)
-        words = ("up", "--name=full", "--runtime=local", "--tensorboard-port=0", "--workers=1", "--checkpoint-every=50")
-        small.invoke(*words, "--detach", "--", "--max-steps", "900")
-        run = small.run("full")
-        wait_for((run.checkpoints / "ckpt-50.index").exists, "the first checkpoint")
-        subprocess.run(["dd", "if=/dev/zero", f"of={disk / 'fill'}", "bs=1M"], capture_output=True)  # until it is full
-        output = small.invoke("wait", "--timeout=60", expect=1)
-        assert "the disk is full" in output
-        assert [] == local.processes_left(run)
-        (disk / "fill").unlink()
-        small.invoke("up", "--resume=full", "--runtime=local", "--tensorboard-port=0", "--", "--max-steps", "60")
-        assert ("succeeded", 60) == (summary(run)["state"], summary(run)["steps"])
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+def test_a_full_disk_must_fail_the_run_and_lose_no_good_checkpoint(small: Clusters) -> None:
+    fill = small.runs_dir / "fill"
+    words = ("up", "--name=full", "--runtime=local", "--tensorboard-port=0", "--workers=1", "--checkpoint-every=50")
+    small.invoke(*words, "--detach", "--", "--max-steps", "900")
+    run = small.run("full")
+    wait_for((run.checkpoints / "ckpt-50.index").exists, "the first checkpoint")
+    subprocess.run(["dd", "if=/dev/zero", f"of={fill}", "bs=1M"], capture_output=True)  # until it is full
+    output = small.invoke("wait", "--timeout=60", expect=1)
+    assert "the disk is full" in output
+    assert [] == local.processes_left(run)
+    fill.unlink()
+    small.invoke("up", "--resume=full", "--runtime=local", "--tensorboard-port=0", "--", "--max-steps", "60")
+    assert ("succeeded", 60) == (summary(run)["state"], summary(run)["steps"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from cluster import local
-from cluster.runs import RunFolder, read_json, write_json
+from cluster import configuration, local
+from cluster.files import read_json, write_json
+from cluster.runs import RunFolder
 from tests.unit.gang import Gang, StartGang
+from tests.unit.launching import CONFIG
 
 
 @pytest.fixture
@@ -48,3 +51,25 @@ def start_gang(make_run: Callable[..., RunFolder], tmp_path: Path) -> Iterator[S
     for run in started:
         with contextlib.suppress(FileNotFoundError):
             local.kill(run)
+
+
+@pytest.fixture
+def resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration, without the process that checks it."""
+    monkeypatch.setattr(configuration, "resolve", lambda request, base, packages: (dict(CONFIG), ()))
+
+
+@pytest.fixture
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Puts a `docker` with this script on the PATH, alone; returns the file that lists how it was called."""
+
+    def put(script: str) -> Path:
+        program, calls = tmp_path / "bin" / "docker", tmp_path / "docker-calls"
+        program.parent.mkdir()
+        calls.touch()
+        program.write_text(f'#!/bin/sh\necho "$*" >>{calls}\n{script}\n')
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", str(program.parent))
+        return calls
+
+    return put

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster import local
-from cluster.runs import RunFolder, read_json
+from cluster.files import read_json
+from cluster.runs import RunFolder
 from tests.waiting import wait_for
 
 

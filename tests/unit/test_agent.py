@@ -12,8 +12,9 @@ from collections.abc import Callable
 import pytest
 
 from cluster import agent, restarts, watch
+from cluster.files import read_json
 from cluster.processes import start_ticks
-from cluster.runs import RunFolder, read_json
+from cluster.runs import RunFolder
 from tests.unit.gang import StartGang
 from tests.waiting import wait_for
 
@@ -151,7 +152,7 @@ if GENERATION: finish()
 if NAME == 'chief':
     meet(), sys.exit(75)
 from cluster.processes import start_ticks
-from cluster.runs import read_json
+from cluster.files import read_json
 until(lambda: (run.path / 'pids/chief.json').exists())
 chief = read_json(run.path / 'pids/chief.json')['program']
 until(lambda: start_ticks(chief) is None and not os.path.exists(f'/proc/{chief}'))  # its agent has seen the end

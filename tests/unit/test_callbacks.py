@@ -16,7 +16,8 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.errors import UsageError
-from cluster.runs import Heartbeat, RunFolder, read_json, read_json_lines
+from cluster.files import read_json, read_json_lines
+from cluster.runs import Heartbeat, RunFolder
 from train import callbacks, custom, objectives, sources
 from train.assignment import Assignment
 from train.config import Optimizer, TrainConfig

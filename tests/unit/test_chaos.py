@@ -18,8 +18,9 @@ import tasks
 from cluster import chaos, faults
 from cluster.chaos import Fault, Result
 from cluster.errors import TimedOut, UsageError
+from cluster.files import read_json, read_json_lines, write_json
 from cluster.launch import ROOT
-from cluster.runs import RunFolder, read_json, read_json_lines, write_json
+from cluster.runs import RunFolder
 from tests.unit.gang import Gang, StartGang
 from tests.waiting import wait_for
 

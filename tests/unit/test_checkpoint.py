@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 from tensorflow import keras
 
-from cluster.runs import read_json
+from cluster.files import read_json
 from train import checkpoint
 from train.checkpoint import Checkpoint, Copy, Saved, finished, newest_good
 

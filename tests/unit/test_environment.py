@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.runs import RunFolder, read_json, write_json
+from cluster.files import read_json, write_json
+from cluster.runs import RunFolder
 from train import environment
 from train.sources import Source
 

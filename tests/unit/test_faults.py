@@ -16,8 +16,9 @@ import pytest
 from cluster import compose, faults
 from cluster.errors import ClusterError, UsageError
 from cluster.faults import ContainerMeans, LocalMeans
+from cluster.files import write_json
 from cluster.processes import identity
-from cluster.runs import RunFolder, write_json
+from cluster.runs import RunFolder
 from tests.waiting import wait_for
 
 MakeRun = Callable[..., RunFolder]

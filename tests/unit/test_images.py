@@ -13,7 +13,7 @@ import pytest
 from invoke import Exit, MockContext
 
 import tasks
-from cluster import engine, images
+from cluster import checkout, engine, images
 from cluster.errors import EXIT_USAGE, PrerequisiteError, UsageError
 
 DIGEST = "sha256:" + "a" * 64
@@ -129,7 +129,8 @@ def test_both_images_must_be_built_from_the_same_base() -> None:
 
 
 def test_every_date_must_be_the_commits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "source", lambda: images.Source("c0ffee-dirty", 86400))
+    monkeypatch.setattr(checkout, "revision", lambda: "c0ffee-dirty")
+    monkeypatch.setattr(checkout, "commit_time_s", lambda: 86400)
     for command in images.build_commands("cpu", BASE):
         assert "--build-arg=SOURCE_DATE_EPOCH=86400" in command
         assert "image.created=1970-01-02T00:00:00+00:00" in command
@@ -137,9 +138,8 @@ def test_every_date_must_be_the_commits(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_outside_of_a_checkout_no_revision_must_be_claimed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(images, "ROOT", tmp_path)
+    monkeypatch.setattr(checkout, "ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert images.source() == images.Source("", 0)
     assert "revision" not in images.build_commands("cpu", BASE)[0]
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import socket
-import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,21 +13,14 @@ from typing import Any
 
 import pytest
 
-from cluster import configuration, engine, images, launch, local, payload, request, startup, teardown, tensorboard
+from cluster import engine, images, launch, local, payload, request, startup, teardown, tensorboard
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, PrerequisiteError, UsageError
+from cluster.files import read_json, write_json
 from cluster.request import Request
-from cluster.runs import RunFolder, read_json, write_json
-from cluster.spec import Role
+from cluster.runs import RunFolder
+from tests.unit.launching import CONFIG, WORKING_ENGINE, Commands, refusal
 
 MakeRun = Callable[..., RunFolder]
-
-CONFIG = {"preset": "fashion_mnist", "dataset": "fashion_mnist", "global_batch": 192}
-
-
-@pytest.fixture
-def resolved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The configuration, without the process that checks it."""
-    monkeypatch.setattr(configuration, "resolve", lambda request, base, packages: (dict(CONFIG), ()))
 
 
 @pytest.fixture
@@ -37,33 +28,6 @@ def built(monkeypatch: pytest.MonkeyPatch) -> None:
     """One command in the place of those that build the images."""
     monkeypatch.setattr(startup, "image_commands", lambda: ["docker build ."])
     monkeypatch.setattr(images, "inspect", lambda image: {"image": image, "id": "sha256:1"})
-
-
-@pytest.fixture
-def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """Puts a `docker` with this script on the PATH, alone; returns the file that lists how it was called."""
-
-    def put(script: str) -> Path:
-        program, calls = tmp_path / "bin" / "docker", tmp_path / "docker-calls"
-        program.parent.mkdir()
-        calls.touch()
-        program.write_text(f'#!/bin/sh\necho "$*" >>{calls}\n{script}\n')
-        program.chmod(program.stat().st_mode | stat.S_IXUSR)
-        monkeypatch.setenv("PATH", str(program.parent))
-        return calls
-
-    return put
-
-
-WORKING_ENGINE = 'case "$1" in info) echo \'"26.1.5"\';; compose) echo 2.26.1;; *) exit 1;; esac'
-
-
-def refusal(asked: Request) -> ClusterError:
-    """Return the error that a request is refused with; nothing may have been changed."""
-    with pytest.raises(ClusterError) as refused:
-        launch.plan(asked)
-    assert 1 == len(str(refused.value).splitlines())
-    return refused.value
 
 
 # What cannot be done
@@ -143,93 +107,12 @@ def test_a_configuration_that_makes_no_sense_is_refused(tmp_path: Path, request_
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_that_exists_is_not_overwritten_by_chance(resolved: None, make_run: MakeRun) -> None:
-    make_run("taken")
-    error = refusal(Request(name="taken"))
-    told = "run 'taken' exists; go on with --resume taken, or start it again with --name taken --fresh"
-    assert (EXIT_USAGE, told) == (error.exit_code, str(error))
-
-
-def test_an_unknown_run_is_refused_with_the_nearest(resolved: None, make_run: MakeRun) -> None:
-    make_run("monday")
-    assert str(refusal(Request(resume="mondey"))).endswith("; did you mean 'monday'?")
-
-
-def beat(run: RunFolder, task: str, state: str, age_s: float = 0) -> None:
-    """Leave a heartbeat."""
-    write_json(run.status(task), {"task": task, "state": state, "updated_at": time.time() - age_s})
-
-
-@pytest.mark.parametrize("asked", [{"resume": "run"}, {"name": "run", "fresh": True}])
-def test_a_run_in_progress_is_left_alone(resolved: None, make_run: MakeRun, asked: dict[str, Any]) -> None:
-    beat(make_run(workers=1), "chief", "training")
-    error = refusal(Request(**asked))
-    assert (EXIT_USAGE, True) == (error.exit_code, str(error).startswith("run 'run' is still in progress; `invoke "))
-
-
-def test_a_run_whose_tasks_all_fell_silent_can_be_resumed(resolved: None, make_run: MakeRun) -> None:
-    run = make_run(workers=1)
-    beat(run, "chief", "training", age_s=60)
-    beat(run, "worker-0", "done", age_s=60)  # it had ended; the chief and the supervisor were killed
-    assert launch.plan(Request(resume="run", runtime="local")).resumes
-
-
-def test_a_run_of_which_one_task_lives_is_in_progress(make_run: MakeRun) -> None:
-    run = make_run(workers=1)
-    beat(run, "worker-0", "done", age_s=60)
-    beat(run, "chief", "training")
-    assert teardown.in_progress(run)
-    write_json(run.summary, {})
-    assert not teardown.in_progress(run)
-
-
-def topology(run: RunFolder, **asked: Any) -> tuple[str, int, int, int]:
-    """Return strategy, workers, parameter servers and devices of a resumed run."""
-    cluster = launch.plan(Request(resume=run.name, runtime="local", **asked)).cluster
-    return cluster.strategy, len(cluster.of(Role.WORKER)), len(cluster.of(Role.PS)), cluster.devices
-
-
-@pytest.mark.parametrize(
-    ("had", "asked", "expected"),
-    [
-        ({"workers": 1}, {}, ("multiworker", 1, 0, 1)),
-        ({"workers": 0}, {}, ("one", 0, 0, 1)),
-        ({"workers": 3, "ps": 2, "devices": 2}, {}, ("ps", 3, 2, 2)),
-        ({"workers": 0, "devices": 2, "strategy": "central"}, {}, ("central", 0, 0, 2)),
-        ({"workers": 0, "devices": 2, "strategy": "central"}, {"devices": "4"}, ("central", 0, 0, 4)),
-        ({"workers": 0, "devices": 2}, {"devices": "1"}, ("one", 0, 0, 1)),
-        ({"workers": 1}, {"workers": "2"}, ("multiworker", 2, 0, 1)),
-        ({"workers": 2}, {"workers": "0"}, ("one", 0, 0, 1)),
-        ({"workers": 2}, {"ps": "1"}, ("ps", 2, 1, 1)),
-        ({"workers": 2, "ps": 1}, {"workers": "0"}, ("one", 0, 0, 1)),
-        ({"workers": 2, "ps": 1}, {"ps": "0"}, ("multiworker", 2, 0, 1)),
-        ({"workers": 2, "ps": 1}, {"strategy": "multiworker"}, ("multiworker", 2, 0, 1)),
-        ({"workers": 2}, {"strategy": "one"}, ("one", 0, 0, 1)),
-        ({"workers": 0}, {"strategy": "multiworker"}, ("multiworker", 2, 0, 1)),
-    ],
-)
-def test_a_resumed_run_keeps_its_topology_unless_another_is_given(
-    resolved: None, make_run: MakeRun, had: dict[str, Any], asked: dict[str, str], expected: tuple[str, int, int, int]
-) -> None:
-    run = make_run(**had)
-    run.end("stopped")
-    write_json(run.summary, {"state": "stopped"})
-    assert expected == topology(run, **asked)
-
-
-def test_a_resumed_run_keeps_its_evaluator(resolved: None, make_run: MakeRun) -> None:
-    run = make_run(workers=0, evaluator=True)
-    write_json(run.summary, {"state": "stopped"})
-    assert launch.plan(Request(resume=run.name, runtime="local")).cluster.of(Role.EVALUATOR)
-
-
-@pytest.mark.parametrize("strategy", ["one", "mirrored", "central", "tpu"])
-def test_strategies_of_one_process_have_no_workers_by_default(
-    resolved: None, monkeypatch: pytest.MonkeyPatch, strategy: str
-) -> None:
-    monkeypatch.setenv("TPU_NAME", "a-tpu")
-    cluster = launch.plan(Request(strategy=strategy, runtime="local")).cluster
-    assert (strategy, ["chief"]) == (cluster.strategy, [task.name for task in cluster.tasks])
+@pytest.mark.parametrize("value", ["30m", "abc", "s", "-5", "-5s", "0s", "0.0s", ".5s", "2.5", "30 s", "1e3s", "infs"])
+def test_checkpoints_every_what_is_neither_steps_nor_seconds_are_refused(value: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        Request(checkpoint_every=value).training()
+    told = f"--checkpoint-every {value!r}: expected optimizer steps such as 200, or seconds such as 30s"
+    assert told == str(refused.value)
 
 
 # What the machine lacks
@@ -289,13 +172,6 @@ def test_with_an_engine_runs_are_containers(resolved: None, docker: Callable[[st
     assert ["chief:2222", "worker-0:2222", "worker-1:2222"] == [task.address for task in planned.cluster.tasks]
 
 
-class Commands(list[str]):
-    """A shell that only remembers."""
-
-    def __call__(self, command: str) -> None:
-        self.append(command)
-
-
 def start_refusal(request_: Request) -> ClusterError:
     """Return the error that ends the start of a run that could be planned; nothing may have been started."""
     planned, commands = launch.plan(request_), Commands()
@@ -312,6 +188,13 @@ def test_a_port_in_use_ends_the_start(resolved: None) -> None:
         told = str(start_refusal(Request(runtime="local", tensorboard_port=str(port))))
     assert told.startswith(f"port 127.0.0.1:{port} is in use by another program")
     assert "--tensorboard-port" in told
+
+
+def test_our_own_tensorboard_does_not_count_as_another_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setattr(tensorboard, "running", lambda runs_dir: port)
+        tensorboard.check_port(tmp_path, port)
 
 
 def test_a_full_disk_ends_the_start(resolved: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,7 +238,7 @@ def test_a_run_folder_that_cannot_be_written_ends_the_start(
     assert [] == started
 
 
-# A start
+# A plan
 
 
 def test_a_plan_changes_nothing(resolved: None, tmp_path: Path) -> None:
@@ -381,6 +264,24 @@ def test_the_replica_batch_is_the_global_batch_divided(resolved: None) -> None:
     assert (6, 32) == (value["replicas"], value["replica_batch"])
 
 
+@pytest.mark.parametrize("strategy", ["one", "mirrored", "central", "tpu"])
+def test_strategies_of_one_process_have_no_workers_by_default(
+    resolved: None, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    monkeypatch.setenv("TPU_NAME", "a-tpu")
+    cluster = launch.plan(Request(strategy=strategy, runtime="local")).cluster
+    assert (strategy, ["chief"]) == (cluster.strategy, [task.name for task in cluster.tasks])
+
+
+def test_options_of_up_that_are_overrides_are_passed_on() -> None:
+    asked = Request(loop="fit", checkpoint_every="2.5s", overrides=("--epochs", "1"))
+    assert ["--loop", "fit", "--checkpoint-seconds", "2.5", "--epochs", "1"] == asked.training()
+    assert ["--epochs", "1"] == Request(overrides=("--epochs", "1")).training()
+
+
+# A start
+
+
 def test_a_local_start_prepares_data_and_leaves_the_whole_folder(
     resolved: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,158 +294,6 @@ def test_a_local_start_prepares_data_and_leaves_the_whole_folder(
     assert (CONFIG, planned.cluster) == (read_json(planned.run.config), planned.run.load_cluster())
     assert 123.0 == read_json(planned.run.control / "started.json")["time"]
     assert planned.run == launch.find_run() == launch.find_run("one")
-
-
-# One's own code
-
-
-@pytest.fixture
-def theirs(tmp_path: Path) -> Path:
-    """Somebody's script, in a folder that everybody may read."""
-    folder = tmp_path / "theirs"
-    folder.mkdir()
-    folder.chmod(0o755)
-    (folder / "fit.py").touch()
-    (folder / "table.csv").touch()
-    return folder / "fit.py"
-
-
-def test_a_script_may_ask_for_its_chief_as_worker_0(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "start", lambda run: None)
-    options = {"runtime": "local", "tensorboard_port": "0"}
-    planned = launch.plan(Request(script=str(theirs), workers="1", chief_as_worker=True, name="led", **options))
-    startup.start(planned, Commands(), began=time.time())
-    planned.run.end("stopped")
-    write_json(planned.run.summary, {"state": "stopped"})
-    for plan in (planned, launch.plan(Request(resume="led", **options))):
-        tasks = plan.compose["tasks"].values()
-        assert ["1", "1"] == [task["environment"]["CHIEF_AS_WORKER"] for task in tasks]
-
-
-def test_a_script_needs_no_data_and_gets_a_folder_to_work_in(
-    theirs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(local, "start", lambda run: None)
-    monkeypatch.delenv("TF_USE_LEGACY_KERAS", raising=False)
-    commands = Commands()
-    asked = Request(script=str(theirs), workers="1", runtime="local", tensorboard_port="0", overrides=("-n", "a b"))
-    planned = launch.plan(asked)
-    assert planned.run.name.startswith("fit-")
-    (note,) = planned.notes
-    assert note.startswith("tf.keras is Keras 2 (tf_keras) for the script, ")
-    startup.start(planned, commands, began=time.time())
-    assert [] == commands
-    expected = {"script": str(theirs), "arguments": ["-n", "a b"], "chief_as_worker": False}
-    assert expected == planned.run.script == read_json(planned.run.config)
-    assert (tmp_path / "data").is_dir()
-    assert theirs.parent / "table.csv" == (planned.run.work("worker-0") / "table.csv").readlink()
-    for task in read_json(planned.run.compose)["tasks"].values():
-        assert ["-m", "cluster.agent", "--script", str(theirs), "-n", "a b"] == task["command"][1:]
-    value = planned.to_json()
-    assert (None, None) == (value["global_batch"], value["replica_batch"])
-
-
-def test_a_script_s_run_goes_on_with_its_script(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "start", lambda run: None)
-    asked = Request(script=str(theirs), name="one", workers="1", runtime="local", tensorboard_port="0")
-    startup.start(launch.plan(dataclasses.replace(asked, overrides=("7",))), Commands(), began=time.time())
-    run = launch.find_run("one")
-    run.end("stopped")
-    write_json(run.summary, {"state": "stopped"})
-    resumed = launch.plan(Request(resume="one", runtime="local"))
-    assert (theirs, ("7",), 2) == (resumed.payload.script, resumed.payload.arguments, len(resumed.cluster.tasks))
-    assert ("8",) == launch.plan(Request(resume="one", runtime="local", overrides=("8",))).payload.arguments
-    assert str(refusal(Request(resume="one", preset="mnist"))).startswith("--preset with a script: ")
-    startup.start(resumed, Commands(), began=time.time())
-    assert 1 == run.generation
-
-
-def test_a_script_in_containers_is_mounted(theirs: Path, docker: Callable[[str], Path]) -> None:
-    docker(WORKING_ENGINE)
-    task = launch.plan(Request(script=str(theirs), workers="1")).compose["services"]["worker-0"]
-    assert ["--script", "/script/fit.py"] == task["command"]
-    assert {"type": "bind", "source": str(theirs.parent), "target": "/script", "read_only": True} in task["volumes"]
-    assert ["cluster", "egress"] == task["networks"]
-
-
-def test_modules_of_one_s_own_are_mounted_and_on_the_path(
-    docker: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(configuration, "resolve", lambda request, base, packages: (dict(CONFIG), (tmp_path / "mine",)))
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine").chmod(0o755)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "mine"))
-    asked = Request(preset="mine.presets:small", workers="1", runtime="local")
-    planned = launch.plan(asked)
-    assert planned.run.name.startswith("mine.presets-small-")
-    path = f"{tmp_path}/mine"
-    assert path == planned.compose["tasks"]["chief"]["environment"]["PYTHONPATH"]
-    assert startup.commands(planned)[0].startswith(f"PYTHONPATH={path} {startup.sys.executable} -m train.data prepare ")
-    docker(WORKING_ENGINE)
-    task = launch.plan(Request(preset="mine.presets:small", workers="1")).compose["services"]["chief"]
-    assert "/code/0" == task["environment"]["PYTHONPATH"]
-    assert {"type": "bind", "source": f"{tmp_path}/mine", "target": "/code/0", "read_only": True} in task["volumes"]
-    assert "networks" not in task
-
-
-def test_the_caller_s_modules_are_found_where_the_caller_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here, there = tmp_path / "here", tmp_path / "there"
-    for folder, name in ((here, "presets_here"), (there, "presets_there")):
-        folder.mkdir()
-        text = "from train.config import TrainConfig\n\n\ndef small():\n    return TrainConfig(global_batch=6)\n"
-        (folder / f"{name}.py").write_text(text)
-        (folder / "train.py").write_text("raise SystemExit('this is not the training program')\n")
-    monkeypatch.chdir(here)
-    monkeypatch.setenv("PYTHONPATH", "../there")
-    for folder, name in ((here, "presets_here"), (there, "presets_there")):
-        planned = launch.plan(Request(preset=f"{name}:small", runtime="local"))
-        assert (6, (folder,)) == (planned.config["global_batch"], planned.payload.code_dirs)
-
-
-def test_extra_packages_are_got_before_anything_is_started(
-    resolved: None, theirs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, docker: Callable[[str], Path]
-) -> None:
-    monkeypatch.setattr(local, "start", lambda run: None)
-    asked = []
-
-    def prepare(requirements: Path, python: str) -> Path:
-        asked.append((requirements, python))
-        (tmp_path / "kept").mkdir(exist_ok=True)
-        (tmp_path / "kept" / "requirements.txt").write_text("resolved\n")
-        return tmp_path / "kept"
-
-    monkeypatch.setattr(launch.packages, "prepare", prepare)
-    (tmp_path / "r.txt").touch()
-    for options in ({"script": str(theirs)}, {}):
-        planned = launch.plan(Request(**options, requirements=str(tmp_path / "r.txt"), runtime="local", workers="0"))
-        assert str(tmp_path / "kept") == planned.compose["tasks"]["chief"]["environment"]["PYTHONPATH"]
-    startup.start(planned, Commands(), began=time.time())
-    assert "resolved\n" == (planned.run.path / "requirements.txt").read_text()
-    write_json(planned.run.summary, {"state": "stopped"})
-    assert tmp_path / "kept" == launch.plan(Request(resume=planned.run.name, runtime="local")).payload.packages
-    assert {(tmp_path / "r.txt", launch.packages.host_python())} == set(asked)
-    docker(WORKING_ENGINE)
-    launch.plan(Request(script=str(theirs), requirements=str(tmp_path / "r.txt")))
-    assert (tmp_path / "r.txt", "3.11") == asked[-1]
-
-
-def test_options_of_up_that_are_overrides_are_passed_on() -> None:
-    asked = Request(loop="fit", checkpoint_every="2.5s", overrides=("--epochs", "1"))
-    assert ["--loop", "fit", "--checkpoint-seconds", "2.5", "--epochs", "1"] == asked.training()
-    assert ["--epochs", "1"] == Request(overrides=("--epochs", "1")).training()
-
-
-def test_a_resumed_run_can_go_from_checkpoints_by_seconds_to_steps_and_back() -> None:
-    assert ["--checkpoint-seconds", "30"] == Request(checkpoint_every="30s").training()
-    assert ["--checkpoint-every", "200", "--checkpoint-seconds", "0"] == Request(checkpoint_every="200").training()
-
-
-@pytest.mark.parametrize("value", ["30m", "abc", "s", "-5", "-5s", "0s", "0.0s", ".5s", "2.5", "30 s", "1e3s", "infs"])
-def test_checkpoints_every_what_is_neither_steps_nor_seconds_are_refused(value: str) -> None:
-    with pytest.raises(UsageError) as refused:
-        Request(checkpoint_every=value).training()
-    told = f"--checkpoint-every {value!r}: expected optimizer steps such as 200, or seconds such as 30s"
-    assert told == str(refused.value)
 
 
 def test_a_container_start_builds_images_then_brings_up_every_task(
@@ -571,32 +320,6 @@ def test_root_hands_the_run_folder_to_the_unprivileged_user(
     startup.start(planned, Commands(), began=time.time())
     paths = [planned.run.path, *planned.run.path.rglob("*")]
     assert {(10001, 10001)} == {(path.stat().st_uid, path.stat().st_gid) for path in paths}
-
-
-def test_a_fresh_start_deletes_the_old_folder(
-    resolved: None, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(local, "start", lambda run: None)
-    run = make_run("again", workers=0)
-    run.event("chief", "first step")
-    asked = Request(name="again", fresh=True, runtime="local", tensorboard_port="0")
-    startup.start(launch.plan(asked), Commands(), began=time.time())
-    assert ([], 0) == (run.events(), run.generation)
-
-
-def test_a_resumed_run_keeps_its_history_in_a_new_generation(
-    resolved: None, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(local, "start", lambda run: None)
-    run = make_run("stopped", workers=2)
-    run.event("chief", "checkpoint", step=200)
-    beat(run, "chief", "stopped")
-    run.end("stopped")
-    write_json(run.summary, {"state": "stopped"})
-    asked = Request(resume="stopped", runtime="local", tensorboard_port="0")
-    startup.start(launch.plan(asked), Commands(), began=time.time())
-    assert (1, 1, {}) == (len(run.events()), run.generation, run.heartbeats())
-    assert (None, False) == (run.outcome, run.summary.exists())
 
 
 # The end
@@ -636,10 +359,3 @@ def test_no_current_run_is_told(tmp_path: Path, make_run: MakeRun) -> None:
     shutil.rmtree(run.path)
     with pytest.raises(ClusterError, match="there is no current run"):
         launch.find_run()
-
-
-def test_our_own_tensorboard_does_not_count_as_another_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        monkeypatch.setattr(tensorboard, "running", lambda runs_dir: port)
-        tensorboard.check_port(tmp_path, port)

@@ -13,7 +13,8 @@ import pytest
 
 from cluster import local, processes, spec
 from cluster.errors import PrerequisiteError, TimedOut
-from cluster.runs import RunFolder, read_json, write_json
+from cluster.files import read_json, write_json
+from cluster.runs import RunFolder
 from tests.unit.gang import StartGang
 from tests.waiting import wait_for
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from cluster import launch, local, manifest, startup
+from cluster import checkout, launch, local, manifest, startup
+from cluster.files import read_json
 from cluster.request import Request
-from cluster.runs import RunFolder, read_json
-
-GIT = ["git", "-c", "user.name=a test", "-c", "user.email=test@example.invalid"]
+from cluster.runs import RunFolder
 
 
 @pytest.fixture
@@ -33,6 +31,7 @@ def test_a_manifest_says_what_ran_and_how(started: Callable[..., RunFolder]) -> 
     run = started("one", workers="1")
     found = manifest.read(run)
     assert (1, "one", "local", None) == (found["schema"], found["run"], found["runtime"], found["image"])
+    assert checkout.commit() == (found["code"]["commit"] or "")
     assert found["config"] == read_json(run.config)
     assert found["cluster"] == read_json(run.cluster)
     assert {"type": "worker", "index": 0} == found["tf_config"]["worker-0"]["task"]
@@ -54,30 +53,10 @@ def test_a_manifest_holds_no_path_of_this_machine(started: Callable[..., RunFold
     assert before != manifest.read(started("changed", workers="0", script=str(script)))["config"]["script_sha256"]
 
 
-def test_code_is_told_by_its_commit_and_what_differs_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "ROOT", tmp_path)
-    (tmp_path / "train").mkdir()
-    file = tmp_path / "train" / "code.py"
-    file.write_text("1")
-    for words in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message=one"]):
-        subprocess.run([*GIT, "-C", str(tmp_path), *words], check=True)
-    clean = manifest._code()
-    assert 40 == len(clean["commit"])
-    assert clean["changes_sha256"] is None
-    file.write_text("2")
-    changed = manifest._code()
-    (tmp_path / "notes.txt").write_text("nobody's business")
-    assert changed == manifest._code()
-    (tmp_path / "train" / "new.py").write_text("3")
-    added = manifest._code()
-    assert clean["commit"] == changed["commit"] == added["commit"]
-    assert 3 == len({each["changes_sha256"] for each in (clean, changed, added)})
-
-
 def test_outside_of_a_git_checkout_the_files_themselves_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manifest, "ROOT", tmp_path)
+    monkeypatch.setattr(checkout, "ROOT", tmp_path)
     for part in ("train", "cluster"):
         (tmp_path / part).mkdir()
         (tmp_path / part / "code.py").write_text("1")

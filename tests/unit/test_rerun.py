@@ -9,7 +9,8 @@ import pytest
 
 from cluster import rerun
 from cluster.errors import UsageError
-from cluster.runs import RunFolder, append_json, write_json
+from cluster.files import append_json, write_json
+from cluster.runs import RunFolder
 
 MakeRun = Callable[..., RunFolder]
 LOSSES = {1: 2.3, 2: 2.2, 3: 2.0}

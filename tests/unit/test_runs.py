@@ -1,9 +1,8 @@
-"""The run folder: many tasks write, none sees half of anything, and what only one may claim has one owner."""
+"""The run folder: signs of life, a life cycle, and what only one may claim has one owner, also on a full disk."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import threading
 import time
@@ -15,7 +14,9 @@ import pytest
 
 from cluster import runs
 from cluster.errors import PrerequisiteError
-from cluster.runs import Heartbeat, RunFolder, append_json, create_json, read_json, read_json_lines, write_json
+from cluster.files import RESERVE, read_json, write_json
+from cluster.runs import Heartbeat, RunFolder
+from tests.unit.together import together
 from tests.waiting import wait_for
 
 MakeRun = Callable[..., RunFolder]
@@ -26,68 +27,7 @@ def run(make_run: MakeRun) -> RunFolder:
     return make_run(workers=1)
 
 
-def together(body: Callable[[int], None], count: int = 8) -> None:
-    """Run `body` in several threads at the same moment."""
-    start = threading.Barrier(count)
-    threads = [threading.Thread(target=lambda at=at: (start.wait(), body(at))) for at in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-# Files
-
-
-def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
-    path, over = tmp_path / "value.json", threading.Event()
-    write_json(path, [0] * 5000)
-
-    def write() -> None:
-        number = 0
-        while not over.is_set():
-            number += 1
-            write_json(path, [number] * 5000)
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        for _ in range(50):
-            value = read_json(path)
-            assert [value[0]] * 5000 == value
-    finally:
-        over.set()
-        writer.join()
-    assert [path] == list(tmp_path.iterdir())  # and no scratch file is left
-
-
-def test_what_several_claim_belongs_to_one(tmp_path: Path) -> None:
-    path, claims = tmp_path / "owner.json", {}
-    together(lambda at: claims.update({at: create_json(path, {"owner": at})}))
-    (owner,) = [at for at, got_it in claims.items() if got_it]
-    assert {"owner": owner} == read_json(path)
-    assert [path] == list(tmp_path.iterdir())
-
-
-def test_lines_of_several_writers_do_not_mix(tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    together(lambda at: [append_json(path, {"writer": at, "text": str(at) * 500}) for _ in range(20)])
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert 8 * 20 == len(lines)
-    assert all(line["text"] == str(line["writer"]) * 500 for line in lines)
-
-
-def test_a_line_cut_short_by_a_crash_is_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
-    assert [{"step": 1}, {"step": 2}] == list(read_json_lines(path))
-
-
-def test_an_absent_file_is_its_default(tmp_path: Path) -> None:
-    assert {} == read_json(tmp_path / "absent.json", {})
-    assert [] == list(read_json_lines(tmp_path / "absent.jsonl"))
-    with pytest.raises(FileNotFoundError):
-        read_json(tmp_path / "absent.json")
+# The folder
 
 
 @pytest.mark.parametrize("parent", ["a file", "/proc"])
@@ -224,7 +164,7 @@ def test_a_reopened_run_has_no_end_and_keeps_its_history(run: RunFolder) -> None
 
 def test_a_full_disk_leaves_room_for_the_outcome(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run()
-    reserve = run.path / runs.RESERVE
+    reserve = run.path / RESERVE
     write_text = Path.write_text
 
     def write_on_a_full_disk(path: Path, *arguments: Any) -> int:

@@ -16,7 +16,8 @@ from invoke import Exit, MockContext
 import tasks
 from cluster import configuration, launch, local, processes, scaling, spec, startup, watch
 from cluster.errors import EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_USAGE, ClusterError, TimedOut
-from cluster.runs import LOST_AFTER_S, SCALE, SCALE_PATIENCE_S, RunFolder, read_json, write_json
+from cluster.files import read_json, write_json
+from cluster.runs import LOST_AFTER_S, SCALE, SCALE_PATIENCE_S, RunFolder
 from tests.unit.gang import Gang, StartGang
 from tests.waiting import wait_for
 

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from cluster import local, restarts, script_agent, spec, tf_config, view, watch
+from cluster.files import write_json
 from cluster.payload import Payload, lay_out
-from cluster.runs import RunFolder, write_json
+from cluster.runs import RunFolder
 from tests.unit.gang import Gang
 from tests.waiting import wait_for
 

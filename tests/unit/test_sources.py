@@ -11,7 +11,8 @@ import pytest
 import tensorflow as tf
 
 from cluster.errors import PrerequisiteError, RunFailed
-from cluster.runs import RunFolder, read_json
+from cluster.files import read_json
+from cluster.runs import RunFolder
 from tests.unit.measured import measured
 from train import sources
 from train.config import TrainConfig

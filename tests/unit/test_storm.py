@@ -11,7 +11,8 @@ import pytest
 from cluster import chaos, storm
 from cluster.chaos import Fault, Result
 from cluster.errors import UsageError
-from cluster.runs import RunFolder, write_json
+from cluster.files import write_json
+from cluster.runs import RunFolder
 
 MakeRun = Callable[..., RunFolder]
 LONG = 10**9

@@ -20,9 +20,10 @@ from cluster import configuration, doctor, engine, images, launch, local, locks,
 from cluster import tensorboard as board
 from cluster.doctor import Finding
 from cluster.errors import PrerequisiteError, TimedOut
+from cluster.files import write_json
 from cluster.launch import ROOT
 from cluster.request import Request
-from cluster.runs import RunFolder, write_json
+from cluster.runs import RunFolder
 
 MakeRun = Callable[..., RunFolder]
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from cluster import twin
-from cluster.runs import RunFolder, write_json
+from cluster.files import write_json
+from cluster.runs import RunFolder
 
 CONFIG = {"model": "cnn", "seed": 1, "global_batch": 192, "log_every": 10, "checkpoint_every": 100}
 

@@ -12,7 +12,8 @@ import pytest
 
 from cluster import health, restarts, summary, tensorboard, view, watch
 from cluster.errors import TimedOut
-from cluster.runs import RunFolder, append_json, read_json, write_json
+from cluster.files import append_json, read_json, write_json
+from cluster.runs import RunFolder
 from cluster.spec import Role
 
 MakeRun = Callable[..., RunFolder]

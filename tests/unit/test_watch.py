@@ -9,7 +9,8 @@ import pytest
 
 from cluster import watch
 from cluster.errors import TimedOut
-from cluster.runs import LOST_AFTER_S, RunFolder, write_json
+from cluster.files import write_json
+from cluster.runs import LOST_AFTER_S, RunFolder
 
 
 def beat(run: RunFolder, task: str, age_s: float, state: str = "training") -> None:

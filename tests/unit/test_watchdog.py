@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from cluster import watchdog
-from cluster.runs import Heartbeat, RunFolder, read_json, write_json
+from cluster.files import read_json, write_json
+from cluster.runs import Heartbeat, RunFolder
 from cluster.spec import Role
 from tests.unit.gang import StartGang
 from tests.waiting import wait_for

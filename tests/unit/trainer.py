@@ -16,7 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cluster.runs import Heartbeat, RunFolder, read_json, write_json
+from cluster.files import read_json, write_json
+from cluster.runs import Heartbeat, RunFolder
 
 __all__ = [
     "GENERATION", "NAME", "RESTARTS",

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.errors import PrerequisiteError, RunFailed, UsageError, nearest
+from cluster.files import sha256
 from train.data import store
 
 if TYPE_CHECKING:
@@ -216,7 +217,7 @@ def _write_array(path: Path, array: np.ndarray, dtypes: tuple[str, ...]) -> dict
         raise ValueError(f"{path.name} must be {' or '.join(dtypes)}, not {array.dtype}")
     data = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
     data.tofile(path)
-    return {"file": path.name, "shape": array.shape, "dtype": array.dtype.name, "sha256": store.sha256(path)}
+    return {"file": path.name, "shape": array.shape, "dtype": array.dtype.name, "sha256": sha256(path)}
 
 
 def _from_index(data_dir: Path, folder: Path, index: Mapping[str, Any]) -> ArraySet:

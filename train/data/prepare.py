@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.errors import PrerequisiteError, RunFailed
+from cluster.files import sha256
 from train.data import arrays, debian, download, store
 from train.data.download import SourceFile
 
@@ -127,7 +128,7 @@ def _prepare(
     with store.scratch_folder(data_dir / f".{name}.partial") as scratch:
         folder = arrays.folder_of(data_dir, name, version)
         source, (classes, splits) = _decode_first(name, dataset, fetchers, scratch, folder)
-        source_files = {str(path.relative_to(data_dir)): store.sha256(path) for path in dataset.files()}
+        source_files = {str(path.relative_to(data_dir)): sha256(path) for path in dataset.files()}
         array_set = arrays.write(
             scratch, data_dir, name, version, classes=classes, splits=splits, source=source, source_files=source_files
         )
@@ -164,7 +165,7 @@ def _build(name: str, dataset: Dataset, fetch: Fetch, scratch: Path) -> None:
     shutil.rmtree(sources, ignore_errors=True)  # what a source before this one left behind
     sources.mkdir()
     fetch(name, files, sources, say)
-    wrong = [file.name for file in files if store.sha256(sources / file.name) != file.sha256]
+    wrong = [file.name for file in files if sha256(sources / file.name) != file.sha256]
     if wrong:
         raise PrerequisiteError(f"{', '.join(wrong)} not with the sha256 that TFDS records")
     say(f"{len(files)} files have the sha256 that TFDS records; TFDS builds {name} from them (about 20 s)")

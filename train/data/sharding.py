@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from cluster.errors import PrerequisiteError, RunFailed, UsageError
+from cluster.files import sha256
 from train.data import arrays, shards, store
 from train.data.own_dataset import array_of
 from train.data.prepare import prepare, say
@@ -189,7 +190,7 @@ def _write(
         paths = [folder / f"{split}-{number:05}-of-{total:05}.tfrecord" for number in range(total)]
         written = _write_split(f"{split} example", source.examples(split), paths, layout)
         splits[split] = [
-            {"file": path.name, "examples": number, "bytes": path.stat().st_size, "sha256": store.sha256(path)}
+            {"file": path.name, "examples": number, "bytes": path.stat().st_size, "sha256": sha256(path)}
             for path, number in zip(paths, written, strict=True)
         ]
     return {**layout.to_json(len(source.classes)), "splits": splits}

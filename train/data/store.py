@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -16,17 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from cluster.errors import PrerequisiteError, RunFailed, UsageError
+from cluster.files import DISK_FULL, sha256
 
 
 def slug(name: str) -> str:
     """Return the name of a dataset as a part of a file name."""
     return name.replace(":", "-").replace("/", "-")
-
-
-def sha256(path: Path) -> str:
-    """Return the sha256 of a file's bytes in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_sizes(expected: Mapping[Path, tuple[int, str]], again: str) -> None:
@@ -132,7 +126,7 @@ def disk_errors(data_dir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in DISK_FULL:
             raise RunFailed(
                 f"the disk of {data_dir} is full ({error.strerror}); free space there or use another folder: --data-dir"
             ) from None

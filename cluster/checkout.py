@@ -1,0 +1,49 @@
+"""The git checkout that runs: its commit, and what differs from it. Outside of one there is nothing to tell."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+from pathlib import Path
+
+from cluster.files import sha256
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def commit() -> str:
+    """Return the commit; empty outside of a git checkout."""
+    return _git("rev-parse", "HEAD").decode().strip()
+
+
+def revision() -> str:
+    """Return the commit, with `-dirty` behind it where files differ from it; empty outside of a git checkout."""
+    return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").decode().strip()
+
+
+def commit_time_s() -> int:
+    """Return the commit's time, in seconds since 1970; 0 outside of a git checkout."""
+    return int(_git("log", "-1", "--format=%ct") or 0)
+
+
+def changes_sha256(*folders: str) -> str | None:
+    """Return a hash of what differs from the commit; None where nothing does.
+
+    Args:
+        folders: where files that git does not know count as well.
+    """
+    changes = _git("diff", "HEAD", "--binary")
+    others = _git("ls-files", "--others", "--exclude-standard", "-z", "--", *folders).decode()
+    new = sorted(filter(None, others.split("\0")))
+    digest = hashlib.sha256(changes)
+    for name in new:
+        digest.update(f"{name}\0{sha256(ROOT / name)}\0".encode())
+    return digest.hexdigest() if changes or new else None
+
+
+def _git(*words: str) -> bytes:
+    try:
+        done = subprocess.run(["git", "--no-optional-locks", "-C", str(ROOT), *words], capture_output=True, check=False)
+    except FileNotFoundError:
+        return b""
+    return done.stdout if done.returncode == 0 else b""

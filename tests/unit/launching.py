@@ -1,0 +1,29 @@
+"""What tests of the way from a request to a started run share; the fixtures are in `conftest.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster import launch
+from cluster.errors import ClusterError
+from cluster.request import Request
+
+CONFIG = {"preset": "fashion_mnist", "dataset": "fashion_mnist", "global_batch": 192}
+
+WORKING_ENGINE = 'case "$1" in info) echo \'"26.1.5"\';; compose) echo 2.26.1;; *) exit 1;; esac'
+"""What `docker` does where an engine answers, as a shell script."""
+
+
+def refusal(asked: Request) -> ClusterError:
+    """Return the error that a request is refused with; nothing may have been changed."""
+    with pytest.raises(ClusterError) as refused:
+        launch.plan(asked)
+    assert 1 == len(str(refused.value).splitlines())
+    return refused.value
+
+
+class Commands(list[str]):
+    """A shell that only remembers."""
+
+    def __call__(self, command: str) -> None:
+        self.append(command)

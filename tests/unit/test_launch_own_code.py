@@ -1,0 +1,145 @@
+"""Runs of a script, of modules and with packages of one's own: what their tasks are started with."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster import configuration, launch, local, startup
+from cluster.files import read_json, write_json
+from cluster.request import Request
+from tests.unit.launching import CONFIG, WORKING_ENGINE, Commands, refusal
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    """Somebody's script, in a folder that everybody may read."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    folder.chmod(0o755)
+    (folder / "fit.py").touch()
+    (folder / "table.csv").touch()
+    return folder / "fit.py"
+
+
+def test_a_script_may_ask_for_its_chief_as_worker_0(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "start", lambda run: None)
+    options = {"runtime": "local", "tensorboard_port": "0"}
+    planned = launch.plan(Request(script=str(theirs), workers="1", chief_as_worker=True, name="led", **options))
+    startup.start(planned, Commands(), began=time.time())
+    planned.run.end("stopped")
+    write_json(planned.run.summary, {"state": "stopped"})
+    for plan in (planned, launch.plan(Request(resume="led", **options))):
+        tasks = plan.compose["tasks"].values()
+        assert ["1", "1"] == [task["environment"]["CHIEF_AS_WORKER"] for task in tasks]
+
+
+def test_a_script_needs_no_data_and_gets_a_folder_to_work_in(
+    theirs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(local, "start", lambda run: None)
+    monkeypatch.delenv("TF_USE_LEGACY_KERAS", raising=False)
+    commands = Commands()
+    asked = Request(script=str(theirs), workers="1", runtime="local", tensorboard_port="0", overrides=("-n", "a b"))
+    planned = launch.plan(asked)
+    assert planned.run.name.startswith("fit-")
+    (note,) = planned.notes
+    assert note.startswith("tf.keras is Keras 2 (tf_keras) for the script, ")
+    startup.start(planned, commands, began=time.time())
+    assert [] == commands
+    expected = {"script": str(theirs), "arguments": ["-n", "a b"], "chief_as_worker": False}
+    assert expected == planned.run.script == read_json(planned.run.config)
+    assert (tmp_path / "data").is_dir()
+    assert theirs.parent / "table.csv" == (planned.run.work("worker-0") / "table.csv").readlink()
+    for task in read_json(planned.run.compose)["tasks"].values():
+        assert ["-m", "cluster.agent", "--script", str(theirs), "-n", "a b"] == task["command"][1:]
+    value = planned.to_json()
+    assert (None, None) == (value["global_batch"], value["replica_batch"])
+
+
+def test_a_script_s_run_goes_on_with_its_script(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "start", lambda run: None)
+    asked = Request(script=str(theirs), name="one", workers="1", runtime="local", tensorboard_port="0")
+    startup.start(launch.plan(dataclasses.replace(asked, overrides=("7",))), Commands(), began=time.time())
+    run = launch.find_run("one")
+    run.end("stopped")
+    write_json(run.summary, {"state": "stopped"})
+    resumed = launch.plan(Request(resume="one", runtime="local"))
+    assert (theirs, ("7",), 2) == (resumed.payload.script, resumed.payload.arguments, len(resumed.cluster.tasks))
+    assert ("8",) == launch.plan(Request(resume="one", runtime="local", overrides=("8",))).payload.arguments
+    assert str(refusal(Request(resume="one", preset="mnist"))).startswith("--preset with a script: ")
+    startup.start(resumed, Commands(), began=time.time())
+    assert 1 == run.generation
+
+
+def test_a_script_in_containers_is_mounted(theirs: Path, docker: Callable[[str], Path]) -> None:
+    docker(WORKING_ENGINE)
+    task = launch.plan(Request(script=str(theirs), workers="1")).compose["services"]["worker-0"]
+    assert ["--script", "/script/fit.py"] == task["command"]
+    assert {"type": "bind", "source": str(theirs.parent), "target": "/script", "read_only": True} in task["volumes"]
+    assert ["cluster", "egress"] == task["networks"]
+
+
+def test_modules_of_one_s_own_are_mounted_and_on_the_path(
+    docker: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(configuration, "resolve", lambda request, base, packages: (dict(CONFIG), (tmp_path / "mine",)))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine").chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "mine"))
+    asked = Request(preset="mine.presets:small", workers="1", runtime="local")
+    planned = launch.plan(asked)
+    assert planned.run.name.startswith("mine.presets-small-")
+    path = f"{tmp_path}/mine"
+    assert path == planned.compose["tasks"]["chief"]["environment"]["PYTHONPATH"]
+    assert startup.commands(planned)[0].startswith(f"PYTHONPATH={path} {startup.sys.executable} -m train.data prepare ")
+    docker(WORKING_ENGINE)
+    task = launch.plan(Request(preset="mine.presets:small", workers="1")).compose["services"]["chief"]
+    assert "/code/0" == task["environment"]["PYTHONPATH"]
+    assert {"type": "bind", "source": f"{tmp_path}/mine", "target": "/code/0", "read_only": True} in task["volumes"]
+    assert "networks" not in task
+
+
+def test_the_caller_s_modules_are_found_where_the_caller_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder, name in ((here, "presets_here"), (there, "presets_there")):
+        folder.mkdir()
+        text = "from train.config import TrainConfig\n\n\ndef small():\n    return TrainConfig(global_batch=6)\n"
+        (folder / f"{name}.py").write_text(text)
+        (folder / "train.py").write_text("raise SystemExit('this is not the training program')\n")
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("PYTHONPATH", "../there")
+    for folder, name in ((here, "presets_here"), (there, "presets_there")):
+        planned = launch.plan(Request(preset=f"{name}:small", runtime="local"))
+        assert (6, (folder,)) == (planned.config["global_batch"], planned.payload.code_dirs)
+
+
+def test_extra_packages_are_got_before_anything_is_started(
+    resolved: None, theirs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, docker: Callable[[str], Path]
+) -> None:
+    monkeypatch.setattr(local, "start", lambda run: None)
+    asked = []
+
+    def prepare(requirements: Path, python: str) -> Path:
+        asked.append((requirements, python))
+        (tmp_path / "kept").mkdir(exist_ok=True)
+        (tmp_path / "kept" / "requirements.txt").write_text("resolved\n")
+        return tmp_path / "kept"
+
+    monkeypatch.setattr(launch.packages, "prepare", prepare)
+    (tmp_path / "r.txt").touch()
+    for options in ({"script": str(theirs)}, {}):
+        planned = launch.plan(Request(**options, requirements=str(tmp_path / "r.txt"), runtime="local", workers="0"))
+        assert str(tmp_path / "kept") == planned.compose["tasks"]["chief"]["environment"]["PYTHONPATH"]
+    startup.start(planned, Commands(), began=time.time())
+    assert "resolved\n" == (planned.run.path / "requirements.txt").read_text()
+    write_json(planned.run.summary, {"state": "stopped"})
+    assert tmp_path / "kept" == launch.plan(Request(resume=planned.run.name, runtime="local")).payload.packages
+    assert {(tmp_path / "r.txt", launch.packages.host_python())} == set(asked)
+    docker(WORKING_ENGINE)
+    launch.plan(Request(script=str(theirs), requirements=str(tmp_path / "r.txt")))
+    assert (tmp_path / "r.txt", "3.11") == asked[-1]

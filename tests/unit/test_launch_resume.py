@@ -1,0 +1,130 @@
+"""A run that is there already: it is left alone, gone on with, or deleted where that was asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cluster import launch, local, startup, teardown
+from cluster.errors import EXIT_USAGE
+from cluster.files import write_json
+from cluster.request import Request
+from cluster.runs import RunFolder
+from cluster.spec import Role
+from tests.unit.launching import Commands, refusal
+
+MakeRun = Callable[..., RunFolder]
+
+
+def test_a_run_that_exists_is_not_overwritten_by_chance(resolved: None, make_run: MakeRun) -> None:
+    make_run("taken")
+    error = refusal(Request(name="taken"))
+    told = "run 'taken' exists; go on with --resume taken, or start it again with --name taken --fresh"
+    assert (EXIT_USAGE, told) == (error.exit_code, str(error))
+
+
+def test_an_unknown_run_is_refused_with_the_nearest(resolved: None, make_run: MakeRun) -> None:
+    make_run("monday")
+    assert str(refusal(Request(resume="mondey"))).endswith("; did you mean 'monday'?")
+
+
+def beat(run: RunFolder, task: str, state: str, age_s: float = 0) -> None:
+    """Leave a heartbeat."""
+    write_json(run.status(task), {"task": task, "state": state, "updated_at": time.time() - age_s})
+
+
+@pytest.mark.parametrize("asked", [{"resume": "run"}, {"name": "run", "fresh": True}])
+def test_a_run_in_progress_is_left_alone(resolved: None, make_run: MakeRun, asked: dict[str, Any]) -> None:
+    beat(make_run(workers=1), "chief", "training")
+    error = refusal(Request(**asked))
+    assert (EXIT_USAGE, True) == (error.exit_code, str(error).startswith("run 'run' is still in progress; `invoke "))
+
+
+def test_a_run_whose_tasks_all_fell_silent_can_be_resumed(resolved: None, make_run: MakeRun) -> None:
+    run = make_run(workers=1)
+    beat(run, "chief", "training", age_s=60)
+    beat(run, "worker-0", "done", age_s=60)  # it had ended; the chief and the supervisor were killed
+    assert launch.plan(Request(resume="run", runtime="local")).resumes
+
+
+def test_a_run_of_which_one_task_lives_is_in_progress(make_run: MakeRun) -> None:
+    run = make_run(workers=1)
+    beat(run, "worker-0", "done", age_s=60)
+    beat(run, "chief", "training")
+    assert teardown.in_progress(run)
+    write_json(run.summary, {})
+    assert not teardown.in_progress(run)
+
+
+def topology(run: RunFolder, **asked: Any) -> tuple[str, int, int, int]:
+    """Return strategy, workers, parameter servers and devices of a resumed run."""
+    cluster = launch.plan(Request(resume=run.name, runtime="local", **asked)).cluster
+    return cluster.strategy, len(cluster.of(Role.WORKER)), len(cluster.of(Role.PS)), cluster.devices
+
+
+@pytest.mark.parametrize(
+    ("had", "asked", "expected"),
+    [
+        ({"workers": 1}, {}, ("multiworker", 1, 0, 1)),
+        ({"workers": 0}, {}, ("one", 0, 0, 1)),
+        ({"workers": 3, "ps": 2, "devices": 2}, {}, ("ps", 3, 2, 2)),
+        ({"workers": 0, "devices": 2, "strategy": "central"}, {}, ("central", 0, 0, 2)),
+        ({"workers": 0, "devices": 2, "strategy": "central"}, {"devices": "4"}, ("central", 0, 0, 4)),
+        ({"workers": 0, "devices": 2}, {"devices": "1"}, ("one", 0, 0, 1)),
+        ({"workers": 1}, {"workers": "2"}, ("multiworker", 2, 0, 1)),
+        ({"workers": 2}, {"workers": "0"}, ("one", 0, 0, 1)),
+        ({"workers": 2}, {"ps": "1"}, ("ps", 2, 1, 1)),
+        ({"workers": 2, "ps": 1}, {"workers": "0"}, ("one", 0, 0, 1)),
+        ({"workers": 2, "ps": 1}, {"ps": "0"}, ("multiworker", 2, 0, 1)),
+        ({"workers": 2, "ps": 1}, {"strategy": "multiworker"}, ("multiworker", 2, 0, 1)),
+        ({"workers": 2}, {"strategy": "one"}, ("one", 0, 0, 1)),
+        ({"workers": 0}, {"strategy": "multiworker"}, ("multiworker", 2, 0, 1)),
+    ],
+)
+def test_a_resumed_run_keeps_its_topology_unless_another_is_given(
+    resolved: None, make_run: MakeRun, had: dict[str, Any], asked: dict[str, str], expected: tuple[str, int, int, int]
+) -> None:
+    run = make_run(**had)
+    run.end("stopped")
+    write_json(run.summary, {"state": "stopped"})
+    assert expected == topology(run, **asked)
+
+
+def test_a_resumed_run_keeps_its_evaluator(resolved: None, make_run: MakeRun) -> None:
+    run = make_run(workers=0, evaluator=True)
+    write_json(run.summary, {"state": "stopped"})
+    assert launch.plan(Request(resume=run.name, runtime="local")).cluster.of(Role.EVALUATOR)
+
+
+def test_a_resumed_run_can_go_from_checkpoints_by_seconds_to_steps_and_back() -> None:
+    assert ["--checkpoint-seconds", "30"] == Request(checkpoint_every="30s").training()
+    assert ["--checkpoint-every", "200", "--checkpoint-seconds", "0"] == Request(checkpoint_every="200").training()
+
+
+def test_a_fresh_start_deletes_the_old_folder(
+    resolved: None, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "start", lambda run: None)
+    run = make_run("again", workers=0)
+    run.event("chief", "first step")
+    asked = Request(name="again", fresh=True, runtime="local", tensorboard_port="0")
+    startup.start(launch.plan(asked), Commands(), began=time.time())
+    assert ([], 0) == (run.events(), run.generation)
+
+
+def test_a_resumed_run_keeps_its_history_in_a_new_generation(
+    resolved: None, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "start", lambda run: None)
+    run = make_run("stopped", workers=2)
+    run.event("chief", "checkpoint", step=200)
+    beat(run, "chief", "stopped")
+    run.end("stopped")
+    write_json(run.summary, {"state": "stopped"})
+    asked = Request(resume="stopped", runtime="local", tensorboard_port="0")
+    startup.start(launch.plan(asked), Commands(), began=time.time())
+    assert (1, 1, {}) == (len(run.events()), run.generation, run.heartbeats())
+    assert (None, False) == (run.outcome, run.summary.exists())
