@@ -351,6 +351,15 @@ def test(c, all=False, select=""):
         raise Exit(code=c.run(shlex.join(words), warn=True).exited)
 
 
+@task
+@told
+def golden(c):
+    """Renew the golden losses in tests/golden/, after a change of numerics that is meant; `test` compares with them."""
+    with c.cd(str(launch.ROOT)):
+        c.run(startup.data_command("prepare", "fashion_mnist"), echo=False)
+        c.run(shlex.join([sys.executable, "-m", "tests.golden.losses"]), echo=False)
+
+
 @task(
     auto_shortflags=False,
     help={"accelerator": "cpu or gpu (default: cpu)", "base": "image to build on (default: the pinned python image)"},
@@ -430,6 +439,7 @@ ns = Collection(
     rerun,
     chaos,
     test,
+    golden,
 )
 ns.add_collection(Collection("image", build, base))
 ns.add_collection(Collection("data", prepare, shard, verify=verify_data))

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,10 +37,10 @@ class Bench:
         if done.returncode:
             raise SystemExit(done.stdout)
 
-    def up(self, name: str, *words: str, steps: int, **environment: str) -> RunFolder:
+    def up(self, name: str, *words: str, steps: int, overrides: Sequence[str] = (), **environment: str) -> RunFolder:
         """Start a training without TensorBoard; return once it trains where `--detach` is among the words."""
         options = (f"--name={name}", "--fresh", "--runtime=local", "--tensorboard-port=0")
-        self.invoke("up", *options, *words, "--", *TRAINING, f"--max-steps={steps}", **environment)
+        self.invoke("up", *options, *words, "--", *TRAINING, f"--max-steps={steps}", *overrides, **environment)
         return RunFolder(self.folder / name)
 
 

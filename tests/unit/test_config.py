@@ -260,6 +260,13 @@ def test_a_resumed_run_needs_its_preset_no_more() -> None:
     assert saved == config.resolve("fashion_mnist", [], saved)
 
 
+def test_mnist_differs_from_fashion_mnist_by_its_data_alone() -> None:
+    """So the golden losses of one (`tests/golden/losses.py`) hold the numerics of both."""
+    assert (
+        dataclasses.replace(config.mnist(), preset="fashion_mnist", dataset="fashion_mnist") == config.fashion_mnist()
+    )
+
+
 def test_a_deterministic_run_keeps_the_threads_that_it_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits depend on them; on another machine it would have others."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))

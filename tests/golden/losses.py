@@ -1,0 +1,61 @@
+"""The golden losses of the presets: what their first steps give, kept in `tests/golden/PRESET.json`.
+
+A change of numerics, ours or of a newer library, shows in `make test`. `invoke golden` alone renews them:
+
+    python -m tests.golden.losses
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from cluster.files import read_json, write_json
+from cluster.runs import RunFolder
+from tests.e2e.scenario import Clusters, losses, summary
+
+FOLDER = Path(__file__).parent
+PRESETS = ("fashion_mnist",)
+"""Those whose data can be got anywhere. `mnist` is the same but for its data (`tests/unit/test_config.py`)."""
+
+STEPS = 20
+TRAINING = ("--max-steps", str(STEPS), "--log-every", "1", "--threads", "2")
+
+
+def train(clusters: Clusters, preset: str) -> RunFolder:
+    """Train a preset's first steps on the chief alone, with 2 threads on any machine."""
+    name = f"golden-{preset}"
+    clusters.invoke(
+        "up", f"--name={name}", f"--preset={preset}", "--workers=0", "--runtime=local", "--tensorboard-port=0", "--",
+        *TRAINING,
+    )  # fmt: skip
+    return clusters.run(name)
+
+
+def describe(run: RunFolder) -> dict[str, Any]:
+    """Return what is kept of a run, and what its bits depend on besides our code."""
+    environment = read_json(run.environment)
+    kept = {name: environment[name] for name in ("cpu", "packages")}
+    return {**kept, "losses": list(losses(run).values()), "weights_sha256": summary(run)["weights_sha256"]}
+
+
+def path_of(preset: str) -> Path:
+    """Return the file of a preset."""
+    return FOLDER / f"{preset}.json"
+
+
+def main() -> None:
+    """Renew the golden losses of every preset, and say by how much they changed."""
+    with tempfile.TemporaryDirectory(prefix="golden-") as folder:
+        for preset in PRESETS:
+            found = describe(train(Clusters(Path(folder)), preset))
+            before = read_json(path_of(preset), {"losses": found["losses"]})["losses"]
+            write_json(path_of(preset), found)
+            apart = max(abs(new / old - 1) for new, old in zip(found["losses"], before, strict=True))
+            print(json.dumps({"preset": preset, "steps": STEPS, "largest_relative_change": apart}))
+
+
+if __name__ == "__main__":
+    main()
