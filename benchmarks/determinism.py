@@ -1,4 +1,4 @@
-"""What the same bits cost: deterministic operations, and virtual shards (`--bitwise-elastic`), each against a plain run.
+"""What the same bits cost: deterministic operations and virtual shards (`--bitwise-elastic`), against plain runs.
 
 The variants take turns, so that noise of the machine is in both of a pair.
 """
