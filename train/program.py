@@ -42,7 +42,7 @@ class Program:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a server has nothing to save
             self.heartbeat.update(state="training")
             self.heartbeat.start()
-            strategy.serve(self.task)
+            strategy.serve(self.task, self.config.threads)
         self.heartbeat.start()
         assignment = self._assignment()
         if self.task.role == Role.EVALUATOR:

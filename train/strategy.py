@@ -53,8 +53,12 @@ def build(spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strategy:
     return tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
 
 
-def serve(task: Task) -> None:
-    """Serve the chief of a parameter-server cluster until this process is ended."""
+def serve(task: Task, threads: int) -> None:
+    """Serve the chief of a parameter-server cluster until this process is ended.
+
+    Args:
+        threads: that one operation may use; 0: as many as the machine has cores.
+    """
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     assert task.role in (Role.PS, Role.WORKER)
     tf.distribute.Server(
@@ -62,6 +66,7 @@ def serve(task: Task) -> None:
         job_name=resolver.task_type,
         task_index=resolver.task_id,
         protocol="grpc",
+        config=tf.compat.v1.ConfigProto(intra_op_parallelism_threads=threads),
         start=True,
     ).join()
 

@@ -19,6 +19,7 @@ def test_the_first_losses_must_be_the_golden_ones(clusters: Clusters, preset: st
     """Bit for bit on the processor and the packages that they were recorded with, otherwise nearly."""
     expected = read(golden.path_of(preset))
     found = golden.describe(golden.train(clusters, preset))
+    assert golden.THREADS == found["threads"]
     if all(expected[name] == found[name] for name in ("cpu", "packages")):
         assert expected == found
     np.testing.assert_allclose(found["losses"], expected["losses"], rtol=RELATIVE)

@@ -20,12 +20,12 @@ FOLDER = Path(__file__).parent
 PRESETS = ("fashion_mnist",)
 """Those whose data can be got anywhere. `mnist` is the same but for its data (`tests/unit/test_config.py`)."""
 
-STEPS = 20
-TRAINING = ("--max-steps", str(STEPS), "--log-every", "1", "--threads", "2")
+STEPS, THREADS = 20, 2
+TRAINING = ("--max-steps", str(STEPS), "--log-every", "1", "--threads", str(THREADS))
 
 
 def train(clusters: Clusters, preset: str) -> RunFolder:
-    """Train a preset's first steps on the chief alone, with 2 threads on any machine."""
+    """Train a preset's first steps on the chief alone, with as many threads on any machine."""
     name = f"golden-{preset}"
     clusters.invoke(
         "up", f"--name={name}", f"--preset={preset}", "--workers=0", "--runtime=local", "--tensorboard-port=0", "--",
@@ -38,6 +38,7 @@ def describe(run: RunFolder) -> dict[str, Any]:
     """Return what is kept of a run, and what its bits depend on besides our code."""
     environment = read_json(run.environment)
     kept = {name: environment[name] for name in ("cpu", "packages")}
+    kept["threads"] = environment["threads"]["intra_op"]
     return {**kept, "losses": list(losses(run).values()), "weights_sha256": summary(run)["weights_sha256"]}
 
 
