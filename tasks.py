@@ -17,6 +17,7 @@ from cluster import chaos as injection
 from cluster import configuration, images, launch, locks, reproduction, scaling, spec, startup, teardown, view
 from cluster import doctor as checks
 from cluster import rerun as repeating
+from cluster import sbom as bill
 from cluster import storm as storming
 from cluster import tensorboard as board
 from cluster import verify as verification
@@ -396,6 +397,17 @@ def reproduce(c, accelerator="cpu", image="train", against="", json=False):
 
 @task(
     auto_shortflags=False,
+    help={**IMAGE_HELP, "output": "file to write (default: dist/sbom-IMAGE.cdx.json)"},
+)
+@told
+def sbom(c, accelerator="cpu", image="train", output=""):
+    """List every package of an image with its version and hash as CycloneDX JSON."""
+    path = bill.output(output, image, accelerator)
+    print(f"{launch.shown(path)}: {bill.write(path, image, accelerator, shell(c))}")
+
+
+@task(
+    auto_shortflags=False,
     help={
         "name": "any TFDS dataset, or package.module:function (default: fashion_mnist)",
         "shards": "files of each split (default: as many as there are already, or 8)",
@@ -454,6 +466,6 @@ ns = Collection(
     chaos,
     test,
 )
-ns.add_collection(Collection("image", build, base, reproduce))
+ns.add_collection(Collection("image", build, base, reproduce, sbom))
 ns.add_collection(Collection("data", prepare, shard, verify=verify_data))
 ns.add_collection(Collection("requirements", lock))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 from packaging.markers import Marker
+from packaging.utils import canonicalize_name
 
-from cluster import contents, images, locks, reproduction
+from cluster import contents, images, locks, reproduction, sbom
 
 pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("images")]
 
@@ -132,6 +135,31 @@ def test_only_the_layer_on_the_base_may_depend_on_the_order_of_its_files(
     assert "/opt/venv/bin/python" in built[0].entries
     for layer in built[1:]:
         assert sorted(layer.entries) == sorted(layer.entries, key=lambda path: path.split("/"))
+
+
+@pytest.mark.parametrize("image", images.IMAGES)
+def test_every_package_must_be_listed_with_its_hash(image: str, tmp_path: Path) -> None:
+    name = images.name(image, "cpu")
+    for path in (tmp_path / "one", tmp_path / "two"):
+        sbom.write(path, image, "cpu", run)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    listed = json.loads((tmp_path / "one").read_text())
+    assert ("CycloneDX", "1.6") == (listed["bomFormat"], listed["specVersion"])
+    assert images.inspect(name)["id"] == listed["metadata"]["component"]["version"]
+    packages = [each for each in listed["components"] if each["type"] == "library"]
+    assert len(packages) == len({each["bom-ref"] for each in packages})
+    assert [] == [each["purl"] for each in packages if not re.fullmatch("[0-9a-f]{64}", each["hashes"][0]["content"])]
+
+    def of(kind: str) -> set[tuple[str, str]]:
+        found = [each for each in packages if each["purl"].startswith(f"pkg:{kind}/")]
+        return {
+            (canonicalize_name(each["name"]) if kind == "pypi" else each["name"], each["version"]) for each in found
+        }
+
+    debian = sh(name, "dpkg-query --show --showformat='${Package} ${Version}\\n'")
+    assert {(canonicalize_name(name), version) for name, version in map(str.split, debian.splitlines())} == of("deb")
+    locked = locks.pins({"train": "train-cpu"}.get(image, image))
+    assert {(pin.name, pin.version) for pin in locked if not pin.marker or Marker(pin.marker).evaluate()} <= of("pypi")
 
 
 @pytest.mark.long
