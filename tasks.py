@@ -14,9 +14,10 @@ from typing import Any
 from invoke import Collection, Context, Exit, task
 
 from cluster import chaos as injection
-from cluster import configuration, images, launch, locks, scaling, spec, startup, teardown, view
+from cluster import configuration, images, launch, locks, reproduction, scaling, spec, startup, teardown, view
 from cluster import doctor as checks
 from cluster import rerun as repeating
+from cluster import sbom as bill
 from cluster import storm as storming
 from cluster import tensorboard as board
 from cluster import verify as verification
@@ -380,6 +381,41 @@ def base(c):
         shell(c)(command)
 
 
+IMAGE_HELP = {"accelerator": "cpu or gpu (default: cpu)", "image": "train or tensorboard (default: train)"}
+
+
+@task(
+    auto_shortflags=False,
+    help={
+        **IMAGE_HELP,
+        "image": "train, tensorboard or both (default: train)",
+        "against": "compare one build with this image, by name, id or archive (default: with a second build)",
+        "json": UP_HELP["json"],
+    },
+)
+@told
+def reproduce(c, accelerator="cpu", image="train", against="", json=False):
+    """Build an image from nothing, twice, and compare every file; exit code 0 where they are identical."""
+    sh = shell(c, aside=json)
+    verdicts = [reproduction.examine(each, accelerator, against, sh) for each in reproduction.chosen(image, against)]
+    if json:
+        print(_dumps([verdict.to_json() for verdict in verdicts]))
+    else:
+        print("\n".join(line for verdict in verdicts for line in verdict.lines()))
+    raise Exit(code=EXIT_DONE if all(verdict.identical for verdict in verdicts) else EXIT_FAILED)
+
+
+@task(
+    auto_shortflags=False,
+    help={**IMAGE_HELP, "output": "file to write (default: dist/sbom-IMAGE.cdx.json)"},
+)
+@told
+def sbom(c, accelerator="cpu", image="train", output=""):
+    """List every package of an image with its version and hash as CycloneDX JSON."""
+    path = bill.output(output, image, accelerator)
+    print(f"{launch.shown(path)}: {bill.write(path, image, accelerator, shell(c))}")
+
+
 @task(
     auto_shortflags=False,
     help={
@@ -441,6 +477,6 @@ ns = Collection(
     test,
     golden,
 )
-ns.add_collection(Collection("image", build, base))
+ns.add_collection(Collection("image", build, base, reproduce, sbom))
 ns.add_collection(Collection("data", prepare, shard, verify=verify_data))
 ns.add_collection(Collection("requirements", lock))

@@ -50,6 +50,17 @@ def probe() -> Answer:
     return Answer(True, f"Docker Engine {version}, Compose {compose_version}")
 
 
+def demand(what: str) -> None:
+    """Refuse what needs an engine where none answers.
+
+    Raises:
+        PrerequisiteError: none does.
+    """
+    answer = probe()
+    if not answer.ready:
+        raise PrerequisiteError(f"{what}: {answer.detail}; install and start Docker with Compose v2")
+
+
 def choose_runtime(requested: str) -> tuple[str, str]:
     """Return `docker` or `local`, and in words why.
 

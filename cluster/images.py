@@ -18,6 +18,8 @@ from cluster.errors import PrerequisiteError, UsageError, nearest
 
 ROOT = Path(__file__).resolve().parent.parent
 ACCELERATORS = ("cpu", "gpu")
+IMAGES = ("train", "tensorboard")
+"""As the stages of the Dockerfile that make them are called."""
 TENSORBOARD_IMAGE = "tf-cluster/tensorboard:latest"
 
 PYTHON_BASE = "python:3.11-slim-bookworm"
@@ -39,6 +41,17 @@ class Base:
     """Its digest in a registry; empty for one that was made on this machine."""
     missing: bool = False
     """Whether `base_commands` must run first."""
+
+
+def name(image: str, accelerator: str) -> str:
+    """Return the name of one of `IMAGES`.
+
+    Raises:
+        UsageError: there is no such image, or none for this accelerator.
+    """
+    if image not in IMAGES:
+        raise UsageError(f"--image {image!r} is no image{nearest(image, IMAGES)}")
+    return train_image(accelerator) if image == "train" else TENSORBOARD_IMAGE
 
 
 def train_image(accelerator: str) -> str:
@@ -106,22 +119,29 @@ def build_commands(accelerator: str, base: Base) -> list[str]:
     Raises:
         UsageError: there is no image for this accelerator.
     """
-    image = train_image(accelerator)
+    build = [build_command(image, accelerator, base, f"--tag={name(image, accelerator)}") for image in IMAGES]
+    return [*(base_commands() if base.missing else []), *build]
+
+
+def build_command(image: str, accelerator: str, base: Base, *options: str) -> str:
+    """Return the command that builds one of `IMAGES`; run it from the root.
+
+    Raises:
+        UsageError: there is no such image, or none for this accelerator.
+    """
+    name(image, accelerator)
     date_s = checkout.commit_time_s()
-    shared = ["docker", "build", "--file=docker/Dockerfile", f"--build-arg=BASE_IMAGE={base.name}"]
+    words = ["docker", "build", "--file=docker/Dockerfile", f"--build-arg=BASE_IMAGE={base.name}"]
     # BuildKit dates the image with it, so that the same commit on the same base makes the same image.
-    shared += [f"--build-arg=SOURCE_DATE_EPOCH={date_s}"]
+    words += [f"--build-arg=SOURCE_DATE_EPOCH={date_s}"]
     # Without a value: passed on from the environment, and neither printed nor kept in the image.
-    shared += [f"--build-arg={name}" for name in _PROXIES if name in os.environ]
-    shared += [f"--label=org.opencontainers.image.{name}={value}" for name, value in _labels(base, date_s).items()]
+    words += [f"--build-arg={proxy}" for proxy in _PROXIES if proxy in os.environ]
+    words += [f"--label=org.opencontainers.image.{key}={value}" for key, value in _labels(base, date_s).items()]
     bundle = os.environ.get("SSL_CERT_FILE", _CA_BUNDLE)
     if Path(bundle).is_file():
-        shared += [f"--secret=id=ca,src={bundle}"]
-    return [
-        *(base_commands() if base.missing else []),
-        shlex.join([*shared, f"--build-arg=ACCELERATOR={accelerator}", "--target=train", f"--tag={image}", "."]),
-        shlex.join([*shared, "--target=tensorboard", f"--tag={TENSORBOARD_IMAGE}", "."]),
-    ]
+        words += [f"--secret=id=ca,src={bundle}"]
+    words += [f"--build-arg=ACCELERATOR={accelerator}"] if image == "train" else []
+    return shlex.join([*words, f"--target={image}", *options, "."])
 
 
 def _labels(base: Base, date_s: int) -> dict[str, str]:

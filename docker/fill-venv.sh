@@ -20,6 +20,7 @@ find "$packages" -type d \( -name '*.dist-info' -prune -o \( -name include -o -n
 find "$packages" \( -name '*.h' -o -name libclang.so \) -type f -delete
 
 # The root is read-only in a container: without bytecode here, every start would compile TensorFlow again. Checked
-# against neither time nor source, so that no date gets in.
-"$venv/bin/python" -m compileall -q -j 0 --invalidation-mode unchecked-hash "$packages"
+# against neither time nor source, so that no date gets in. By one process: with several, some files' bytes depend on
+# which of them got which file before.
+"$venv/bin/python" -m compileall -q --invalidation-mode unchecked-hash "$packages"
 find "$venv" -exec touch --no-dereference --date=@0 {} +

@@ -202,7 +202,7 @@ def test_code_must_come_last() -> None:
 def test_only_what_is_copied_may_enter_the_build() -> None:
     rules = (images.ROOT / ".dockerignore").read_text().split("\n")
     assert "*" == next(rule for rule in rules if not rule.startswith("#"))
-    assert {"cluster", "train", "docker/fill-venv.sh", "requirements/*.lock"} == {
+    assert {"cluster", "train", "docker/fill-root.sh", "docker/fill-venv.sh", "requirements/*.lock"} == {
         rule[1:] for rule in rules if rule.startswith("!")
     }
 

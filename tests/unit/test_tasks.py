@@ -35,7 +35,16 @@ COLLECTIONS = {"image", "data", "swarm", "k8s", "requirements"}
 BUILT = {
     *("up", "plan", "status", "logs", "wait", "stop", "down", "tensorboard", "doctor", "test"),
     *("evaluate", "export", "predict", "verify"),
-    *("image.base", "image.build", "data.prepare", "data.shard", "data.verify", "requirements.lock"),
+    *(
+        "image.base",
+        "image.build",
+        "image.reproduce",
+        "image.sbom",
+        "data.prepare",
+        "data.shard",
+        "data.verify",
+        "requirements.lock",
+    ),
 }
 ALL_TASKS: list[str] = sorted(tasks.ns.task_names)
 
