@@ -182,7 +182,10 @@ def compare(first: Image, second: Image, names: tuple[str, str]) -> list[Differe
         if ours.get(key) != theirs.get(key):
             how = f"{json.dumps(ours.get(key))} and {json.dumps(theirs.get(key))}"
             (history if key.startswith("history.") else settings).append(Difference("configuration", key, how))
-    return [*settings, *_compare_layers(first.layers, second.layers, names), *history]
+    found = [*settings, *_compare_layers(first.layers, second.layers, names), *history]
+    if not found and first.id != second.id:
+        found.append(Difference("configuration", "", f"the same, written differently: {first.id} and {second.id}"))
+    return found
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import tarfile
@@ -76,6 +77,12 @@ def test_settings_must_be_compared_and_files_must_come_before_the_history(tmp_pa
     second.config["history"][0]["created"] = "later"
     told = [each.what for each in contents.compare(first, second, NAMES)]
     assert ["config.Labels.org.x", "/opt/b", "history.0.created"] == told
+
+
+def test_images_with_two_ids_must_not_pass_for_identical(tmp_path: Path) -> None:
+    image = contents.read(archive(tmp_path / "x.tar", [ENTRIES]))
+    (found,) = contents.compare(image, dataclasses.replace(image, id="sha256:other"), NAMES)
+    assert f"configuration: the same, written differently: {image.id} and sha256:other" == str(found)
 
 
 def test_a_packed_layer_must_read_as_an_unpacked_one(tmp_path: Path) -> None:
