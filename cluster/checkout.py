@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import subprocess
 from pathlib import Path
 
-from cluster.files import sha256
+from cluster.files import files_sha256
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -34,11 +33,8 @@ def changes_sha256(*folders: str) -> str | None:
     """
     changes = _git("diff", "HEAD", "--binary")
     others = _git("ls-files", "--others", "--exclude-standard", "-z", "--", *folders).decode()
-    new = sorted(filter(None, others.split("\0")))
-    digest = hashlib.sha256(changes)
-    for name in new:
-        digest.update(f"{name}\0{sha256(ROOT / name)}\0".encode())
-    return digest.hexdigest() if changes or new else None
+    new = [name for name in others.split("\0") if name and (ROOT / name).is_file()]  # git lists links to nothing, too
+    return files_sha256(ROOT, new, changes) if changes or new else None
 
 
 def _git(*words: str) -> bytes:

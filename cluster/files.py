@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +89,11 @@ def sha256(path: Path) -> str:
     """Return the sha256 of a file's bytes in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def files_sha256(folder: Path, names: Iterable[str], begin: bytes = b"") -> str:
+    """Return the sha256, in hexadecimal, of `begin` and of the names and contents of files in a folder."""
+    digest = hashlib.sha256(begin)
+    for name in sorted(names):
+        digest.update(f"{name}\0{sha256(folder / name)}\0".encode())
+    return digest.hexdigest()

@@ -6,12 +6,13 @@ the environment that it computes in (`train/environment.py`).
 
 from __future__ import annotations
 
-import hashlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from cluster import checkout, images, locks, tf_config
-from cluster.files import read_json, sha256, write_json
+from cluster.files import files_sha256, read_json, sha256, write_json
 from cluster.launch import Plan
 from cluster.payload import Payload
 from cluster.runs import RunFolder
@@ -63,8 +64,8 @@ def _config(plan: Plan) -> dict[str, Any]:
 
 
 def _own_code(payload: Payload) -> dict[str, str]:
-    """Return a hash of each folder with modules of the user's own, by its name, and of their requirements."""
-    found = {folder.name: _tree(folder) for folder in payload.code_dirs}
+    """Return a hash of each folder with modules of the user's own, by its place and name, and of their requirements."""
+    found = {f"{at}/{folder.name}": _tree(folder) for at, folder in enumerate(payload.code_dirs)}
     if payload.requirements:
         found[payload.requirements.name] = sha256(payload.requirements)
     return found
@@ -72,7 +73,15 @@ def _own_code(payload: Payload) -> dict[str, str]:
 
 def _tree(folder: Path) -> str:
     """Return a hash over the Python files of a folder: their names and contents."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(f"{path.relative_to(folder)}\0{sha256(path)}\0".encode())
-    return digest.hexdigest()
+    return files_sha256(folder, _modules(folder))
+
+
+def _modules(folder: Path) -> Iterator[str]:
+    """Yield the names of the Python files of a folder, which may be a whole project or a home folder.
+
+    What is hidden and virtual environments are left out, and so is a link to nothing: an editor locks a file with one.
+    """
+    for at, inside, files in os.walk(folder):
+        inside[:] = [name for name in inside if not name.startswith(".") and not Path(at, name, "pyvenv.cfg").exists()]
+        paths = (Path(at, name) for name in files if name.endswith(".py"))
+        yield from (str(path.relative_to(folder)) for path in paths if path.is_file())

@@ -53,6 +53,11 @@ def test_what_differs_from_the_commit_is_told_by_a_hash(folder: Path, committed:
     assert clean == checkout.commit()
 
 
+def test_a_link_to_nothing_is_not_a_change(folder: Path, committed: Path) -> None:
+    (folder / "train" / ".#code.py").symlink_to("user@host.1:2")  # an editor's lock
+    assert checkout.changes_sha256(*CODE) is None
+
+
 @pytest.mark.parametrize("installed", [True, False])
 def test_outside_of_a_git_checkout_there_is_nothing_to_tell(
     folder: Path, monkeypatch: pytest.MonkeyPatch, installed: bool

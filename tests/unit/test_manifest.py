@@ -10,6 +10,7 @@ import pytest
 
 from cluster import checkout, launch, local, manifest, startup
 from cluster.files import read_json
+from cluster.payload import Payload
 from cluster.request import Request
 from cluster.runs import RunFolder
 
@@ -68,3 +69,23 @@ def test_outside_of_a_git_checkout_the_files_themselves_are_told(
         True,
         after["cluster_sha256"],
     )
+
+
+def test_a_folder_of_the_user_s_is_told_by_its_own_modules_alone(tmp_path: Path) -> None:
+    first, second = (tmp_path / name / "code" for name in ("one", "two"))
+    for path in (first / "package" / "model.py", second / "model.py"):
+        path.parent.mkdir(parents=True)
+        path.write_text("1")
+    dirs = Payload(code_dirs=(first, second))
+    before = manifest._own_code(dirs)
+    assert ["0/code", "1/code"] == list(before)
+    for name in (".hidden", "environment/lib"):
+        (first / name).mkdir(parents=True)
+        (first / name / "other.py").write_text("2")
+    (first / "environment" / "pyvenv.cfg").touch()
+    (first / "package" / ".#model.py").symlink_to("user@host.1:2")  # an editor's lock
+    (first / "package" / "notes.txt").write_text("2")
+    assert before == manifest._own_code(dirs)
+    (first / "package" / "model.py").write_text("2")
+    after = manifest._own_code(dirs)
+    assert (before["0/code"] != after["0/code"], before["1/code"]) == (True, after["1/code"])
