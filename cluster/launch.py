@@ -60,13 +60,15 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Return the plan for `invoke plan --json`."""
         batch = self.config.get("global_batch")
+        shards = self.config.get("bitwise_elastic") or self.cluster.batch_divisor
+        most = -(-shards // self.cluster.batch_divisor)  # of one replica: they need not share them evenly
         return {
             "run": self.run.name,
             "runtime": self.runtime,
             "strategy": self.cluster.strategy_class,
             "replicas": self.cluster.replicas,
             "global_batch": batch,
-            "replica_batch": batch and batch // self.cluster.batch_divisor,
+            "replica_batch": batch and batch // shards * most,
             "tensorboard": tensorboard.address(self.tensorboard_port) if self.tensorboard_port else None,
             "tasks": [
                 {"task": task.name, "address": task.address, "tf_config": tf_config.render(self.cluster, task)}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cluster import engine, images, launch, local, payload, request, startup, teardown, tensorboard
+from cluster import configuration, engine, images, launch, local, payload, request, startup, teardown, tensorboard
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, PrerequisiteError, UsageError
 from cluster.files import read_json, write_json
 from cluster.request import Request
@@ -262,6 +262,15 @@ def test_a_plan_as_json_shows_what_every_task_gets(resolved: None) -> None:
 def test_the_replica_batch_is_the_global_batch_divided(resolved: None) -> None:
     value = launch.plan(Request(workers="1", devices="3", runtime="local")).to_json()
     assert (6, 32) == (value["replicas"], value["replica_batch"])
+
+
+@pytest.mark.parametrize(("workers", "batch"), [("0", 192), ("2", 64), ("3", 64), ("5", 32)])
+def test_of_virtual_shards_the_replica_batch_is_that_of_the_replica_with_most(
+    monkeypatch: pytest.MonkeyPatch, workers: str, batch: int
+) -> None:
+    """6 shards of 32: of 4 replicas two have one and two have two."""
+    monkeypatch.setattr(configuration, "resolve", lambda *_: (CONFIG | {"bitwise_elastic": 6}, ()))
+    assert batch == launch.plan(Request(workers=workers, runtime="local")).to_json()["replica_batch"]
 
 
 @pytest.mark.parametrize("strategy", ["one", "mirrored", "central", "tpu"])
