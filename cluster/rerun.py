@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cluster import launch, manifest, startup, teardown, view, watch
+from cluster import launch, manifest, startup, summary, teardown, view, watch
 from cluster.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from cluster.files import read_json, read_json_lines
 from cluster.request import Request
@@ -76,6 +76,8 @@ def rerun(run: RunFolder, runtime: str, tolerance: float, sh: startup.Shell) -> 
         ended = watch.follow(planned.run, lambda value: None)
     except KeyboardInterrupt:
         teardown.kill(planned.run, sh)
+        if not planned.run.summary.exists():  # no agent is left to write it
+            summary.write(planned.run, settle_s=0)
         raise
     finally:
         teardown.remove(planned.run, sh)

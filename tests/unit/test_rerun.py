@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from cluster import rerun
+from cluster import launch, rerun, startup, watch
 from cluster.errors import UsageError
-from cluster.files import append_json, write_json
+from cluster.files import append_json, read_json, write_json
 from cluster.runs import RunFolder
 
 MakeRun = Callable[..., RunFolder]
@@ -90,6 +91,21 @@ def test_only_a_run_that_succeeded_can_be_made_again(made: Callable[..., RunFold
     scripted = made("scripted")
     write_json(scripted.config, {"script": "train.py"})
     assert "it tells no losses" in refused(scripted)
+
+
+def test_a_rerun_that_is_interrupted_has_stopped(
+    made: Callable[..., RunFolder], make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    first, second = made("one"), make_run("two", workers=0)
+    monkeypatch.setattr(launch, "plan", lambda asked: SimpleNamespace(run=second))
+    monkeypatch.setattr(startup, "start", lambda *_, **__: None)
+    monkeypatch.setattr(watch, "follow", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        rerun.rerun(first, "", 0.0, lambda command: pytest.fail("local processes need no command"))
+    assert "stopped" == read_json(second.summary)["state"]
 
 
 @pytest.mark.parametrize("text", ["much", "-1", "nan", "inf", ""])
