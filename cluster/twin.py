@@ -44,7 +44,7 @@ def compared(run: RunFolder) -> list[str]:
 
 def _same_bits(run: RunFolder, calm: dict[str, Any]) -> bool | None:
     summary = read_json(run.summary)
-    if any(event["event"] == "scaled" for event in run.events()):
+    if not _elastic(run) and any(event["event"] == "scaled" for event in run.events()):
         return None  # another number of workers adds up in another order
     if run.load_cluster().strategy == "ps" or summary["state"] != "succeeded":
         return None
@@ -53,11 +53,18 @@ def _same_bits(run: RunFolder, calm: dict[str, Any]) -> bool | None:
     return bool(calm["weights_sha256"] == summary["weights_sha256"])
 
 
+def _elastic(run: RunFolder) -> bool:
+    """Whether a run gives the same bits on any number of replicas."""
+    return bool(read_json(run.config).get("bitwise_elastic"))
+
+
 def _computes(run: RunFolder) -> tuple[Any, ...]:
     """Return what decides a run's bits, apart from the data's version."""
     # How often is told or saved, and how many steps one call does, changes no bit.
     aside = {"log_every", "checkpoint_every", "checkpoint_seconds", "keep_checkpoints", "steps_per_loop"}
     config = {key: value for key, value in read_json(run.config).items() if key not in aside}
-    spec = run.load_cluster()
     version = read_json(run.control / "data.json", {}).get("version")
-    return config, spec.strategy, spec.devices, sorted(task.name for task in spec.members), version
+    if _elastic(run):
+        return config, version
+    spec = run.load_cluster()
+    return config, version, spec.strategy, spec.devices, sorted(task.name for task in spec.members)

@@ -106,6 +106,15 @@ def test_the_strategy_of_one_process_makes_a_difference(ended: EndedRun) -> None
     assert twin.undisturbed(ended("one", workers=0, strategy="one")) is not None
 
 
+@pytest.mark.parametrize(
+    "other", [{"workers": 2}, {"workers": 0, "devices": 2}, {"workers": 0, "strategy": "one"}], ids=str
+)
+def test_with_virtual_shards_the_number_of_replicas_changes_no_bit(ended: EndedRun, other: dict[str, Any]) -> None:
+    ended("calm", config={"bitwise_elastic": 6}, **other)
+    assert "calm" == twin.undisturbed(ended("stormy", config={"bitwise_elastic": 6}))["run"]
+    assert twin.undisturbed(ended("other", config={"bitwise_elastic": 4})) is None
+
+
 def test_an_evaluator_changes_no_bit(ended: EndedRun) -> None:
     ended("calm", evaluator=True)
     assert twin.undisturbed(ended("stormy")) is not None
@@ -136,6 +145,16 @@ def test_parameter_servers_repeat_no_bits(ended: EndedRun) -> None:
     run = ended("stormy", ps=1)
     assert twin.undisturbed(run) is not None
     assert twin.same_bits(run) is None
+
+
+@pytest.mark.parametrize(("shards", "weights", "same"), [(0, "def", None), (6, "def", False), (6, "abc", True)])
+def test_a_run_that_was_scaled_repeats_the_bits_of_virtual_shards_alone(
+    ended: EndedRun, shards: int, weights: str, same: bool | None
+) -> None:
+    ended("calm", config={"bitwise_elastic": shards})
+    run = ended("stormy", config={"bitwise_elastic": shards}, weights=weights)
+    run.event("chief", "scaled", workers_before=2, workers_after=1)
+    assert same is twin.same_bits(run)
 
 
 def test_a_script_s_weights_are_not_known_and_not_compared(ended: EndedRun) -> None:
