@@ -1,0 +1,14 @@
+"""How a test ends a run that has no tasks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cluster import summary
+from cluster.runs import RunFolder
+
+
+def end(run: RunFolder, state: str, **cause: Any) -> dict[str, Any]:
+    """Record an outcome and write the summary."""
+    run.end(state, **cause)
+    return summary.write(run, settle_s=0)
