@@ -273,8 +273,7 @@ def doctor(c, json=False):
 @told
 def verify(c, write=False, json=False):
     """Train shortly with every strategy and both loops, and compare; exit code 1 where one failed."""
-    with c.cd(str(launch.ROOT)):
-        c.run(startup.data_command("prepare", verification.DATASET), echo=False, out_stream=sys.stderr)
+    shell(c, aside=True)(startup.data_command("prepare", verification.DATASET))
     rows = verification.examine(lambda line: print(line, file=sys.stderr if json else sys.stdout, flush=True))
     if json:
         print(_dumps({"rows": rows}))

@@ -23,7 +23,6 @@ from cluster.errors import UsageError
 Shell = Callable[[str], object]
 """Runs a command."""
 
-_CHUNK = 2**20
 _DIGITS = 12
 """Of a sha256, where it is told: enough to tell two apart."""
 
@@ -146,11 +145,9 @@ def _entries(stream: IO[bytes]) -> Iterator[tuple[str, Entry]]:
         for found in layer:
             content = ""
             if found.isreg():
-                digest = hashlib.sha256()
                 data = layer.extractfile(found)
-                while data and (chunk := data.read(_CHUNK)):
-                    digest.update(chunk)
-                content = digest.hexdigest()
+                assert isinstance(data, tarfile.ExFileObject)
+                content = hashlib.file_digest(data, "sha256").hexdigest()
             extended = {name: text for name, text in found.pax_headers.items() if "xattr" in name}
             yield (
                 "/" + found.name.removeprefix("./").strip("/"),
@@ -200,14 +197,13 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 def _compare_layers(
     first: tuple[Layer, ...], second: tuple[Layer, ...], names: tuple[str, str]
 ) -> Iterator[Difference]:
-    if first != second and sorted(layer.digest for layer in first) == sorted(layer.digest for layer in second):
-        digests = [layer.digest for layer in second]
-        if digests != [layer.digest for layer in first]:
-            order = ", ".join(str(digests.index(layer.digest) + 1) for layer in first)
-            yield Difference("layers", "", f"the same in another order: those of {names[0]} are {order} of {names[1]}")
-            return
-    for number, (ours, theirs) in enumerate(zip(first, second, strict=False), 1):
-        yield from _compare_entries(f"layer {number}", ours, theirs, names)
+    ours, theirs = ([layer.digest for layer in layers] for layers in (first, second))
+    if ours != theirs and sorted(ours) == sorted(theirs):
+        order = ", ".join(str(theirs.index(digest) + 1) for digest in ours)
+        yield Difference("layers", "", f"the same in another order: those of {names[0]} are {order} of {names[1]}")
+        return
+    for number, (one, other) in enumerate(zip(first, second, strict=False), 1):
+        yield from _compare_entries(f"layer {number}", one, other, names)
     shared = min(len(first), len(second))
     for name, more in zip(names, (first[shared:], second[shared:]), strict=True):
         for number, layer in enumerate(more, shared + 1):

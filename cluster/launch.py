@@ -131,7 +131,7 @@ def plan(request: Request, *, stops_first: bool = False) -> Plan:
     runtime, why = _choose_runtime(request.runtime, asked.strategy)
     config, payload = _resolve(request, base, runtime)
     if payload.script is None:
-        check_sharing(config, asked)
+        _check_sharing(config, asked)
     contained = runtime != "local"
     cluster = asked if contained else spec.build(**topology, ports=local.free_ports(len(asked.tasks)))
     how = (_containers if contained else _processes)(run, cluster, payload)
@@ -139,7 +139,7 @@ def plan(request: Request, *, stops_first: bool = False) -> Plan:
     return Plan(run, cluster, config, payload, runtime, why, how, port, patience_s, bool(request.resume), replaces)
 
 
-def check_sharing(config: dict[str, Any], cluster: spec.ClusterSpec) -> None:
+def _check_sharing(config: dict[str, Any], cluster: spec.ClusterSpec) -> None:
     """Check that the cluster's replicas can share the configuration's global batch.
 
     Raises:

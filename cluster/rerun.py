@@ -11,7 +11,7 @@ from typing import Any
 
 from cluster import launch, manifest, startup, summary, teardown, view, watch
 from cluster.errors import EXIT_DONE, EXIT_FAILED, UsageError
-from cluster.files import read_json, read_json_lines
+from cluster.files import read_json
 from cluster.request import Request
 from cluster.runs import RunFolder
 from cluster.words import counted
@@ -110,7 +110,7 @@ def _check(run: RunFolder) -> None:
 
 def compare(first: RunFolder, second: RunFolder, tolerance: float) -> Verdict:
     """Compare two runs that succeeded."""
-    losses, others = _losses(first), _losses(second)
+    losses, others = first.losses(), second.losses()
     apart = {
         step: abs(losses[step] - others[step]) / max(abs(losses[step]), 1e-30)
         for step in sorted(losses.keys() & others.keys())
@@ -141,10 +141,6 @@ def lines(second: RunFolder, verdict: Verdict | None) -> list[str]:
 def to_json(second: RunFolder, verdict: Verdict | None) -> dict[str, Any]:
     """Return the same for programs."""
     return {"run": second.name, **(asdict(verdict) if verdict else {"verdict": "failed"})}
-
-
-def _losses(run: RunFolder) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in read_json_lines(run.metrics("chief")) if "loss" in row}
 
 
 def _differences(first: RunFolder, second: RunFolder) -> Iterator[str]:

@@ -103,6 +103,10 @@ class RunFolder:
         """The task's logged steps, a JSON object a line."""
         return self.path / "metrics" / f"{task}.jsonl"
 
+    def losses(self, task: str = "chief") -> dict[int, float]:
+        """Return the loss of every logged step; of one that was done again, the newest."""
+        return {row["step"]: row["loss"] for row in read_json_lines(self.metrics(task)) if "loss" in row}
+
     def programs(self, task: str) -> Path:
         """What identifies the processes of the task's newest life, as the task itself sees them."""
         return self.control / "programs" / f"{task}.json"

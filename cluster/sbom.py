@@ -72,7 +72,8 @@ def write(path: Path, image: str, accelerator: str, sh: contents.Shell) -> str:
 
 def complete(document: Json, name: str, image: contents.Image) -> Json:
     """Return syft's document with hashes, and with nothing in it that the image does not determine."""
-    components = [_hashed(component, image) for component in document["components"]]
+    layers = {layer.digest: layer.entries for layer in image.layers}
+    components = [_hashed(component, layers) for component in document["components"]]
     made = {
         **{key: value for key, value in document.items() if key != "serialNumber"},
         "metadata": {
@@ -102,12 +103,12 @@ def told(document: Json) -> str:
     return ", ".join([*words, *([f"{bare} of them without a hash"] if bare else [])])
 
 
-def _hashed(component: Json, image: contents.Image) -> Json:
+def _hashed(component: Json, layers: dict[str, dict[str, contents.Entry]]) -> Json:
     """Return a package with the sha256 of the file that stands for it, if there is one."""
-    layers = {layer.digest: layer.entries for layer in image.layers}
-    places = dict(re.findall(r"^syft:location:(\d+:\w+)=(.*)$", _properties(component), re.MULTILINE))
-    numbers = sorted({int(key.split(":")[0]) for key in places})
-    files = [(places.get(f"{number}:layerID", ""), places.get(f"{number}:path", "")) for number in numbers]
+    told = _properties(component)
+    numbers = sorted(int(found[1]) for name in told if (found := re.fullmatch(r"syft:location:(\d+):path", name)))
+    places = (f"syft:location:{number}" for number in numbers)
+    files = [(told.get(f"{place}:layerID", ""), told[f"{place}:path"]) for place in places]
     for end in _RECORDS.get(_kind(component), ("",)):
         for layer, path in files:
             entry = layers.get(layer, {}).get(path)
@@ -119,12 +120,12 @@ def _hashed(component: Json, image: contents.Image) -> Json:
 
 def _kind(component: Json) -> str:
     """Return syft's name for the kind of a package; empty for what is none, such as the system itself."""
-    found = re.search(r"^syft:package:type=(.*)$", _properties(component), re.MULTILINE)
-    return found[1] if found else ""
+    return _properties(component).get("syft:package:type", "")
 
 
-def _properties(component: Json) -> str:
-    return "\n".join(f"{each['name']}={each['value']}" for each in component.get("properties", ()))
+def _properties(component: Json) -> dict[str, str]:
+    """Return what syft tells of a component besides; of a name that comes more than once, the last."""
+    return {each["name"]: each["value"] for each in component.get("properties", ())}
 
 
 def _sha256(digest: str) -> Json:

@@ -146,9 +146,7 @@ def _check_size(run: RunFolder, had: ClusterSpec, asked: ClusterSpec) -> None:
     if [task.name for task in asked.tasks] == [task.name for task in had.tasks]:
         raise UsageError(f"run {run.name!r} has {_size(had)} already")
     config = read_json(run.config)
-    if shards := config.get("bitwise_elastic", 0):
-        spec.check_shards(asked, shards)
-    else:
+    if not config.get("bitwise_elastic", 0):  # whether replicas can share virtual shards is checked with the plan
         _check_batch(config["global_batch"], had, asked)
     if config.get("loop") == "fit" and spec.needs_tf_keras(had.strategy) != spec.needs_tf_keras(asked.strategy):
         raise UsageError(

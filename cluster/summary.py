@@ -29,7 +29,7 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
         "state": outcome["state"],
         "strategy": spec.strategy_class,
         "replicas": spec.replicas,
-        "steps": result.get("steps", max((beat["step"] for beat in beats.values()), default=0)),
+        "steps": result.get("steps", run.newest_step),
         "epochs": result.get("epochs"),
         "startup_s": None if began is None else round(began - started, 3),
         "wall_s": round(wall_s, 3),

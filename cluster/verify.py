@@ -21,7 +21,7 @@ from typing import Any
 
 from cluster import launch, processes
 from cluster.errors import EXIT_DONE, EXIT_PREREQUISITE, ClusterError, RunFailed, TimedOut
-from cluster.files import read_json, read_json_lines
+from cluster.files import read_json
 from cluster.runs import RunFolder
 from cluster.spec import CLASS_NAMES
 from cluster.words import counted
@@ -266,7 +266,7 @@ def _end(runs: Path) -> None:
 def _read(run: RunFolder, code: int | None, told: list[str], seconds: float) -> Ended:
     """Return how a run ended, by its folder and what `up` told."""
     summary, result = read_json(run.summary, {}), read_json(run.control / "result.json", {})
-    losses = {row["step"]: row["loss"] for row in read_json_lines(run.metrics("chief")) if "loss" in row}
+    losses = run.losses()
     missing = [step for step in range(1, STEPS + 1) if not math.isfinite(losses.get(step, math.nan))]
     problem = ""
     if code is None:

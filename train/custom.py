@@ -30,7 +30,9 @@ class Training:
             steps.check_same_step(strategy, self._first)
         self._report = Report(assignment, self._first)
         self._save_timer = loops.SaveTimer(config.checkpoint_seconds if assignment.chief else 0)
-        trainee = self._trainee()
+        shards = config.bitwise_elastic
+        cut = VirtualShards(shards, strategy.num_replicas_in_sync) if shards else None
+        trainee = self._trainee(cut)
         if assignment.asynchronous:
             self._inner = parameter_server.asynchronous(
                 strategy,
@@ -43,21 +45,19 @@ class Training:
             )
             self._agree: Callable[[steps.Signals], steps.Signals] = lambda signals: signals  # the chief decides alone
         else:
-            shards = config.bitwise_elastic
-            feed = train_feed(strategy, assignment.source, self._first, config.global_batch, config.seed, shards)
+            feed = train_feed(strategy, assignment.source, self._first, config.global_batch, config.seed, cut)
             self._inner = steps.synchronous(strategy, trainee, feed, config.steps_per_loop, self._save_timer.due)
             self._agree = steps.agreement(strategy)
         self._evaluated_at: int | None = None
         self._saved_at: int | None = None
         self._hooks = callbacks.Hooks(assignment, self._optimizer) if config.callbacks else None
 
-    def _trainee(self) -> steps.Trainee:
-        config, assignment = self._assignment.config, self._assignment
-        what = assignment.model, self._optimizer, assignment.objective, config.global_batch
-        replicas = assignment.strategy.num_replicas_in_sync
-        if config.bitwise_elastic:
-            return ElasticTrainee(*what, config.bitwise_elastic, VirtualShards(config.bitwise_elastic, replicas))
-        return steps.Trainee(*what, 1 if assignment.asynchronous else replicas)
+    def _trainee(self, cut: VirtualShards | None) -> steps.Trainee:
+        assignment = self._assignment
+        what = assignment.model, self._optimizer, assignment.objective, assignment.config.global_batch
+        if cut:
+            return ElasticTrainee(*what, cut.total, cut)
+        return steps.Trainee(*what, 1 if assignment.asynchronous else assignment.strategy.num_replicas_in_sync)
 
     def run(self) -> None:
         """Train, and end well."""

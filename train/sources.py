@@ -146,16 +146,16 @@ def train_feed(
     first_step: int,
     global_batch: int,
     seed: int,
-    virtual_shards: int = 0,
+    cut: VirtualShards | None = None,
 ) -> Feed:
     """Return the training batches of a synchronous strategy's replicas from step `first_step` on.
 
     Args:
-        virtual_shards: into which every global batch is cut; 0: as many as replicas. `Feed.batch` takes the number of
-            one of them.
+        cut: into virtual shards, of every global batch; None: as many as replicas. `Feed.batch` takes the number of one
+            of them.
     """
     replicas = strategy.num_replicas_in_sync
-    shards = VirtualShards(virtual_shards or replicas, replicas)
+    shards = cut or VirtualShards(replicas, replicas)
     if source.arrays and not isinstance(strategy, tf.distribute.TPUStrategy):
         examples = memory.load(source.arrays.train)
         return Feed(lambda: (), _gather(examples, global_batch // shards.total, shards.total, seed))
@@ -172,10 +172,10 @@ def train_feed(
             local_replicas=shards.first(last) - shards.first(first),
             seed=seed,
         )
-        return batches if not virtual_shards else _stacked(batches, shards, first, last)
+        return batches if not cut else _stacked(batches, shards, first, last)
 
     iterator = iter(strategy.distribute_datasets_from_function(dataset))
-    if not virtual_shards:
+    if not cut:
         return Feed(lambda: next(iterator), lambda batch, _step, _replica: batch)
     return Feed(lambda: next(iterator), lambda batches, _step, shard: _one_of(batches, shards.place(shard)))
 

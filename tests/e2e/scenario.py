@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster.files import read_json, read_json_lines
+from cluster.files import read_json
 from cluster.runs import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,14 +82,9 @@ def summary(run: RunFolder) -> dict[str, Any]:
 
 def losses(run: RunFolder, task: str = "chief") -> dict[int, float]:
     """Return the loss of every logged step."""
-    return {row["step"]: row["loss"] for row in read_json_lines(run.metrics(task)) if "loss" in row}
+    return run.losses(task)
 
 
 def step_of(run: RunFolder) -> int:
     """Return the chief's newest step."""
     return run.heartbeats().get("chief", {}).get("step", 0)
-
-
-def read(path: Path) -> Any:
-    """Return a JSON file's value."""
-    return json.loads(path.read_text())

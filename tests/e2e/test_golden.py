@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.e2e.scenario import Clusters, read
+from cluster.files import read_json
+from tests.e2e.scenario import Clusters
 from tests.golden import losses as golden
 
 pytestmark = pytest.mark.usefixtures("data")
@@ -17,7 +18,7 @@ RELATIVE = 2e-4
 @pytest.mark.parametrize("preset", golden.PRESETS)
 def test_the_first_losses_must_be_the_golden_ones(clusters: Clusters, preset: str) -> None:
     """Bit for bit on the processor and the packages that they were recorded with, otherwise nearly."""
-    expected = read(golden.path_of(preset))
+    expected = read_json(golden.path_of(preset))
     found = golden.describe(golden.train(clusters, preset))
     assert golden.THREADS == found["threads"]
     if all(expected[name] == found[name] for name in ("cpu", "packages")):

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from cluster import local
-from cluster.files import read_json_lines
+from cluster.files import read_json, read_json_lines
 from cluster.runs import RunFolder
-from tests.e2e.scenario import DATA, ROOT, STEPS, TRAINING, Clusters, losses, read, step_of, summary
+from tests.e2e.scenario import DATA, ROOT, STEPS, TRAINING, Clusters, losses, step_of, summary
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("data")
@@ -45,7 +45,7 @@ def test_a_run_must_leave_everything_that_the_contract_lists(three: RunFolder) -
         assert (three.path / part).exists(), part
     assert list(three.tensorboard("chief").glob("events.out.tfevents.*"))
     assert list(three.checkpoints.glob(f"ckpt-{STEPS}.index"))
-    heartbeat = read(three.status("worker-1"))
+    heartbeat = read_json(three.status("worker-1"))
     fields = {"task", "role", "state", "generation", "step", "examples_per_s", "loss", "restarts", "updated_at"}
     assert fields <= set(heartbeat)
     assert ("worker-1", "worker", "done", STEPS) == tuple(heartbeat[key] for key in ("task", "role", "state", "step"))

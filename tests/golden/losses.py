@@ -21,17 +21,12 @@ PRESETS = ("fashion_mnist",)
 """Those whose data can be got anywhere. `mnist` is the same but for its data (`tests/unit/test_config.py`)."""
 
 STEPS, THREADS = 20, 2
-TRAINING = ("--max-steps", str(STEPS), "--log-every", "1", "--threads", str(THREADS))
 
 
 def train(clusters: Clusters, preset: str) -> RunFolder:
     """Train a preset's first steps on the chief alone, with as many threads on any machine."""
-    name = f"golden-{preset}"
-    clusters.invoke(
-        "up", f"--name={name}", f"--preset={preset}", "--workers=0", "--runtime=local", "--tensorboard-port=0", "--",
-        *TRAINING,
-    )  # fmt: skip
-    return clusters.run(name)
+    words = f"--preset={preset} --workers=0 -- --max-steps {STEPS} --threads {THREADS}"
+    return clusters.up(f"golden-{preset}", words)
 
 
 def describe(run: RunFolder) -> dict[str, Any]:

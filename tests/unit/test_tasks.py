@@ -256,19 +256,16 @@ IMAGE = {"Id": "sha256:1", "Config": {"Labels": {}}, "RootFS": {"Layers": ["sha2
 
 
 @pytest.fixture
-def engine_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+def engine_that_fails(docker: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
     """Puts a `docker` on the PATH that fails at one command and has one image; returns the list of calls."""
 
     def put(fails_at: str) -> Path:
-        program, calls = tmp_path / "bin" / "docker", tmp_path / "calls"
-        program.parent.mkdir()
-        program.write_text(
-            f'#!/bin/sh\necho "$*" >>{calls}\ncase "$*" in\n*"{fails_at}"*) echo "the engine is gone" >&2; exit 17;;\n'
+        calls = docker(
+            f'case "$*" in\n*"{fails_at}"*) echo "the engine is gone" >&2; exit 17;;\n'
             "info*) echo '\"26.1.5\"';;\n*version*) echo 2.26.1;;\n"
-            f"*'{{{{json .}}}}'*) echo '{json.dumps(IMAGE)}';;\nimage*) echo '[]';;\nesac\n"
+            f"*'{{{{json .}}}}'*) echo '{json.dumps(IMAGE)}';;\nimage*) echo '[]';;\nesac"
         )
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+        monkeypatch.setenv("PATH", f"{os.environ['PATH']}:/usr/bin:/bin")
         config = {"dataset": "mnist", "global_batch": 192}
         monkeypatch.setattr(configuration, "resolve", lambda request, base, packages: (config, ()))
         monkeypatch.setattr(startup, "data_command", lambda verb, name, path: "true")

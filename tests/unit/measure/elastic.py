@@ -10,7 +10,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.unit.measure.replicas import CLASSES, FEATURES, GLOBAL_BATCH, OBJECTIVE, SEED, prepare, strategy_called
+from tests.unit.measure.replicas import (
+    CLASSES,
+    FEATURES,
+    GLOBAL_BATCH,
+    OBJECTIVE,
+    SEED,
+    per_replica,
+    prepare,
+    strategy_called,
+)
 
 # isort: split
 import keras
@@ -58,7 +67,7 @@ def trained(where: str, kind: str, source: sources.Source, virtual: bool = True)
     what = (model, optimizer, OBJECTIVE, GLOBAL_BATCH)
     shards = VirtualShards(SHARDS, replicas)
     trainee = ElasticTrainee(*what, SHARDS, shards) if virtual else steps.Trainee(*what, replicas)
-    feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED, SHARDS if virtual else 0)
+    feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED, shards if virtual else None)
     result = steps.synchronous(strategy, trainee, feed, STEPS)(0, STEPS, False)
     fixed = model.non_trainable_variables
     others = [np.ascontiguousarray(variable.numpy()).tobytes() for variable in [*fixed, *optimizer.variables]]
@@ -78,17 +87,11 @@ def summed(where: str, numbers_VN: np.ndarray) -> list[str]:
     strategy = strategy_called(where)
     shards = VirtualShards(len(numbers_VN), strategy.num_replicas_in_sync)
 
-    @tf.function
-    def total() -> Any:
-        def replica() -> tf.Tensor:
-            number = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
-            own_nN = tf.ensure_shape(tf.gather(tf.constant(numbers_VN), shards.of(number)), [None, numbers_VN.shape[1]])
-            return exact_sum([own_nN], shards.total)[0]
+    def replica(number: tf.Tensor, _step: tf.Tensor) -> tf.Tensor:
+        own_nN = tf.ensure_shape(tf.gather(tf.constant(numbers_VN), shards.of(number)), [None, numbers_VN.shape[1]])
+        return exact_sum([own_nN], shards.total)[0]
 
-        return strategy.run(replica)
-
-    first = strategy.experimental_local_results(total())[0]
-    return [float(value).hex() for value in first.numpy()]
+    return [value.hex() for value in per_replica(strategy, replica)(0)[0]]
 
 
 def main(result: Path) -> None:
