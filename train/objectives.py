@@ -59,7 +59,8 @@ def build(loss: str, *, classifies: bool) -> Objective:
     Raises:
         UsageError: there is no such function.
     """
-    function = LOSSES[loss] if loss in LOSSES else references.load("--loss", loss)
+    # Somebody's own may branch on tensors, which autograph converts: what calls it is not converted.
+    function = LOSSES[loss] if loss in LOSSES else tf.function(references.load("--loss", loss))
     if classifies:
         return Objective(function, accuracy, "accuracy")
     return Objective(function, absolute_error, "absolute_error")

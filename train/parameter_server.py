@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from train.data import memory
 from train.sources import Source
-from train.steps import LoopResult, Signals, Trainee
+from train.steps import LoopResult, Signals, Trainee, repeat
 
 
 def asynchronous(
@@ -34,34 +34,25 @@ def asynchronous(
     """
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 
+    def gathered(examples: memory.Examples, step: tf.Tensor) -> memory.Batch:
+        replica = tf.constant(0, tf.int64)
+        return memory.train_batch(
+            examples, step, replica, replica_batch=trainee.global_batch, num_replicas=1, seed=seed
+        )
+
     def one_step(batch: memory.Batch, step: tf.Tensor) -> tf.Tensor:
         return strategy.run(trainee.update, args=(batch, step, tf.constant(0, tf.int64)))
 
-    @tf.function
-    def slice_of_gathered(iterator: Any, first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
-        examples = next(iterator)
-        results_S2 = tf.zeros([steps_per_loop, 2])
-        for done in tf.range(count):
-            batch = memory.train_batch(
-                examples,
-                first + done,
-                tf.constant(0, tf.int64),
-                replica_batch=trainee.global_batch,
-                num_replicas=1,
-                seed=seed,
-            )
-            results_S2 = tf.tensor_scatter_nd_update(results_S2, [[done]], [one_step(batch, first + done)])
-        return results_S2
+    @tf.function(autograph=False)
+    def work(iterator: Any, first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+        examples = iterator.get_next() if source.arrays else None
 
-    @tf.function
-    def slice_of_streamed(iterator: Any, first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
-        results_S2 = tf.zeros([steps_per_loop, 2])
-        for done in tf.range(count):
-            result_2 = one_step(next(iterator), first + done)
-            results_S2 = tf.tensor_scatter_nd_update(results_S2, [[done]], [result_2])
-        return results_S2
+        def step(done: tf.Tensor, results_S2: tf.Tensor) -> tf.Tensor:
+            batch = iterator.get_next() if examples is None else gathered(examples, first + done)
+            return tf.tensor_scatter_nd_update(results_S2, [[done]], [one_step(batch, first + done)])
 
-    work = slice_of_gathered if source.arrays else slice_of_streamed
+        return repeat(count, step, tf.zeros([steps_per_loop, 2]))
+
     iterator = iter(coordinator.create_per_worker_dataset(worker_dataset(source, trainee.global_batch, seed)))
 
     def run(first: int, count: int, stop: bool) -> LoopResult:

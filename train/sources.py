@@ -176,8 +176,8 @@ def train_feed(
 
     iterator = iter(strategy.distribute_datasets_from_function(dataset))
     if not cut:
-        return Feed(lambda: next(iterator), lambda batch, _step, _replica: batch)
-    return Feed(lambda: next(iterator), lambda batches, _step, shard: _one_of(batches, shards.place(shard)))
+        return Feed(iterator.get_next, lambda batch, _step, _replica: batch)
+    return Feed(iterator.get_next, lambda batches, _step, shard: _one_of(batches, shards.place(shard)))
 
 
 def _stacked(batches: tf.data.Dataset, shards: VirtualShards, first: int, last: int) -> tf.data.Dataset:
@@ -217,7 +217,7 @@ def eval_feed(strategy: tf.distribute.Strategy | None, source: Source, replica_b
     # One iterator for all passes, as long as each takes all of its batches: a new one would be a new graph.
     own = tf.distribute.InputContext()
     iterator = iter(strategy.distribute_datasets_from_function(dataset) if strategy else dataset(own))
-    return Feed(lambda: next(iterator), lambda batch, _at, _replica: batch)
+    return Feed(iterator.get_next, lambda batch, _at, _replica: batch)
 
 
 def _gather(examples: memory.Examples, replica_batch: int, replicas: int, seed: int) -> Callable[..., Batch]:

@@ -129,11 +129,12 @@ def synchronous(
     def join(results_SP2: tf.Tensor, signals_2: tf.Tensor) -> tf.Tensor:
         return tf.concat([tf.reshape(results_SP2, [-1]), signals_2], 0)
 
-    @tf.function
+    @tf.function(autograph=False)
     def loop(first: tf.Tensor, count: tf.Tensor, signals_2: tf.Tensor) -> tf.Tensor:
-        results = strategy.run(start)
-        for done in tf.range(count):
-            results = strategy.run(one_step, args=(results, feed.next(), first, done))
+        def step(done: tf.Tensor, results: Any) -> Any:
+            return strategy.run(one_step, args=(results, feed.next(), first, done))
+
+        results = repeat(count, step, strategy.run(start))
         return strategy.reduce("SUM", strategy.run(join, args=(results, signals_2)), axis=None)
 
     def run(first: int, count: int, stop: bool) -> LoopResult:
@@ -143,6 +144,18 @@ def synchronous(
         return LoopResult(results_S2[:, 0], results_S2[:, 1], Signals.from_sum(flat[-2:]))
 
     return run
+
+
+def repeat(count: tf.Tensor, body: Callable[[tf.Tensor, Any], Any], state: Any) -> Any:
+    """Return what `body` makes of `state` when it is called `count` times, with how often it was called before.
+
+    Autograph would make the same of a `for`, but to convert all that is called in it takes longer than to trace it.
+    """
+
+    def step(done: tf.Tensor, state: Any) -> tuple[tf.Tensor, Any]:
+        return done + 1, body(done, state)
+
+    return tf.while_loop(lambda done, _: done < count, step, (tf.zeros([], count.dtype), state))[1]
 
 
 def check_same_step(strategy: tf.distribute.Strategy, step: int) -> None:
@@ -167,7 +180,7 @@ def agreement(strategy: tf.distribute.Strategy) -> Callable[[Signals], Signals]:
 def _total(strategy: tf.distribute.Strategy) -> Callable[[tf.Tensor], tf.Tensor]:
     """Return a function that adds up each task's value over all replicas."""
 
-    @tf.function
+    @tf.function(autograph=False)
     def total(value: tf.Tensor) -> tf.Tensor:
         return strategy.reduce("SUM", strategy.run(lambda: tf.identity(value)), axis=None)
 
@@ -209,12 +222,13 @@ def evaluation(
         totals_2 = tf.stack([tf.reduce_sum(losses_B), tf.reduce_sum(scores_B)])
         return tf.tensor_scatter_nd_update(totals_N2, [[at * replicas + replica]], [totals_2])
 
-    @tf.function
+    @tf.function(autograph=False)
     def evaluate_all() -> tf.Tensor:
-        totals = strategy.run(start) if strategy else start()
-        for at in tf.range(batches, dtype=tf.int64):
+        def evaluate(at: tf.Tensor, totals: Any) -> Any:
             arguments = (totals, feed.next(), at)
-            totals = strategy.run(add, args=arguments) if strategy else add(*arguments)
+            return strategy.run(add, args=arguments) if strategy else add(*arguments)
+
+        totals = repeat(tf.constant(batches, tf.int64), evaluate, strategy.run(start) if strategy else start())
         return strategy.reduce("SUM", totals, axis=None) if strategy else totals
 
     def run() -> dict[str, float]:
