@@ -15,6 +15,7 @@ from cluster.files import read_json, read_json_lines
 from cluster.runs import RunFolder
 from tests.e2e.scenario import DATA, ROOT, STEPS, TRAINING, Clusters, losses, step_of, summary
 from tests.waiting import wait_for
+from train import variables
 
 pytestmark = pytest.mark.usefixtures("data")
 
@@ -51,6 +52,7 @@ def test_a_run_must_leave_everything_that_the_contract_lists(three: RunFolder) -
     assert ("worker-1", "worker", "done", STEPS) == tuple(heartbeat[key] for key in ("task", "role", "state", "step"))
     row = next(read_json_lines(three.metrics("chief")))
     assert {"step", "epoch", "loss", "accuracy", "examples_per_s", "time"} == set(row)
+    assert set(variables.DEFAULTS) <= set(read_json(three.environment)["variables"])
 
 
 def test_every_task_must_log_the_same_loss(three: RunFolder) -> None:
