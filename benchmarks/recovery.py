@@ -19,9 +19,9 @@ def measure(bench: Bench) -> list[Figure]:
     """Kill one task after the other of a run with spares and of one without; a round has as many kills as victims."""
     victims = VICTIMS[:1] if bench.quick else VICTIMS
     seconds: dict[str, list[float]] = {how: [] for how in SPARE}
-    kills = 1 if bench.quick else bench.rounds
-    for number in range(-(-kills // len(victims))):
-        bench.tell(f"  round {number + 1}")
+    for number in bench.turns():
+        if number % len(VICTIMS):
+            continue  # one round here is as many kills
         for how, spare in SPARE.items():
             seconds[how] += _recoveries(bench, f"spare-{spare}-{number}", spare, victims)
     with_s, without_s = seconds.values()

@@ -87,8 +87,8 @@ def lines(found: Sequence[Row]) -> list[str]:
     told = []
     for row in found:
         medians = ", ".join(f"{each['name']} {_amount(each['median'], row['unit'])}" for each in row["variants"])
-        mark = {True: "reached", False: "missed", None: "no goal"}[row["met"]]
-        told.append(f"{row['name']}: {result(row)} (goal {goal(row)}: {mark})  {row['title']}: {medians}")
+        mark = "no goal" if row["met"] is None else f"goal {goal(row)}: {'reached' if row['met'] else 'missed'}"
+        told.append(f"{row['name']}: {result(row)} ({mark})  {row['title']}: {medians}")
     return told
 
 
@@ -122,7 +122,12 @@ def _amount(value: float, unit: str) -> str:
 def _measured_on(row: Row) -> str:
     hardware = row["hardware"]
     machine = f"{hardware['cpu']}, {hardware['cores']} cores, {hardware['memory_gib']:g} GiB"
-    return f"{machine}; TensorFlow {row['tensorflow']}; commit {row['commit'][:12]}; {row['date']}"
+    return f"{machine}; TensorFlow {row['tensorflow']}; commit {_short(row['commit'])}; {row['date']}"
+
+
+def _short(commit: str) -> str:
+    name, dash, dirty = commit.partition("-")
+    return f"{name[:12]}{dash}{dirty}" or "-"
 
 
 def _notes(marks: dict[str, str]) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from cluster.files import write_json
 from cluster.request import Request
 from cluster.runs import RunFolder
 
-STEPS, FIRST = 450, 50
+STEPS, FIRST = 350, 50
 """The last step of what is timed, and the step that it begins after."""
 LOG_EVERY = 10
 CHECKPOINT_EVERY = 100

@@ -6,7 +6,7 @@ from benchmarks import peers
 from benchmarks.figures import Figure, Goal, ratios, step_seconds
 from benchmarks.runs import GLOBAL_BATCH, Bench, cores
 
-STEPS = 150
+STEPS = 125
 OURS, LOOP, FIT = "ours", "hand-written loop", "Keras fit"
 GOAL = Goal(1.25, at_least=True)
 

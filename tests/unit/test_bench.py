@@ -180,17 +180,28 @@ def test_the_table_must_tell_figures_goals_and_what_they_were_measured_on() -> N
     ] == results.table(rows())
 
 
+def test_the_terminal_must_tell_what_was_reached() -> None:
+    assert [
+        "start: 5.50 s (goal under 6 s: reached)  `up` to the first step: up 5.50 s, by hand 6.50 s",
+        "telemetry: 3.0% (goal under 2%: missed)  cost of it all: with 10.3 s for 400 steps, without 10.0 s for 400 "
+        "steps",
+        "recovery: 2.45 s (no goal)  after a kill: with warm spares 2.45 s, without 7.20 s",
+    ] == results.lines(rows(START, COST, RECOVERY))
+
+
 def test_what_was_measured_elsewhere_must_be_marked() -> None:
-    lines = results.table([*rows(START), *rows(RECOVERY, date="2030-02-03")])
+    lines = results.table([*rows(START), *rows(RECOVERY, date="2030-02-03", commit="0123456789abcdef-dirty")])
+    assert "; commit 0123456789ab-dirty; " in lines[-1]
     assert lines[2].startswith("| `up` to the first step | ")
     assert lines[3].startswith("| after a kill (2) | 2.45 s | 7.20 s (without) | 2.45 s | - | - |")
     assert lines[-1].startswith("(2) Some CPU")
     assert lines[-1].endswith("2030-02-03")
 
 
-def test_the_readme_must_have_a_place_for_the_table() -> None:
+def test_the_readme_must_have_the_table_of_the_results() -> None:
+    expected = results.table(results.read()) if results.RESULTS.exists() else ["Not measured yet."]
     for path in results.DOCUMENTS:
-        assert places.written(path, results.BEGIN)
+        assert expected == places.written(path, results.BEGIN), "`invoke bench --write` renews it"
 
 
 def test_only_its_own_table_of_a_document_must_be_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
