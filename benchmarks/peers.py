@@ -57,7 +57,8 @@ class Peer:
         """Train; return the first task's rows."""
         options = [f"--arrays={bench.arrays}", f"--steps={steps}", f"--threads={cores()}", f"--tasks={tasks}"]
         command = [self.python, *self.command(tasks), *options, f"--global-batch={GLOBAL_BATCH}"]
-        return bench.rows(command, PYTHONPATH=str(ROOT), TF_CPP_MIN_LOG_LEVEL="2", RAY_DEDUP_LOGS="0")
+        # Ray leaves files in the home folder.
+        return bench.rows(command, PYTHONPATH=str(ROOT), TF_CPP_MIN_LOG_LEVEL="2", HOME=str(bench.folder))
 
 
 PEERS = (

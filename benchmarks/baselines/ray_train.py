@@ -39,13 +39,14 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
 def main() -> None:
     """Train."""
     options = arguments()
-    with tempfile.TemporaryDirectory(prefix="ray-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         output = Path(folder) / "rows.jsonl"
         output.touch()
         ray.init(
             num_cpus=options.tasks,
             include_dashboard=False,
             log_to_driver=False,
+            _temp_dir=folder,
             runtime_env={"env_vars": {"TF_USE_LEGACY_KERAS": "1"}},
         )
         trainer = TensorflowTrainer(
