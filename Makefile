@@ -3,6 +3,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 UP ?= --workers 2
+BENCH ?=
 DATA_DIR ?= data
 IMAGES := tf-cluster/train:cpu tf-cluster/tensorboard:latest
 LOCKS := $(addprefix requirements/,host.lock train-cpu.lock tensorboard.lock)
@@ -11,7 +12,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet install \
   --require-hashes --no-deps --use-pep517 --no-build-isolation
 .DEFAULT_GOAL := help
 
-.PHONY: help setup up test test-all check clean
+.PHONY: help setup up test test-all check bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +41,9 @@ check: $(VENV)/.dev ## linters, types, import directions, Dockerfile and Compose
 	  docker compose -f compose/example.json -f compose/compose.yaml config --quiet && echo "docker compose config: ok"; \
 	elif [ "$$CI" = true ]; then echo "error: CI=true and there is no docker compose"; exit 3; \
 	else echo "docker compose config: skipped, there is no docker compose"; fi
+
+bench: $(VENV)/.dev ## measure how fast it is; `make bench BENCH="--only start"` for other options
+	@$(VENV)/bin/invoke bench $(BENCH)
 
 clean: ## delete .venv and caches; runs/ and data/ stay
 	rm -rf $(VENV) .build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -284,6 +284,29 @@ def verify(c, write=False, json=False):
 
 @task(
     auto_shortflags=False,
+    help={
+        "only": "names separated by commas, such as start,throughput (default: all but elastic and saving)",
+        "rounds": "times that each is measured, one after the other in turn (default: 5)",
+        "runtime": "auto or local; local: nothing that needs an engine (default: auto)",
+        "peers": "measure PyTorch and Ray, too; see benchmarks/README.md (default: no)",
+        "quick": "only try everything, with few steps, and keep nothing (default: no)",
+        "write": "renew the table in README.md, too (default: no)",
+        "json": UP_HELP["json"],
+    },
+)
+@told
+def bench(c, only="", rounds="5", runtime="auto", peers=False, quick=False, write=False, json=False):
+    """Measure how fast this is against hand-written programs; exit code 1 where a goal is missed."""
+    from benchmarks import command, results  # costs `up` nothing
+
+    count = spec.parse_count("rounds", rounds, 1, 1000)
+    code, found = command.main(only, count, write=write, quick=quick, peers=peers, runtime=runtime, tell=command.stderr)
+    print(results.dumps(found) if json else "\n".join(results.lines(found)))
+    raise Exit(code=code)
+
+
+@task(
+    auto_shortflags=False,
     positional=["run"],
     optional=["run"],
     help={
@@ -473,6 +496,7 @@ ns = Collection(
     verify,
     rerun,
     chaos,
+    bench,
     test,
     golden,
 )

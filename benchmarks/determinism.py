@@ -1,59 +1,43 @@
-"""What the same bits cost: deterministic operations and virtual shards (`--bitwise-elastic`), against plain runs.
-
-The variants take turns, so that noise of the machine is in both of a pair.
-"""
+"""What deterministic operations cost a step, against `--no-deterministic`."""
 
 from __future__ import annotations
 
-import json
-from itertools import pairwise
-from statistics import median
+from benchmarks.figures import Figure, Goal, ratios, step_seconds
+from benchmarks.runs import Bench
 
-from benchmarks.runs import Bench, bench
-from cluster.files import read_json_lines
-from cluster.runs import RunFolder
-
-STEPS = 400
-ROUNDS = 5
-PAIRS = {
-    "deterministic operations, chief alone": (("--workers=0", "--no-deterministic"), ("--workers=0",)),
-    "--bitwise-elastic 6, chief alone": (("--workers=0",), ("--workers=0", "--bitwise-elastic=6")),
-    "--bitwise-elastic 2, chief and one worker": (("--workers=1",), ("--workers=1", "--bitwise-elastic=2")),
-    "--bitwise-elastic 6, chief and one worker": (("--workers=1",), ("--workers=1", "--bitwise-elastic=6")),
-}
-"""What is measured: the options without it, and with it."""
+STEPS = 150
+Options = tuple[str, ...]
 
 
-def main() -> None:
-    """Measure, and print what came out."""
-    seconds: dict[str, list[tuple[float, float]]] = {what: [] for what in PAIRS}
-    with bench() as runs:
-        for turn in range(ROUNDS):
-            done: dict[tuple[str, ...], float] = {}  # what two pairs share runs once a turn
-            for what, (plain, other) in PAIRS.items():
-                for options in (plain, other):
-                    if options not in done:
-                        done[options] = step_seconds(runs, f"turn-{turn}-{len(done)}", options)
-                seconds[what].append((done[plain], done[other]))
-    costs = {what: [other / plain - 1 for plain, other in pairs] for what, pairs in seconds.items()}
-    print(json.dumps({"steps": STEPS, "seconds_a_step": seconds}))
-    for what, of in costs.items():
-        print(f"{what}: a step takes {1 + median(of):.2f} times as long ({min(of) + 1:.2f} to {max(of) + 1:.2f})")
+def measure(bench: Bench) -> list[Figure]:
+    """Train in turn with and without."""
+    plain, other = ("--workers=0", "--no-deterministic"), ("--workers=0",)
+    title = "cost of deterministic operations, chief alone"
+    return compared(bench, STEPS, {"determinism": (title, plain, other, Goal(0.10, at_least=False))})
 
 
-def step_seconds(runs: Bench, name: str, options: tuple[str, ...]) -> float:
-    """Return the median time of a step in a training with these options, in seconds."""
+def compared(bench: Bench, steps: int, pairs: dict[str, tuple[str, Options, Options, Goal | None]]) -> list[Figure]:
+    """Train in turn with each pair of options: its title, the options without and with, and the goal.
+
+    What two pairs share runs once a round.
+    """
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in pairs}
+    for turn in bench.turns():
+        done: dict[Options, float] = {}
+        for name, (_, plain, other, _) in pairs.items():
+            for options in (plain, other):
+                if options not in done:
+                    done[options] = _step_seconds(bench, f"turn-{turn}-{len(done)}", options, bench.steps(steps))
+            seconds[name].append((done[plain], done[other]))
+    found = []
+    for name, (title, plain, other, goal) in pairs.items():
+        without, with_it = (list(samples) for samples in zip(*seconds[name], strict=True))
+        variants = {" ".join(other): with_it, " ".join(plain): without}
+        found.append(Figure(name, title, "s a step", variants, ratios(with_it, without), "cost", goal))
+    return found
+
+
+def _step_seconds(bench: Bench, name: str, options: Options, steps: int) -> float:
     overrides = [option for option in options if option == "--no-deterministic"]
     words = [option for option in options if option not in overrides]
-    run = runs.up(name, *words, steps=STEPS, overrides=overrides, WARM_SPARE="0")
-    return _step_seconds(run)
-
-
-def _step_seconds(run: RunFolder) -> float:
-    rows = [row for row in read_json_lines(run.metrics("chief")) if "loss" in row]
-    spans = [(after["time"] - row["time"]) / (after["step"] - row["step"]) for row, after in pairwise(rows)]
-    return median(spans[1:])  # the first holds the first step, which compiles
-
-
-if __name__ == "__main__":
-    main()
+    return step_seconds(bench.train(name, *words, steps=steps, overrides=overrides))

@@ -1,55 +1,230 @@
-"""Runs of the project's own commands, as local processes in a folder of their own."""
+"""Runs of the project's own commands, and of what they are compared with, in a folder that is deleted in the end."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from cluster import engine, launch, local, processes
+from cluster.errors import RunFailed, TimedOut
+from cluster.files import read_json, read_json_lines
 from cluster.runs import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent
-TRAINING = ("--epochs=1000", "--steps-per-loop=25", "--log-every=25", "--evaluate-every=1000000")
+DATASET = "fashion_mnist"
+GLOBAL_BATCH = 192
+EVERY = 25
+"""Steps between two rows of ours, as of the baselines."""
+TRAINING = ("--epochs=1000", f"--steps-per-loop={EVERY}", f"--log-every={EVERY}", "--evaluate-every=1000000")
+QUICK_STEPS = 3 * EVERY
+ENDLESS = 100_000
+"""Steps of a training that is ended as soon as it did those that are measured."""
+LIMIT_S = 300.0
+"""Longest time of one run."""
+POLL_S = 0.02
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A folder of runs."""
+    """A folder of runs, and how much is to be measured."""
 
     folder: Path
+    rounds: int = 5
+    quick: bool = False
+    """Only try whether everything works: one round of few steps."""
+    runtime: str = "auto"
+    peers: bool = False
+    """Compare with PyTorch and Ray, too."""
+    tell: Callable[[str], object] = print
+    """Takes a line of progress."""
+
+    def steps(self, count: int) -> int:
+        """Return how many steps to do instead of so many."""
+        return min(count, QUICK_STEPS) if self.quick else count
+
+    def turns(self) -> Iterator[int]:
+        """Yield the number of each round, counted from 0."""
+        for turn in range(1 if self.quick else self.rounds):
+            self.tell(f"  round {turn + 1}")
+            yield turn
+
+    @property
+    def engine(self) -> bool:
+        """Whether containers are measured, too."""
+        return self.runtime != "local" and engine.probe().ready
+
+    @property
+    def arrays(self) -> Path:
+        """The folder of the prepared arrays, for what reads them by itself."""
+        return _newest(launch.data_dir() / "arrays", "arrays.json")
+
+    @property
+    def shards(self) -> Path:
+        """The folder of the prepared TFRecord shards."""
+        return _newest(launch.data_dir() / "shards", "shards.json")
+
+    # Ours
 
     def invoke(self, *words: str, **environment: str) -> None:
         """Run a command of the project to its end."""
-        done = subprocess.run(
-            [sys.executable, "-m", "invoke", *words],
-            cwd=ROOT,
-            env=os.environ | {"RUNS_DIR": str(self.folder)} | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise SystemExit(done.stdout)
+        self.call([sys.executable, "-m", "invoke", *words], environment)
 
-    def up(self, name: str, *words: str, steps: int, overrides: Sequence[str] = (), **environment: str) -> RunFolder:
+    def up(
+        self, name: str, *words: str, steps: int, overrides: Sequence[str] = (), runtime: str = "local", **more: str
+    ) -> RunFolder:
         """Start a training without TensorBoard; return once it trains where `--detach` is among the words."""
-        options = (f"--name={name}", "--fresh", "--runtime=local", "--tensorboard-port=0")
-        self.invoke("up", *options, *words, "--", *TRAINING, f"--max-steps={steps}", *overrides, **environment)
+        options = (f"--name={name}", "--fresh", f"--runtime={runtime}", "--tensorboard-port=0")
+        self.invoke("up", *options, *words, "--", *TRAINING, f"--max-steps={steps}", *overrides, **more)
         return RunFolder(self.folder / name)
+
+    def train(self, name: str, *words: str, steps: int, overrides: Sequence[str] = ()) -> list[dict[str, Any]]:
+        """Train alone on the machine for so many steps, and end the run at once; return the chief's rows."""
+        run = self.up(name, *words, "--detach", steps=ENDLESS, overrides=overrides, WARM_SPARE="0")
+        rows = self.await_step(run, steps)
+        local.kill(run)
+        return rows
+
+    def await_step(self, run: RunFolder, steps: int) -> list[dict[str, Any]]:
+        """Wait until a run has done so many steps; return the chief's rows.
+
+        Raises:
+            RunFailed: it ended before.
+            TimedOut: it takes too long.
+        """
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            ended = run.summary.exists()
+            rows = [row for row in read_json_lines(run.metrics("chief")) if "loss" in row]
+            if rows and rows[-1]["step"] >= steps:
+                return rows
+            if ended:
+                raise RunFailed(f"{run.name} ended before step {steps}: {read_json(run.summary).get('cause')}")
+            if time.monotonic() > deadline:
+                raise TimedOut(f"{run.name} did not do {steps} steps in {LIMIT_S:g} s")
+            time.sleep(POLL_S)
+
+    # Others
+
+    def call(self, command: Sequence[str], environment: Mapping[str, str] | None = None, cwd: Path = ROOT) -> str:
+        """Run a command to its end; return what it printed on stdout.
+
+        Raises:
+            RunFailed: it failed.
+            TimedOut: it takes too long.
+        """
+        with tempfile.TemporaryFile("w+") as errors:
+            try:
+                done = subprocess.run(
+                    command,
+                    cwd=cwd,
+                    env=os.environ | dict(environment or {}),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                    check=False,
+                    timeout=LIMIT_S,
+                )
+            except subprocess.TimeoutExpired:
+                raise TimedOut(f"{' '.join(command[:4])} ... did not end in {LIMIT_S:g} s") from None
+            if done.returncode:
+                errors.seek(0)
+                last = (done.stdout + errors.read()).strip().splitlines()[-8:]
+                raise RunFailed(f"{' '.join(command[:4])} ... ended with {done.returncode}: {' | '.join(last)}")
+        return done.stdout
+
+    def rows(self, command: Sequence[str], **environment: str) -> list[dict[str, Any]]:
+        """Run a command that tells its steps as lines of JSON; return them."""
+        lines = self.call(command, environment).splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+    def baseline(self, script: str, workers: int, steps: int, threads: int, **environment: str) -> list[dict[str, Any]]:
+        """Run a hand-written script on a chief and so many workers, all started at once; return the chief's rows.
+
+        Args:
+            script: a module of `benchmarks.baselines`.
+            workers: besides the chief; 0: no TF_CONFIG.
+            steps: to do.
+            threads: that one operation may use.
+        """
+        command = [sys.executable, "-m", f"benchmarks.baselines.{script}", f"--arrays={self.arrays}"]
+        command += [f"--steps={steps}", f"--threads={threads}", f"--global-batch={GLOBAL_BATCH}"]
+        environment = {"TF_CPP_MIN_LOG_LEVEL": "2"} | environment
+        tasks = self._tf_configs(workers)
+        others = [self._start(command, environment | config) for config in tasks[1:]]
+        try:
+            rows = self.rows(command, **environment, **tasks[0])
+            for other in others:
+                other.wait(30)
+        finally:
+            for other in others:
+                other.kill()
+                other.wait()
+        return rows
+
+    def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def _tf_configs(self, workers: int) -> list[dict[str, str]]:
+        if not workers:
+            return [{}]
+        addresses = [f"127.0.0.1:{port}" for port in local.free_ports(1 + workers)]
+        cluster = {"chief": addresses[:1], "worker": addresses[1:]}
+        members = [("chief", 0), *(("worker", index) for index in range(workers))]
+        return [
+            {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": role, "index": index}})}
+            for role, index in members
+        ]
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 @contextmanager
-def bench() -> Iterator[Bench]:
-    """Give a folder for runs, and end what is left in it."""
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        runs = Bench(Path(folder))
-        try:
-            yield runs
-        finally:
-            runs.invoke("down", "--timeout=0")
+def bench(**options: Any) -> Iterator[Bench]:
+    """Give a folder for runs, and end what is left in it, also where this process is asked to end."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    kept = {name: os.environ.get(name) for name in ("RUNS_DIR", "DATA_DIR")}
+    data_dir = str(launch.data_dir())
+    try:
+        with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
+            # What is started here, and everything that it starts, is found by this.
+            os.environ |= {"RUNS_DIR": folder, "DATA_DIR": data_dir}
+            runs = Bench(Path(folder), **options)
+            try:
+                yield runs
+            finally:
+                with contextlib.suppress(RunFailed, TimedOut):
+                    runs.invoke("down", "--timeout=0")
+                processes.kill_with_environment("RUNS_DIR", folder)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        for name, value in kept.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _newest(folder: Path, index: str) -> Path:
+    found = sorted(folder.glob(f"{DATASET}-*/{index}"), key=lambda path: path.stat().st_mtime)
+    return found[-1].parent

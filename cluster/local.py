@@ -138,16 +138,7 @@ def processes_left(run: RunFolder) -> list[int]:
 
 def kill(run: RunFolder) -> int:
     """Kill every process of the run; return how many there were."""
-    found = processes_left(run)
-    for pid in found:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while left := processes_left(run):
-        if time.monotonic() > deadline:
-            raise TimedOut(f"processes of {run.name} do not end: {left}")
-        time.sleep(POLL_S)
-    return len(found)
+    return processes.kill_with_environment("RUN_DIR", str(run.path))
 
 
 def _record(run: RunFolder) -> Path:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DIRECTORY = "requirements"
-TARGETS = ("build", "host", "train-cpu", "train-gpu", "tensorboard", "dev")
+TARGETS = ("build", "host", "train-cpu", "train-gpu", "tensorboard", "dev", "peer-ray")
 CONSTRAINTS = f"{DIRECTORY}/constraints.txt"
 
 # Universal: one lock for every platform and every Python from 3.11 on.

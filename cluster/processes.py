@@ -6,7 +6,10 @@ import contextlib
 import ctypes
 import os
 import signal
+import time
 from pathlib import Path
+
+from cluster.errors import TimedOut
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
@@ -93,3 +96,21 @@ def with_environment(name: str, value: str) -> list[int]:
             if pid != os.getpid() and wanted in path.read_bytes().split(b"\0") and start_ticks(pid) is not None:
                 found.append(pid)
     return found
+
+
+def kill_with_environment(name: str, value: str, timeout_s: float = 10.0) -> int:
+    """Kill every process that was started with this environment variable; return how many there were at first.
+
+    Raises:
+        TimedOut: some do not end.
+    """
+    deadline, first = time.monotonic() + timeout_s, None
+    while left := with_environment(name, value):
+        first = len(left) if first is None else first
+        if time.monotonic() > deadline:
+            raise TimedOut(f"processes with {name}={value} do not end: {left}")
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    return first or 0

@@ -5,7 +5,6 @@ Each is an `invoke up` of its own, one after the other, in a folder of runs that
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import shutil
@@ -19,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster import launch, processes
-from cluster.errors import EXIT_DONE, EXIT_PREREQUISITE, ClusterError, RunFailed, TimedOut
+from cluster import documents, launch, processes
+from cluster.errors import EXIT_DONE, EXIT_PREREQUISITE, RunFailed
 from cluster.files import read_json
 from cluster.runs import RunFolder
 from cluster.spec import CLASS_NAMES
@@ -47,7 +46,7 @@ OK, FAILED, UNVERIFIED = "ok", "failed", "not verified on hardware"
 
 ROOT = launch.ROOT
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "strategies.md")
-BEGIN, END = "<!-- the table that `invoke verify --write` renews -->", "<!-- its end -->"
+BEGIN = documents.begin("invoke verify --write")
 
 Row = dict[str, Any]
 
@@ -158,7 +157,7 @@ def train(case: Case, runs: Path, limit_s: float) -> Ended:
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            _end(runs)
+            processes.kill_with_environment("RUNS_DIR", str(runs))
             up.wait()
     told = log.read_text(errors="replace").splitlines()
     return _read(RunFolder(runs / case.name), code, told, time.monotonic() - began)
@@ -227,40 +226,8 @@ def write(rows: list[Row]) -> list[str]:
     """
     if count := failed(rows):
         raise RunFailed(f"{counted(count, 'row')} failed, so no table is written; mend that and try again")
-    texts = {path: _renewed(path, table(rows)) for path in DOCUMENTS}
-    for path, text in texts.items():
-        path.write_text(text)
-    return [launch.shown(path) for path in texts]
-
-
-def written(path: Path) -> list[str]:
-    """Return the table that a document has.
-
-    Raises:
-        ClusterError: it has no place for one.
-    """
-    _, begin, rest = path.read_text().partition(f"{BEGIN}\n")
-    inside, end, _ = rest.partition(f"{END}\n")
-    if not begin or not end:
-        raise ClusterError(f"{launch.shown(path)} has no lines {BEGIN!r} and {END!r}; put them where the table belongs")
-    return inside.splitlines()
-
-
-def _renewed(path: Path, lines: list[str]) -> str:
-    old = "\n".join([BEGIN, *written(path), END, ""])
-    return path.read_text().replace(old, "\n".join([BEGIN, *lines, END, ""]))
-
-
-def _end(runs: Path) -> None:
-    """Kill everything that was started on this folder of runs."""
-    deadline = time.monotonic() + 10
-    while left := processes.with_environment("RUNS_DIR", str(runs)):
-        if time.monotonic() > deadline:
-            raise TimedOut(f"processes of the runs in {runs} do not end: {left}")
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
+    documents.renew(DOCUMENTS, BEGIN, table(rows))
+    return [launch.shown(path) for path in DOCUMENTS]
 
 
 def _read(run: RunFolder, code: int | None, told: list[str], seconds: float) -> Ended:

@@ -34,7 +34,7 @@ CONTRACT = {
 COLLECTIONS = {"image", "data", "swarm", "k8s", "requirements"}
 BUILT = {
     *("up", "plan", "status", "logs", "wait", "stop", "down", "tensorboard", "doctor", "test"),
-    *("evaluate", "export", "predict", "verify"),
+    *("evaluate", "export", "predict", "verify", "bench"),
     *(
         "image.base",
         "image.build",

@@ -16,6 +16,7 @@ import pytest
 from invoke import Exit, MockContext, Result
 
 import tasks
+from cluster import documents as places
 from cluster import processes, verify
 from cluster.errors import ClusterError, RunFailed
 from cluster.verify import CASES, FAILED, OK, UNVERIFIED, Case, Ended
@@ -296,7 +297,7 @@ def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Two documents with a place for the table."""
     paths = [tmp_path / "one.md", tmp_path / "two.md"]
     for path in paths:
-        path.write_text(f"before\n{verify.BEGIN}\nold\n{verify.END}\nafter\n")
+        path.write_text(f"before\n{verify.BEGIN}\nold\n{places.END}\nafter\n")
     monkeypatch.setattr(verify, "DOCUMENTS", paths)
     return paths
 
@@ -305,26 +306,26 @@ def test_only_the_table_of_a_document_is_renewed(documents: list[Path]) -> None:
     for _ in range(2):
         assert [str(path) for path in documents] == verify.write(rows())
         for path in documents:
-            assert verify.table(rows()) == verify.written(path)
+            assert verify.table(rows()) == places.written(path, verify.BEGIN)
             assert path.read_text().startswith(f"before\n{verify.BEGIN}\n| options")
-            assert path.read_text().endswith(f"|\n{verify.END}\nafter\n")
+            assert path.read_text().endswith(f"|\n{places.END}\nafter\n")
 
 
 def test_no_table_is_written_where_a_row_failed(documents: list[Path]) -> None:
     with pytest.raises(RunFailed, match="1 row failed, so no table is written"):
         verify.write(rows(status=FAILED))
-    assert ["old"] == verify.written(documents[0])
+    assert ["old"] == places.written(documents[0], verify.BEGIN)
 
 
 def test_a_document_without_a_place_for_the_table_is_told(documents: list[Path]) -> None:
     documents[1].write_text(f"{verify.BEGIN}\n")
     with pytest.raises(ClusterError, match=r"two\.md has no lines"):
         verify.write(rows())
-    assert ["old"] == verify.written(documents[0])
+    assert ["old"] == places.written(documents[0], verify.BEGIN)
 
 
 def test_both_documents_have_the_same_table_of_all_cases() -> None:
-    readme, strategies = (verify.written(path) for path in verify.DOCUMENTS)
+    readme, strategies = (places.written(path, verify.BEGIN) for path in verify.DOCUMENTS)
     assert readme == strategies
     assert [f"| `{case.options}` " for case in CASES] == [line[: line.index("| ", 2)] for line in readme[2:]]
 
@@ -347,18 +348,18 @@ def test_json_is_all_that_stdout_gets(
     printed = capsys.readouterr()
     assert {"rows": rows()} == json.loads(printed.out)
     assert "a case has ended" in printed.err
-    assert ["old"] == verify.written(documents[0])
+    assert ["old"] == places.written(documents[0], verify.BEGIN)
 
 
 def test_a_failed_row_is_exit_code_1_and_writes_nothing(monkeypatch: pytest.MonkeyPatch, documents: list[Path]) -> None:
     assert 1 == invoked(monkeypatch, rows(status=FAILED))
     assert 1 == invoked(monkeypatch, rows(status=FAILED), write=True)
-    assert ["old"] == verify.written(documents[0])
+    assert ["old"] == places.written(documents[0], verify.BEGIN)
 
 
 def test_write_renews_the_documents(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], documents: list[Path]
 ) -> None:
     assert 0 == invoked(monkeypatch, rows(), write=True)
-    assert verify.table(rows()) == verify.written(documents[0])
+    assert verify.table(rows()) == places.written(documents[0], verify.BEGIN)
     assert "one.md and" in capsys.readouterr().err

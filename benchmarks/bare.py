@@ -1,0 +1,18 @@
+"""The training program of a chief alone: no agent, no heartbeat after the first, no checkpoint but the last.
+
+python -m benchmarks.bare RUN_DIR
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from cluster import runs
+
+if __name__ == "__main__":
+    runs.HEARTBEAT_S = 10**6
+    from train.__main__ import train
+
+    os._exit(train(runs.RunFolder(Path(sys.argv[1]))))

@@ -1,0 +1,64 @@
+"""Ray Train's TensorflowTrainer, as its guide has it, on the data and the model of our runs.
+
+The workers' lines go through a file, because Ray puts words of its own before what they print.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.train import RunConfig, ScalingConfig
+from ray.train.tensorflow import TensorflowTrainer
+
+from benchmarks.baselines.common import arguments, train_arrays
+
+
+def train_loop_per_worker(config: dict[str, Any]) -> None:
+    """Train as one of the workers."""
+    import tensorflow as tf
+
+    from benchmarks.baselines.keras_fit import Tell, build_and_compile_cnn_model
+
+    tf.config.threading.set_intra_op_parallelism_threads(config["threads"])
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    images, labels = train_arrays(Path(config["arrays"]))
+    dataset = tf.data.Dataset.from_tensor_slices((images, labels)).shuffle(len(images)).repeat()
+    with strategy.scope():
+        model = build_and_compile_cnn_model(config["learning_rate"])
+    told = config["output"] if ray.train.get_context().get_world_rank() == 0 else os.devnull
+    with Path(told).open("a") as output, contextlib.redirect_stdout(output):
+        batches = dataset.batch(config["global_batch"])
+        model.fit(batches, steps_per_epoch=config["steps"], verbose=0, callbacks=[Tell(config["steps"])])
+
+
+def main() -> None:
+    """Train."""
+    options = arguments()
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        output = Path(folder) / "rows.jsonl"
+        output.touch()
+        ray.init(
+            num_cpus=options.tasks,
+            include_dashboard=False,
+            log_to_driver=False,
+            _temp_dir=folder,
+            runtime_env={"env_vars": {"TF_USE_LEGACY_KERAS": "1"}},
+        )
+        trainer = TensorflowTrainer(
+            train_loop_per_worker,
+            train_loop_config=vars(options) | {"arrays": str(options.arrays), "output": str(output)},
+            scaling_config=ScalingConfig(num_workers=options.tasks, resources_per_worker={"CPU": 1}),
+            run_config=RunConfig(storage_path=folder),
+        )
+        trainer.fit()
+        print(output.read_text(), end="")
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""The story of `invoke bench`: which benchmarks there are, and what becomes of what they find."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks import peers as others
+from benchmarks import results
+from benchmarks.figures import Figure
+from benchmarks.runs import DATASET, ROOT, Bench, bench
+from cluster import engine, launch
+from cluster.errors import EXIT_DONE, EXIT_FAILED, PrerequisiteError, UsageError, nearest
+from cluster.words import counted
+
+NAMES = ("start", "throughput", "scaling", "determinism", "telemetry", "input", "tasks", "recovery", "images")
+"""Modules of this package with a function `measure`, in the order in which they are measured."""
+ON_REQUEST = ("elastic", "saving")
+"""More of them, measured where `--only` names them."""
+NEEDS_ENGINE = ("images",)
+
+
+def chosen(only: str) -> list[str]:
+    """Return the benchmarks that were asked for.
+
+    Raises:
+        UsageError: there is no such.
+    """
+    known = (*NAMES, *ON_REQUEST)
+    names = [name for name in only.split(",") if name]
+    for name in names:
+        if name not in known:
+            raise UsageError(f"--only {name!r} is no benchmark{nearest(name, known)}")
+    return list(dict.fromkeys(names)) or list(NAMES)
+
+
+def main(
+    only: str, rounds: int, *, write: bool, quick: bool, peers: bool, runtime: str, tell: Callable[[str], object]
+) -> tuple[int, list[results.Row]]:
+    """Measure, and keep what was found; return the exit code and the rows.
+
+    Args:
+        only: names of benchmarks, separated by commas; empty: `NAMES`.
+        rounds: of each.
+        write: whether the README's table is renewed.
+        quick: whether everything is only tried, and nothing kept.
+        peers: whether PyTorch and Ray are measured, too.
+        runtime: as for `up`; `local`: nothing that needs an engine.
+        tell: takes a line of progress.
+
+    Raises:
+        UsageError: a name is unknown.
+        PrerequisiteError: something is missing.
+    """
+    names = _possible(chosen(only), runtime, named=bool(only), tell=tell)
+    check_plots()
+    if peers:
+        others.prepare(tell)
+    began, found = time.monotonic(), []
+    under = results.conditions()
+    with bench(rounds=rounds, quick=quick, runtime=runtime, peers=peers, tell=tell) as runs:
+        runs.invoke("data.prepare", f"--name={DATASET}")
+        for name in names:
+            figures = _measure(name, runs)
+            found += results.rows(figures, under)
+            if not quick:  # at once: what follows may fail
+                results.write(results.merge(results.read(), found))
+    _draw(found, quick=quick, tell=tell)
+    if write and not quick:
+        tell(f"renewed {' and '.join(results.renew(results.read()))}")
+    tell(f"{counted(len(found), 'figure')} in {time.monotonic() - began:.0f} s")
+    missed = [row["name"] for row in found if row["met"] is False]
+    return EXIT_FAILED if missed and not quick else EXIT_DONE, found
+
+
+def check_plots() -> None:
+    """Check that plots can be drawn.
+
+    Raises:
+        PrerequisiteError: they cannot.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise PrerequisiteError(
+            "matplotlib, which draws the plots, is not installed here; run `make bench`, which adds the test tools to "
+            ".venv, or install requirements/dev.lock"
+        )
+
+
+def _possible(names: Sequence[str], runtime: str, *, named: bool, tell: Callable[[str], object]) -> list[str]:
+    """Return what can be measured here: without an engine not its images, unless they were asked for by name."""
+    chosen_runtime, why = engine.choose_runtime(runtime)
+    if chosen_runtime == "docker" or named:
+        return list(names)
+    for name in NEEDS_ENGINE:
+        if name in names:
+            tell(f"{name}: left out, {why}")
+    return [name for name in names if name not in NEEDS_ENGINE]
+
+
+def _measure(name: str, runs: Bench) -> list[Figure]:
+    began = time.monotonic()
+    runs.tell(name)
+    figures: list[Figure] = importlib.import_module(f"benchmarks.{name}").measure(runs)
+    for line in results.lines([figure.to_json() for figure in figures]):
+        runs.tell(f"  {line}")
+    runs.tell(f"  {time.monotonic() - began:.0f} s")
+    return figures
+
+
+def _draw(found: Sequence[results.Row], *, quick: bool, tell: Callable[[str], object]) -> None:
+    from benchmarks import plots
+
+    if quick:
+        with tempfile.TemporaryDirectory(prefix="bench-plots-") as folder:
+            plots.show(found, plots.draw(found, Path(folder)), Path(folder))
+        return
+    kept = results.read()
+    images = plots.draw(kept, ROOT / "benchmarks" / "plots")
+    board = launch.runs_dir() / "bench" / "tensorboard"
+    plots.show(kept, images, board)
+    tell(f"plots in benchmarks/plots/, and in TensorBoard from {launch.shown(board)}")
+
+
+def stderr(line: str) -> None:
+    """Tell a line of progress aside, for a program may read stdout."""
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,160 @@
+"""`results.json`: every figure with the conditions it was measured under; and the table in the README."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.figures import Figure
+from benchmarks.runs import ROOT
+from cluster import checkout, documents
+from cluster.errors import RunFailed
+from cluster.files import read_json, write_json
+
+RESULTS = ROOT / "benchmarks" / "results.json"
+DOCUMENTS = (ROOT / "README.md",)
+BEGIN = documents.begin("invoke bench --write")
+
+Row = dict[str, Any]
+"""A figure as JSON, with its conditions."""
+
+
+def conditions() -> dict[str, Any]:
+    """Return what a figure depends on, but for what is measured."""
+    return {
+        "hardware": {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "memory_gib": round(_memory_gib(), 1)},
+        "commit": checkout.revision(),
+        "tensorflow": _tensorflow(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+
+
+def rows(figures: Sequence[Figure], under: dict[str, Any]) -> list[Row]:
+    """Return figures as JSON with their conditions."""
+    return [figure.to_json() | under for figure in figures]
+
+
+def merge(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
+    """Return the old rows, each replaced by the new one of its name, and new ones behind them."""
+    found = {row["name"]: row for row in [*old, *new]}
+    return list(found.values())
+
+
+def read(path: Path = RESULTS) -> list[Row]:
+    """Return what was measured before; nothing where there is nothing.
+
+    Raises:
+        RunFailed: the file cannot be read.
+    """
+    try:
+        found: list[Row] = read_json(path, {"figures": []})["figures"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunFailed(f"{path.name} cannot be read ({error}); `git checkout` it or delete it") from None
+    return found
+
+
+def write(found: Sequence[Row], path: Path = RESULTS) -> None:
+    """Write what was measured."""
+    write_json(path, {"figures": list(found)})
+
+
+def table(found: Sequence[Row]) -> list[str]:
+    """Return the rows as a Markdown table, and under it what they were measured on."""
+    lines = ["| figure | measured | against | result | goal | reached |", "|---|---|---|---|---|---|"]
+    marks: dict[str, str] = {}
+    for row in found:
+        mark = marks.setdefault(_measured_on(row), "" if not marks else f" ({len(marks) + 1})")
+        measured, *others = row["variants"]
+        against = ", ".join(f"{_amount(other['median'], row['unit'])} ({other['name']})" for other in others) or "-"
+        cells = [row["title"] + mark, _amount(measured["median"], row["unit"]), against, result(row), goal(row)]
+        lines.append(f"| {' | '.join([*cells, {True: 'yes', False: 'no', None: '-'}[row['met']]])} |")
+    return [*lines, "", *(f"{number}{on}" for number, on in _notes(marks))]
+
+
+def renew(found: Sequence[Row]) -> list[str]:
+    """Renew the table in the README; return the paths."""
+    documents.renew(DOCUMENTS, BEGIN, table(found))
+    return [str(path.relative_to(ROOT)) for path in DOCUMENTS]
+
+
+def lines(found: Sequence[Row]) -> list[str]:
+    """Return the rows as they are told on a terminal."""
+    told = []
+    for row in found:
+        medians = ", ".join(f"{each['name']} {_amount(each['median'], row['unit'])}" for each in row["variants"])
+        mark = "no goal" if row["met"] is None else f"goal {goal(row)}: {'reached' if row['met'] else 'missed'}"
+        told.append(f"{row['name']}: {result(row)} ({mark})  {row['title']}: {medians}")
+    return told
+
+
+def result(row: Row) -> str:
+    """Return a row's value in words."""
+    return _told(row["value"], row["form"], row["unit"])
+
+
+def goal(row: Row) -> str:
+    """Return a row's goal in words."""
+    if row["goal"] is None:
+        return "-"
+    how = "at least" if row["goal"]["at_least"] else "under"
+    bound = row["goal"]["bound"]
+    return f"{how} {_told(bound, row['form'], row['unit'], exact=True)}"
+
+
+def _told(value: float, form: str, unit: str, *, exact: bool = False) -> str:
+    if form == "times":
+        return f"{value:g} times" if exact else f"{value:.2f} times"
+    if form == "cost":
+        return f"{value:.0%}" if exact else f"{value:.1%}"
+    return f"{value:g} {unit}" if exact else _amount(value, unit)
+
+
+def _amount(value: float, unit: str) -> str:
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 else 4
+    return f"{value:,.{digits}f} {unit}"
+
+
+def _measured_on(row: Row) -> str:
+    hardware = row["hardware"]
+    machine = f"{hardware['cpu']}, {hardware['cores']} cores, {hardware['memory_gib']:g} GiB"
+    return f"{machine}; TensorFlow {row['tensorflow']}; commit {_short(row['commit'])}; {row['date']}"
+
+
+def _short(commit: str) -> str:
+    name, dash, dirty = commit.partition("-")
+    return f"{name[:12]}{dash}{dirty}" or "-"
+
+
+def _notes(marks: dict[str, str]) -> list[tuple[str, str]]:
+    several = len(marks) > 1
+    return [(f"({number}) " if several and number > 1 else "Medians. ", on) for number, on in enumerate(marks, 1)]
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return os.uname().machine
+
+
+def _memory_gib() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+def _tensorflow() -> str:
+    for package in ("tensorflow-cpu", "tensorflow"):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return "-"
+
+
+def dumps(found: Sequence[Row]) -> str:
+    """Return the rows as the text of `invoke bench --json`."""
+    return json.dumps({"figures": list(found)}, indent=2)

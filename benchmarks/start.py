@@ -1,0 +1,67 @@
+"""From the command to the first finished step of a chief and one worker: data, environment and images are there."""
+
+from __future__ import annotations
+
+import time
+
+from benchmarks import peers
+from benchmarks.figures import Figure, Goal, ratios
+from benchmarks.runs import LIMIT_S, POLL_S, Bench, cores
+from cluster import teardown
+from cluster.errors import TimedOut
+from cluster.runs import RunFolder
+
+OURS, SCRIPT = "up", "hand-written loop, both started at once"
+
+
+def measure(bench: Bench) -> list[Figure]:
+    """Start each in turn."""
+    others = peers.chosen(bench)
+    processes: dict[str, list[float]] = {OURS: [], SCRIPT: [], **{name: [] for name in others}}
+    containers: list[float] = []
+    if bench.engine:
+        until_first_step(bench, "warm-up", 1, "docker")  # builds the images where they are missing
+    for turn in bench.turns():
+        processes[OURS].append(until_first_step(bench, f"start-{turn}", 1))
+        began = time.time()
+        processes[SCRIPT].append(bench.baseline("custom_loop", 1, 1, cores())[0]["time"] - began)
+        for name, peer in others.items():
+            began = time.time()
+            processes[name].append(peer(bench, 2, 1)[0]["time"] - began)
+        if bench.engine:
+            containers.append(until_first_step(bench, f"start-docker-{turn}", 1, "docker"))
+    found = [
+        Figure(
+            "start",
+            "`up` to the first finished step, chief and 1 worker, local processes",
+            "s",
+            processes,
+            ratios(processes[OURS], processes[SCRIPT]),
+            goal=Goal(6.0, at_least=False),
+        )
+    ]
+    if containers:
+        title = "`up` to the first finished step, chief and 1 worker, containers"
+        found.append(Figure("start-containers", title, "s", {OURS: containers}, goal=Goal(8.0, at_least=False)))
+    return found
+
+
+def until_first_step(bench: Bench, name: str, workers: int, runtime: str = "local") -> float:
+    """Bring a cluster up and down again; return the seconds from the command to its first finished step."""
+    began = time.time()
+    run = bench.up(name, f"--workers={workers}", "--detach", steps=100_000, runtime=runtime, WARM_SPARE="0")
+    seconds = _first_step(run) - began
+    teardown.kill(run, lambda command: bench.call(["bash", "-c", command]))
+    if runtime == "docker":
+        teardown.remove(run, lambda command: bench.call(["bash", "-c", command]))
+    return seconds
+
+
+def _first_step(run: RunFolder) -> float:
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        for event in run.events():
+            if event["event"] == "first step":
+                return float(event["time"])
+        time.sleep(POLL_S)
+    raise TimedOut(f"{run.name} tells of no first step")

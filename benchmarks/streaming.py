@@ -1,0 +1,38 @@
+"""The streaming source's pipeline alone, for `benchmarks.input`: each line is `{"batch": 100, "time": ...}`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from train.data import shards, stream
+
+GLOBAL_BATCH = 192
+
+
+def main() -> None:
+    """Read batches as one replica does, and do nothing with them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--name", required=True, help="of the dataset")
+    parser.add_argument("--batches", type=int, default=500, help="to read (default: 500)")
+    options = parser.parse_args()
+    dataset = stream.train_dataset(
+        shards.find(options.data_dir, options.name).train,
+        first_step=0,
+        num_steps=options.batches,
+        global_batch=GLOBAL_BATCH,
+        num_replicas=1,
+        first_replica=0,
+        local_replicas=1,
+        seed=42,
+    )
+    for number, _ in enumerate(dataset, 1):
+        if number in (1, options.batches):
+            print(json.dumps({"batch": number, "time": time.time()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,390 @@
+"""`invoke bench`: its arithmetic, what is kept of a measurement, and what is refused. Nothing here is timed."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import importlib.util
+import io
+import json
+import re
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from invoke import Exit, MockContext, Result
+
+import tasks
+from benchmarks import command, figures, peers, plots, results
+from benchmarks import images as weighing
+from benchmarks.figures import Figure, Goal
+from benchmarks.runs import Bench
+from cluster import documents as places
+from cluster import engine, images
+from cluster.errors import (
+    EXIT_FAILED,
+    EXIT_PREREQUISITE,
+    EXIT_USAGE,
+    ClusterError,
+    PrerequisiteError,
+    RunFailed,
+    UsageError,
+)
+
+UNDER = {
+    "hardware": {"cpu": "Some CPU", "cores": 2, "memory_gib": 23.5},
+    "commit": "0123456789abcdef0123",
+    "tensorflow": "2.21.0",
+    "date": "2030-01-02",
+}
+TOGETHER = Figure(
+    "throughput-together",
+    "examples/s, chief and 1 worker, against the hand-written loop",
+    "examples/s",
+    {"ours": [3000.0, 2000.0, 4000.0], "hand-written loop": [2000.0, 1600.0, 2000.0]},
+    [1.5, 1.25, 2.0],
+    "times",
+    Goal(1.25, at_least=True),
+)
+START = Figure(
+    "start", "`up` to the first step", "s", {"up": [5.0, 9.0, 5.5], "by hand": [6.0, 6.5, 7.0]}, (), "plain",
+    Goal(6.0, at_least=False),
+)  # fmt: skip
+COST = Figure(
+    "telemetry", "cost of it all", "s for 400 steps", {"with": [10.3], "without": [10.0]}, [1.03], "cost",
+    Goal(0.02, at_least=False),
+)  # fmt: skip
+SCALING = Figure(
+    "scaling", "one core each", "examples/s", {"chief and 1 worker": [1900.0], "chief": [1000.0]}, [0.95], "times"
+)
+TASKS = Figure("tasks", "growth", "s", {"1 task": [4.0], "2 tasks": [5.0], "4 tasks": [9.0]}, [0.9], "times")
+RECOVERY = Figure("recovery", "after a kill", "s", {"with warm spares": [2.4, 2.5], "without": [7.0, 7.4]}, [0.34])
+
+
+def rows(*found: Figure, **changed: Any) -> list[results.Row]:
+    return results.rows(found or (TOGETHER, START, COST), UNDER | changed)
+
+
+# Arithmetic
+
+
+def test_a_value_must_be_the_median_of_the_pairs_ratios_not_the_ratio_of_medians() -> None:
+    assert 1.5 == TOGETHER.value
+    assert {"ours": 3000.0, "hand-written loop": 2000.0} == TOGETHER.medians
+    assert [1.5, 1.25, 2.0] == figures.ratios(*TOGETHER.variants.values())
+
+
+def test_a_plain_value_must_be_ours_and_a_cost_what_is_above_one() -> None:
+    assert 5.5 == START.value
+    assert pytest.approx(0.03) == COST.value
+
+
+def test_pairs_must_be_whole() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        figures.ratios([1.0, 2.0], [1.0])
+
+
+@pytest.mark.parametrize(
+    ("goal", "value", "met"),
+    [
+        (Goal(1.25, at_least=True), 1.25, True),
+        (Goal(1.25, at_least=True), 1.24, False),
+        (Goal(6.0, at_least=False), 5.9, True),
+        (Goal(6.0, at_least=False), 6.0, False),
+        (Goal(6.0, at_least=False), float("nan"), False),
+        (Goal(6.0, at_least=True), float("nan"), False),
+    ],
+)
+def test_a_goal_must_be_met_on_its_own_side(goal: Goal, value: float, met: bool) -> None:
+    assert met == goal.met(value)
+
+
+def test_growth_must_be_counted_from_a_task_a_core() -> None:
+    assert [1.0] == figures.growth({1: [3.0], 2: [4.0], 4: [8.0], 8: [16.0]}, cores=2)
+    assert [1.5] == figures.growth({1: [1.0], 2: [4.0], 4: [12.0], 8: [16.0]}, cores=2)  # worst at 4
+    assert [0.5, 2.0] == figures.growth({1: [4.0, 1.0], 2: [4.0, 4.0]}, cores=1)
+
+
+def test_growth_on_more_cores_than_tasks_must_be_counted_from_the_most_tasks_below() -> None:
+    assert [pytest.approx(1.2)] == figures.growth({1: [3.0], 2: [4.0], 4: [6.4]}, cores=3)
+
+
+def test_a_step_must_be_timed_after_it_is_warm_and_at_the_same_steps_on_both_sides() -> None:
+    ours = [{"step": step, "time": time} for step, time in [(25, 50.0), (50, 60.0), (75, 65.0), (100, 70.0)]]
+    theirs = [{"step": 1, "time": 30.0}, *ours, {"step": 110, "time": 1000.0}]
+    assert [0.2, 0.2] == figures.spans(ours) == figures.spans(theirs)
+    assert 0.2 == figures.step_seconds(theirs)
+
+
+# Results
+
+
+def test_a_row_must_hold_every_sample_and_the_conditions() -> None:
+    assert {
+        "name": "throughput-together",
+        "title": "examples/s, chief and 1 worker, against the hand-written loop",
+        "unit": "examples/s",
+        "variants": [
+            {"name": "ours", "samples": [3000.0, 2000.0, 4000.0], "median": 3000.0},
+            {"name": "hand-written loop", "samples": [2000.0, 1600.0, 2000.0], "median": 2000.0},
+        ],
+        "ratios": [1.5, 1.25, 2.0],
+        "ratio": 1.5,
+        "form": "times",
+        "value": 1.5,
+        "goal": {"bound": 1.25, "at_least": True},
+        "met": True,
+        **UNDER,
+    } == rows(TOGETHER)[0]
+    without = rows(RECOVERY)[0]
+    assert (None, None, 0.34) == (without["goal"], without["met"], without["ratio"])
+
+
+def test_conditions_must_name_machine_commit_and_version() -> None:
+    found = results.conditions()
+    assert set(UNDER) == set(found)
+    assert set(UNDER["hardware"]) == set(found["hardware"])
+    assert found["hardware"]["cores"] >= 1
+    assert found["hardware"]["memory_gib"] > 0
+    json.dumps(found, allow_nan=False)
+
+
+def test_what_was_measured_again_must_replace_itself_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    assert [] == results.read(path)
+    results.write(rows(), path)
+    again = rows(START, date="2030-02-03")
+    results.write(results.merge(results.read(path), [*again, *rows(RECOVERY)]), path)
+    kept = results.read(path)
+    assert ["throughput-together", "start", "telemetry", "recovery"] == [row["name"] for row in kept]
+    assert ["2030-01-02", "2030-02-03"] == [row["date"] for row in kept[:2]]
+
+
+def test_a_damaged_file_of_results_must_be_told(tmp_path: Path) -> None:
+    (path := tmp_path / "results.json").write_text("{")
+    with pytest.raises(ClusterError, match=r"results\.json cannot be read"):
+        results.read(path)
+
+
+def test_the_table_must_tell_figures_goals_and_what_they_were_measured_on() -> None:
+    assert [
+        "| figure | measured | against | result | goal | reached |",
+        "|---|---|---|---|---|---|",
+        "| examples/s, chief and 1 worker, against the hand-written loop | 3,000 examples/s "
+        "| 2,000 examples/s (hand-written loop) | 1.50 times | at least 1.25 times | yes |",
+        "| `up` to the first step | 5.50 s | 6.50 s (by hand) | 5.50 s | under 6 s | yes |",
+        "| cost of it all | 10.3 s for 400 steps | 10.0 s for 400 steps (without) | 3.0% | under 2% | no |",
+        "",
+        "Medians. Some CPU, 2 cores, 23.5 GiB; TensorFlow 2.21.0; commit 0123456789ab; 2030-01-02",
+    ] == results.table(rows())
+
+
+def test_the_terminal_must_tell_what_was_reached() -> None:
+    assert [
+        "start: 5.50 s (goal under 6 s: reached)  `up` to the first step: up 5.50 s, by hand 6.50 s",
+        "telemetry: 3.0% (goal under 2%: missed)  cost of it all: with 10.3 s for 400 steps, without 10.0 s for 400 "
+        "steps",
+        "recovery: 2.45 s (no goal)  after a kill: with warm spares 2.45 s, without 7.20 s",
+    ] == results.lines(rows(START, COST, RECOVERY))
+
+
+def test_what_was_measured_elsewhere_must_be_marked() -> None:
+    lines = results.table([*rows(START), *rows(RECOVERY, date="2030-02-03", commit="0123456789abcdef-dirty")])
+    assert "; commit 0123456789ab-dirty; " in lines[-1]
+    assert lines[2].startswith("| `up` to the first step | ")
+    assert lines[3].startswith("| after a kill (2) | 2.45 s | 7.20 s (without) | 2.45 s | - | - |")
+    assert lines[-1].startswith("(2) Some CPU")
+    assert lines[-1].endswith("2030-02-03")
+
+
+def test_the_readme_must_have_the_table_of_the_results() -> None:
+    expected = results.table(results.read()) if results.RESULTS.exists() else ["Not measured yet."]
+    for path in results.DOCUMENTS:
+        assert expected == places.written(path, results.BEGIN), "`invoke bench --write` renews it"
+
+
+def test_only_its_own_table_of_a_document_must_be_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "one.md"
+    other = f"{places.begin('invoke other')}\nkept\n{places.END}\n"
+    path.write_text(f"{other}between\n{results.BEGIN}\nold\n{places.END}\nafter\n")
+    monkeypatch.setattr(results, "DOCUMENTS", [path])
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    assert ["one.md"] == results.renew(rows())
+    assert results.table(rows()) == places.written(path, results.BEGIN)
+    assert path.read_text().startswith(f"{other}between\n")
+    assert path.read_text().endswith(f"{places.END}\nafter\n")
+
+
+def test_an_image_s_weight_must_be_that_of_its_layers_compressed(tmp_path: Path) -> None:
+    layers = {"plain/layer.tar": b"a" * 5_000_000, "blobs/packed": gzip.compress(b"b" * 1000)}
+    parts = {"manifest.json": json.dumps([{"Config": "c", "Layers": list(layers)}]).encode(), **layers}
+    with tarfile.open(tmp_path / "image.tar", "w") as archive:
+        for name, content in parts.items():
+            (info := tarfile.TarInfo(name)).size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    packed = len(gzip.compress(layers["plain/layer.tar"], 6)) + len(layers["blobs/packed"])
+    assert pytest.approx(packed, abs=20) == weighing.compressed_bytes(tmp_path / "image.tar")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_images_must_be_built_under_names_of_their_own_that_go_again(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    there: set[str] = set()
+    contexts: list[str] = []
+
+    def call(self: Bench, words: list[str], environment: object = None, cwd: Path = Path()) -> str:
+        assert (cwd / ".dockerignore").is_file()
+        contexts.append((cwd / weighing.CHANGED).read_text())
+        (tag,) = re.findall(r"--tag=(\S+)", words[-1])
+        assert tag.startswith("tf-cluster/bench:")
+        there.add(tag)
+        if fails and len(contexts) == 3:
+            raise RunFailed("the build broke")
+        return ""
+
+    def ask(*words: str, timeout_s: float = 0) -> tuple[int, str]:
+        assert words[:2] == ("image", "rm")
+        there.discard(words[2])
+        return 0, ""
+
+    monkeypatch.setattr(Bench, "call", call)
+    monkeypatch.setattr(engine, "demand", lambda what: None)
+    monkeypatch.setattr(engine, "ask", ask)
+    monkeypatch.setattr(images, "default_base", lambda: images.Base("some-base"))
+    bench = Bench(Path(), rounds=2, quick=True, tell=lambda line: None)
+    if fails:
+        with pytest.raises(RunFailed, match="the build broke"):
+            weighing.measure(bench)
+    else:
+        (figure,) = weighing.measure(bench)
+        assert ("rebuild", 1) == (figure.name, len(figure.variants["both images"]))
+        assert 4 == len(contexts)
+    first, changed = contexts[0], contexts[2]
+    assert first == contexts[1] == (images.ROOT / weighing.CHANGED).read_text()
+    assert changed.startswith(first)
+    assert changed != first
+    assert set() == there
+
+
+# Plots
+
+
+def test_every_plot_must_be_drawn_of_what_was_measured_and_no_other(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    alone = Figure("throughput-alone", "alone", "examples/s", TOGETHER.variants, TOGETHER.ratios, "times")
+    every = rows(START, TASKS, TOGETHER, alone, SCALING, RECOVERY)
+    assert set(plots.PLOTS) == set(plots.draw(every, tmp_path / "all"))
+    assert {"start"} == set(plots.draw(rows(START, COST), tmp_path / "one"))
+    assert ["start.png"] == [path.name for path in (tmp_path / "one").iterdir()]
+    for path in (tmp_path / "all").iterdir():
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+# The command
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Benchmarks that measure nothing and find made-up figures; what was asked of them."""
+    asked: list[str] = []
+
+    def measure(name: str, runs: Bench) -> list[Figure]:
+        asked.append(name)
+        return {"start": [START], "telemetry": [COST]}.get(name, [])
+
+    monkeypatch.setattr(command, "_measure", measure)
+    monkeypatch.setattr(command, "_draw", lambda found, quick, tell: asked.append("plots"))
+    monkeypatch.setattr(Bench, "invoke", lambda *words, **environment: None)
+    monkeypatch.setattr(results, "RESULTS", tmp_path / "results.json")
+    monkeypatch.setattr(results.read, "__defaults__", (tmp_path / "results.json",))
+    monkeypatch.setattr(results.write, "__defaults__", (tmp_path / "results.json",))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    return asked
+
+
+def invoked(**options: Any) -> tuple[int, str]:
+    """Run the task; return its exit code and its message."""
+    with pytest.raises(Exit) as ended:
+        tasks.ns["bench"](MockContext(run=Result(), repeat=True), runtime="local", **options)
+    return ended.value.code, ended.value.message or ""
+
+
+def test_every_benchmark_must_be_there() -> None:
+    for name in (*command.NAMES, *command.ON_REQUEST):
+        assert callable(importlib.import_module(f"benchmarks.{name}").measure)
+
+
+def test_an_unknown_benchmark_must_be_refused_with_the_nearest(measured: list[str]) -> None:
+    assert (EXIT_USAGE, "error: --only 'throughptu' is no benchmark; did you mean 'throughput'?") == invoked(
+        only="start,throughptu"
+    )
+    assert [] == measured
+
+
+def test_all_must_be_chosen_where_none_is_named_and_none_twice() -> None:
+    assert list(command.NAMES) == command.chosen("")
+    assert ["telemetry", "elastic"] == command.chosen("telemetry,elastic,telemetry")
+    with pytest.raises(UsageError, match="known: "):
+        command.chosen("xyz")
+
+
+def test_a_missing_matplotlib_must_be_told_in_one_line(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    code, told = invoked(only="start")
+    assert EXIT_PREREQUISITE == code
+    assert told.startswith("error: matplotlib, which draws the plots, is not installed here; run `make bench`")
+    assert "\n" not in told
+    assert [] == measured
+
+
+def test_what_is_found_must_be_kept_and_a_missed_goal_is_exit_code_1(
+    measured: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (0, "") == invoked(only="start", json=True)
+    printed = json.loads(capsys.readouterr().out)["figures"]
+    assert ["start"] == [row["name"] for row in printed] == [row["name"] for row in results.read()]
+    assert EXIT_FAILED == invoked(only="telemetry")[0]
+    assert ["start", "telemetry"] == [row["name"] for row in results.read()]
+    assert ["start", "plots", "telemetry", "plots"] == measured
+
+
+def test_a_quick_try_must_keep_nothing(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "renew", lambda found: pytest.fail("it renews the table"))
+    assert 0 == invoked(only="telemetry", quick=True, write=True)[0]
+    assert [] == results.read()
+
+
+def test_without_an_engine_what_needs_one_must_be_left_out_unless_it_is_named(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    invoked(quick=True)
+    assert [name for name in command.NAMES if name != "images"] == measured[:-1]
+    assert "images: left out, local processes, as asked" in capsys.readouterr().err
+    monkeypatch.setattr(engine, "probe", lambda: engine.Answer(False, "no Docker Engine answers (none)"))
+    with pytest.raises(PrerequisiteError, match="benchmark images: no Docker Engine answers"):
+        weighing.measure(Bench(Path()))
+
+
+def test_steps_and_rounds_must_be_few_in_a_quick_try() -> None:
+    quick, whole = Bench(Path(), quick=True), Bench(Path(), rounds=3)
+    assert (75, 150) == (quick.steps(150), whole.steps(150))
+    assert ([0], [0, 1, 2]) == (list(quick.turns()), list(whole.turns()))
+
+
+def test_a_peer_without_an_environment_must_be_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(peers, "ENVIRONMENTS", tmp_path)
+    monkeypatch.setattr(peers, "_make", lambda peer: None)  # makes none
+    for peer in peers.PEERS:
+        monkeypatch.delenv(peer.variable, raising=False)
+    told: list[str] = []
+    with pytest.raises(PrerequisiteError, match="set TORCH_PYTHON or RAY_PYTHON"):
+        peers.prepare(told.append)
+    assert "torchrun DDP: left out; TORCH_PYTHON may name a Python with torch" in told
+    monkeypatch.setenv("TORCH_PYTHON", "/some/python")
+    peers.prepare(told.append)
+    assert ["torchrun DDP"] == list(peers.chosen(Bench(Path(), peers=True)))
+    assert {} == peers.chosen(Bench(Path()))
