@@ -5,6 +5,7 @@ Shapes: B replica batch, K outputs, S steps of one loop, P parts of a step's res
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from train.data import memory
 from train.data.memory import Batch
 from train.objectives import Objective, global_mean
 from train.sources import Feed
+from train.stopwatch import Sampling, Stopwatch, Times, now, works_under
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class LoopResult:
     """`[S] float32`: mean score of each step's global batch."""
     signals: Signals
     """What any task wants."""
+    times: Times | None = None
+    """What each step took this task, where that was measured."""
 
 
 @dataclass(frozen=True)
@@ -68,17 +72,20 @@ class Trainee:
         """How many shares of each step's loss `advance` tells apart."""
         return 1
 
-    def advance(self, feed: Feed, given: Any, step: tf.Tensor, replica: tf.Tensor) -> tf.Tensor:
+    def advance(self, feed: Feed, given: Any, step: tf.Tensor, replica: tf.Tensor, watch: Stopwatch) -> tf.Tensor:
         """Do this replica's part of one optimizer step on what the feed gave; return `[parts, 2]`, see `update`."""
-        return self.update(feed.batch(given, step, replica), step, replica)[tf.newaxis]
+        batch = feed.batch(given, step, replica)
+        watch.has_batch(batch)
+        return self.update(batch, step, replica, watch)[tf.newaxis]
 
-    def update(self, batch: Batch, step: tf.Tensor, replica: tf.Tensor) -> tf.Tensor:
+    def update(self, batch: Batch, step: tf.Tensor, replica: tf.Tensor, watch: Stopwatch | None = None) -> tf.Tensor:
         """Do this replica's part of one optimizer step.
 
         Args:
             batch: this replica's examples.
             step: int64 scalar, optimizer steps done before this one.
             replica: int64 scalar, this replica's place in the global batch.
+            watch: told when the gradients are computed.
 
         Returns:
             `[2] float32`: this replica's share of the loss and of the score.
@@ -86,7 +93,10 @@ class Trainee:
         with guards.random_place(step, replica), tf.GradientTape() as tape:
             loss, score = self.shares(batch)
         variables = [variable.value for variable in self.model.trainable_variables]
-        self.optimizer.apply(tape.gradient(loss, variables), self.model.trainable_variables)
+        gradients = tape.gradient(loss, variables)
+        if watch:
+            watch.has_gradients(gradients)
+        self.optimizer.apply(gradients, self.model.trainable_variables)
         return tf.stack([loss, score])
 
     def shares(self, batch: Batch) -> tuple[tf.Tensor, tf.Tensor]:
@@ -117,30 +127,50 @@ def synchronous(
     It is traced once whatever the number of steps, and talks to the other tasks once a step (gradients) and once more
     at its end (results and signals). `save_due` says, before the steps, whether this task wants a checkpoint.
     """
+    timed, sampling = works_under(strategy), Sampling()
 
-    def start() -> tf.Tensor:
-        return tf.zeros([steps_per_loop, trainee.parts, 2])
+    def start() -> tuple[tf.Tensor, ...]:
+        results_SP2 = tf.zeros([steps_per_loop, trainee.parts, 2])
+        return (results_SP2, tf.zeros([steps_per_loop, 3], tf.float64)) if timed else (results_SP2,)
 
-    def one_step(results_SP2: tf.Tensor, given: Any, first: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
+    def one_step(
+        told: tuple[tf.Tensor, ...], given: Any, first: tf.Tensor, done: tf.Tensor, begun: tuple[tf.Tensor, ...]
+    ) -> tuple[tf.Tensor, ...]:
         replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
-        result_P2 = trainee.advance(feed, given, first + done, replica)
-        return tf.tensor_scatter_nd_update(results_SP2, [[done]], [result_P2])
+        watch = Stopwatch(*begun)
+        result_P2 = trainee.advance(feed, given, first + done, replica, watch)
+        of_step = (result_P2, watch.marks()) if watch.on else (result_P2,)
+        pairs = zip(told, of_step, strict=True)
+        return tuple(tf.tensor_scatter_nd_update(all_S, [[done]], [one]) for all_S, one in pairs)
 
     def join(results_SP2: tf.Tensor, signals_2: tf.Tensor) -> tf.Tensor:
         return tf.concat([tf.reshape(results_SP2, [-1]), signals_2], 0)
 
     @tf.function
-    def loop(first: tf.Tensor, count: tf.Tensor, signals_2: tf.Tensor) -> tf.Tensor:
-        results = strategy.run(start)
+    def loop(first: tf.Tensor, count: tf.Tensor, signals_2: tf.Tensor, every: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        told = strategy.run(start)
         for done in tf.range(count):
-            results = strategy.run(one_step, args=(results, feed.next(), first, done))
-        return strategy.reduce("SUM", strategy.run(join, args=(results, signals_2)), axis=None)
+            # A step ends when the next one begins, so that one is marked too.
+            begun = (done % every == 0, now((done % every == 0) | (done % every == 1))) if timed else ()
+            told = strategy.run(one_step, args=(told, feed.next(), first, done, begun))
+        results, *marks = told
+        total = strategy.reduce("SUM", strategy.run(join, args=(results, signals_2)), axis=None)
+        if not timed:
+            return (total,)
+        # The first replica's: the marks of another one come after those, in the order in which they were traced.
+        marks_S3 = strategy.experimental_local_results(marks[0])[0]
+        return total, marks_S3, now(tf.constant(True), marks_S3)
 
     def run(first: int, count: int, stop: bool) -> LoopResult:
+        began = time.perf_counter()
         signals_2 = tf.constant(Signals(stop, save_due()).to_array())
-        flat = loop(tf.constant(first, tf.int64), tf.constant(count, tf.int64), signals_2).numpy()
+        first_step, steps, every = (tf.constant(number, tf.int64) for number in (first, count, sampling.every))
+        told, *marks = loop(first_step, steps, signals_2, every)
+        flat = told.numpy()
         results_S2 = flat[:-2].reshape(steps_per_loop, trainee.parts, 2)[:count].sum(1)
-        return LoopResult(results_S2[:, 0], results_S2[:, 1], Signals.from_sum(flat[-2:]))
+        times = Times.from_marks(marks[0].numpy()[:count], float(marks[1])) if timed else None
+        sampling.adapt((time.perf_counter() - began) / count)
+        return LoopResult(results_S2[:, 0], results_S2[:, 1], Signals.from_sum(flat[-2:]), times)
 
     return run
 
