@@ -18,9 +18,9 @@ from train import callbacks, guards, loops, parameter_server, steps, trace
 from train.assignment import Assignment
 from train.data.memory import Batch
 from train.export import is_legacy
+from train.pace import Times
 from train.report import Report
 from train.sources import share_of
-from train.stopwatch import Times
 
 
 class Training:

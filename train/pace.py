@@ -5,17 +5,33 @@ Shapes: S steps; columns: whole step, input, busy.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
-from train.stopwatch import Times
 
 RECENT = 200
 """Steps that the heartbeat tells of."""
 KEPT = 4096
 """Most steps of a life that are kept: then every second one goes, and of the later ones as many."""
 PERCENTILES = (10, 50, 90, 99)
+
+
+@dataclass(frozen=True)
+class Times:
+    """What some optimizer steps of one task took, or a sample of them, in seconds. None: cannot be told apart there."""
+
+    steps: np.ndarray
+    """`[S] float64`: whole steps, waiting for other tasks included."""
+    inputs: np.ndarray | None = None
+    """`[S] float64`: waiting for the batch."""
+    busy: np.ndarray | None = None
+    """`[S] float64`: until the batch was there and the task's own gradients were computed."""
+
+    @property
+    def input_share(self) -> float:
+        """Which part of the time the batches were waited for; 0 where that cannot be told."""
+        return 0.0 if self.inputs is None or not self.steps.any() else float(self.inputs.sum() / self.steps.sum())
 
 
 class Pace:
@@ -80,3 +96,21 @@ def _shares(rows_S3: np.ndarray) -> dict[str, float | None]:
 
 def _rounded(values: dict[str, Any]) -> dict[str, float]:
     return {name: round(float(value), 3) for name, value in values.items()}
+
+
+def from_marks(marks: list[tuple[str, float]]) -> Times:
+    """Return the times of the steps that were marked whole, by the marks in their order."""
+    rows, begun, asked, waited, computed = [], 0.0, 0.0, 0.0, None
+    for what, moment in marks:
+        if what == "begin":
+            if computed is not None:
+                rows.append((moment - begun, waited, computed - begun))
+            begun = asked = moment
+            waited, computed = 0.0, None
+        elif what == "asks":
+            asked = moment
+        elif what == "batch":
+            waited += moment - asked
+        else:
+            computed = moment
+    return Times(*np.array(rows, np.float64).reshape(-1, 3).T)

@@ -16,8 +16,7 @@ from train.assignment import Assignment
 from train.data import memory
 from train.ledger import Ledger
 from train.metrics import Metrics
-from train.pace import Pace
-from train.stopwatch import Times
+from train.pace import Pace, Times
 
 SHOWN_PREDICTIONS = 16
 

@@ -19,8 +19,9 @@ from train import guards
 from train.data import memory
 from train.data.memory import Batch
 from train.objectives import Objective, global_mean
+from train.pace import Times
 from train.sources import Feed
-from train.stopwatch import Sampling, Stopwatch, Times, now, works_under
+from train.stopwatch import Lap, Stopwatch
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class LoopResult:
     signals: Signals
     """What any task wants."""
     times: Times | None = None
-    """What each step took this task, where that was measured."""
+    """What the steps took this task, where that can be measured."""
 
 
 @dataclass(frozen=True)
@@ -72,20 +73,20 @@ class Trainee:
         """How many shares of each step's loss `advance` tells apart."""
         return 1
 
-    def advance(self, feed: Feed, given: Any, step: tf.Tensor, replica: tf.Tensor, watch: Stopwatch) -> tf.Tensor:
+    def advance(self, feed: Feed, given: Any, step: tf.Tensor, replica: tf.Tensor, lap: Lap) -> tf.Tensor:
         """Do this replica's part of one optimizer step on what the feed gave; return `[parts, 2]`, see `update`."""
         batch = feed.batch(given, step, replica)
-        watch.has_batch(batch)
-        return self.update(batch, step, replica, watch)[tf.newaxis]
+        lap.has_batch(batch)
+        return self.update(batch, step, replica, lap)[tf.newaxis]
 
-    def update(self, batch: Batch, step: tf.Tensor, replica: tf.Tensor, watch: Stopwatch | None = None) -> tf.Tensor:
+    def update(self, batch: Batch, step: tf.Tensor, replica: tf.Tensor, lap: Lap | None = None) -> tf.Tensor:
         """Do this replica's part of one optimizer step.
 
         Args:
             batch: this replica's examples.
             step: int64 scalar, optimizer steps done before this one.
             replica: int64 scalar, this replica's place in the global batch.
-            watch: told when the gradients are computed.
+            lap: told when the gradients are computed.
 
         Returns:
             `[2] float32`: this replica's share of the loss and of the score.
@@ -94,8 +95,8 @@ class Trainee:
             loss, score = self.shares(batch)
         variables = [variable.value for variable in self.model.trainable_variables]
         gradients = tape.gradient(loss, variables)
-        if watch:
-            watch.has_gradients(gradients)
+        if lap:
+            lap.has_gradients(gradients)
         self.optimizer.apply(gradients, self.model.trainable_variables)
         return tf.stack([loss, score])
 
@@ -127,49 +128,37 @@ def synchronous(
     It is traced once whatever the number of steps, and talks to the other tasks once a step (gradients) and once more
     at its end (results and signals). `save_due` says, before the steps, whether this task wants a checkpoint.
     """
-    timed, sampling = works_under(strategy), Sampling()
+    watch = Stopwatch(strategy)
 
-    def start() -> tuple[tf.Tensor, ...]:
-        results_SP2 = tf.zeros([steps_per_loop, trainee.parts, 2])
-        return (results_SP2, tf.zeros([steps_per_loop, 3], tf.float64)) if timed else (results_SP2,)
+    def start() -> tf.Tensor:
+        return tf.zeros([steps_per_loop, trainee.parts, 2])
 
     def one_step(
-        told: tuple[tf.Tensor, ...], given: Any, first: tf.Tensor, done: tf.Tensor, begun: tuple[tf.Tensor, ...]
-    ) -> tuple[tf.Tensor, ...]:
+        results_SP2: tf.Tensor, given: Any, first: tf.Tensor, done: tf.Tensor, marked: tuple[tf.Tensor, ...]
+    ) -> tf.Tensor:
         replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
-        watch = Stopwatch(*begun)
-        result_P2 = trainee.advance(feed, given, first + done, replica, watch)
-        of_step = (result_P2, watch.marks()) if watch.on else (result_P2,)
-        pairs = zip(told, of_step, strict=True)
-        return tuple(tf.tensor_scatter_nd_update(all_S, [[done]], [one]) for all_S, one in pairs)
+        result_P2 = trainee.advance(feed, given, first + done, replica, watch.lap(*marked))
+        return tf.tensor_scatter_nd_update(results_SP2, [[done]], [result_P2])
 
     def join(results_SP2: tf.Tensor, signals_2: tf.Tensor) -> tf.Tensor:
         return tf.concat([tf.reshape(results_SP2, [-1]), signals_2], 0)
 
     @tf.function
-    def loop(first: tf.Tensor, count: tf.Tensor, signals_2: tf.Tensor, every: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        told = strategy.run(start)
+    def loop(first: tf.Tensor, count: tf.Tensor, signals_2: tf.Tensor, every: tf.Tensor) -> tf.Tensor:
+        results = strategy.run(start)
         for done in tf.range(count):
-            # A step ends when the next one begins, so that one is marked too.
-            begun = (done % every == 0, now((done % every == 0) | (done % every == 1))) if timed else ()
-            told = strategy.run(one_step, args=(told, feed.next(), first, done, begun))
-        results, *marks = told
-        total = strategy.reduce("SUM", strategy.run(join, args=(results, signals_2)), axis=None)
-        if not timed:
-            return (total,)
-        # The first replica's: the marks of another one come after those, in the order in which they were traced.
-        marks_S3 = strategy.experimental_local_results(marks[0])[0]
-        return total, marks_S3, now(tf.constant(True), marks_S3)
+            marked = watch.begin(done, every)
+            results = strategy.run(one_step, args=(results, feed.next(), first, done, marked))
+        watch.end(results)
+        return strategy.reduce("SUM", strategy.run(join, args=(results, signals_2)), axis=None)
 
     def run(first: int, count: int, stop: bool) -> LoopResult:
-        began = time.perf_counter()
         signals_2 = tf.constant(Signals(stop, save_due()).to_array())
-        first_step, steps, every = (tf.constant(number, tf.int64) for number in (first, count, sampling.every))
-        told, *marks = loop(first_step, steps, signals_2, every)
-        flat = told.numpy()
+        numbers = [tf.constant(number, tf.int64) for number in (first, count, watch.every)]
+        began = time.perf_counter()
+        flat = loop(numbers[0], numbers[1], signals_2, numbers[2]).numpy()
+        times = watch.take(count, time.perf_counter() - began)
         results_S2 = flat[:-2].reshape(steps_per_loop, trainee.parts, 2)[:count].sum(1)
-        times = Times.from_marks(marks[0].numpy()[:count], float(marks[1])) if timed else None
-        sampling.adapt((time.perf_counter() - began) / count)
         return LoopResult(results_S2[:, 0], results_S2[:, 1], Signals.from_sum(flat[-2:]), times)
 
     return run
