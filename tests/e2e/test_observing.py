@@ -28,7 +28,7 @@ def test_every_task_must_tell_its_pace_and_the_chief_where_the_time_went(cluster
     ended = read_json(clusters.run("unseen").summary)
     assert {"chief", "worker-0"} == set(ended["pace"]["tasks"])
     for pace in ended["pace"]["tasks"].values():
-        assert 199 == pace["steps"]  # the first one compiles
+        assert 10 < pace["steps"] < 200  # the first one compiles, and of short ones a sample is marked
         assert 0 <= pace["input_share"] <= pace["busy_share"] <= 1
         assert pace["step_ms"]["p10"] <= pace["step_ms"]["p50"] <= pace["step_ms"]["max"]
     parts = ended["goodput_split"]
