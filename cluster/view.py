@@ -55,10 +55,10 @@ def table(value: dict[str, Any]) -> list[str]:
     columns = (
         f"{'STEP':>8}{'EXAMPLES/S':>12}{'LOSS':>10}{'RESTARTS':>10}{'AGE':>7}{'MS/STEP':>9}{'BUSY':>7}{'INPUT':>7}"
     )
-    lines = [head, f"{'TASK':<12}{'STATE':<12}{columns}"]
+    lines = [head, f"{'TASK':<12}{'STATE':<11}{columns}"]
     for beat in value["tasks"]:
         lines.append(
-            f"{beat['task']:<12}{beat['state']:<12}{beat['step']:>8}{_number(beat['examples_per_s'], 0):>12}"
+            f"{beat['task']:<12}{beat['state']:<11}{beat['step']:>8}{_number(beat['examples_per_s'], 0):>12}"
             f"{_number(beat['loss'], 4):>10}{beat['restarts']:>10}{time.time() - beat['updated_at']:>6.0f}s"
             f"{_number((beat.get('step_ms') or {}).get('median'), 1):>9}{_share(beat.get('busy_share')):>7}"
             f"{_share(beat.get('input_share')):>7}"

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from cluster.files import write_json
+from cluster.runs import HEARTBEAT_S
 from train import export, loops
 from train.assignment import Assignment
 from train.data import memory
@@ -29,7 +30,7 @@ class Report:
         self._assignment = assignment
         self._config = assignment.config
         self._heartbeat = assignment.heartbeat
-        self._pace = Pace()
+        self._pace, self._paced_at = Pace(), 0.0
         self._ledger = Ledger(assignment.run, self._heartbeat.values["generation"], first) if assignment.chief else None
         self._train_seconds = 0.0
         self._timed_steps = 0
@@ -121,6 +122,7 @@ class Report:
                 self._event("exported", step)
                 self.metrics.hparams(self._config, self.results)
             write_json(result, self._result(step))
+        self._update_pace()
         self.metrics.pace(step, self._pace)
         self.metrics.flush()
         self._heartbeat.update(state="stopped" if stopped else "done", step=step)
@@ -131,11 +133,17 @@ class Report:
         """Tell how long the steps took this task, without the first one."""
         if times is not None:
             self._pace.add(times)
-            self._heartbeat.update(**self._pace.recent(), pace=self._pace.life())
+            if time.monotonic() - self._paced_at > HEARTBEAT_S / 2:
+                self._update_pace()
         if self._ledger:
             # Where steps are measured from outside, `seconds` hold what was done between them, such as saving.
             spent_s = seconds if times is None or times.inputs is not None else float(times.steps.sum())
             self._ledger.steps(count, spent_s, spent_s * times.input_share if times else 0.0)
+
+    def _update_pace(self) -> None:
+        if self._pace.steps:
+            self._heartbeat.update(**self._pace.recent(), pace=self._pace.life())
+        self._paced_at = time.monotonic()
 
     def _spending(self, part: str) -> contextlib.AbstractContextManager[None]:
         return self._ledger.spending(part) if self._ledger else contextlib.nullcontext()
