@@ -83,9 +83,9 @@ def findings(paces: Mapping[str, Mapping[str, Any]]) -> dict[str, list[dict[str,
 
 def lines(value: Mapping[str, list[dict[str, Any]]]) -> list[str]:
     """Return such findings as lines of text; a straggler's input is told once."""
-    slow = [Straggler(**found) for found in value["stragglers"]]
+    slow = [Straggler(**found) for found in value.get("stragglers", [])]
     told = {found.task for found in slow if found.input_part >= STARVED}
-    hungry = [Starved(**found) for found in value["starved"] if found["task"] not in told]
+    hungry = [Starved(**found) for found in value.get("starved", []) if found["task"] not in told]
     return [str(found) for found in (*slow, *hungry)]
 
 

@@ -133,6 +133,10 @@ class RunFolder:
         """What became of the newest request for a trace."""
         return self.control / "traced.json"
 
+    def traces(self, task: str) -> list[Path]:
+        """Return the folders of the task's traces, oldest first."""
+        return sorted((self.tensorboard(task) / "plugins" / "profile").glob("*/"))
+
     def create(self) -> None:
         """Make the folder and its parts.
 

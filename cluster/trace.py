@@ -9,7 +9,7 @@ import time
 import uuid
 from typing import Any
 
-from cluster import tensorboard
+from cluster import digest, tensorboard
 from cluster.errors import RunFailed, TimedOut, UsageError
 from cluster.files import create_json, read_json
 from cluster.runs import FINAL_STATES, RunFolder
@@ -40,7 +40,13 @@ def trace(run: RunFolder, name: str, steps: int, timeout_s: float = PATIENCE_S) 
             run.trace_request.unlink(missing_ok=True)
     if "error" in answer:
         raise RunFailed(f"{name} cannot be traced: {answer['error']}; end the other trace, then try again")
-    return told(run, answer, steps)
+    prepared = [digest.digest(folder) for folder in run.traces(name) if not (folder / digest.VERSION).exists()]
+    note = (
+        []
+        if all(prepared)
+        else ["note         not prepared for the Profile tab in a container; `make setup` renews .venv"]
+    )
+    return [*told(run, answer, steps), *note]
 
 
 def check(run: RunFolder, name: str) -> None:

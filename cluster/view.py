@@ -172,7 +172,7 @@ def ended(run: RunFolder, shown_path: str) -> list[str]:
         lines += [f"{summary['state']}: {work} in {summary['wall_s']:.1f} s{start}{told}{restarts}"]
     if summary.get("goodput_split"):
         lines += [f"time         {goodput.line(summary['goodput_split'])}"]
-    lines += [f"pace         {found}" for found in pace.lines(summary["pace"])]
+    lines += [f"pace         {found}" for found in pace.lines(summary.get("pace", {}))]
     lines += [*twin.compared(run), f"run folder   {shown_path}"]
     if run.script:
         lines += [f"its files    {shown_path}/work/TASK"]

@@ -66,7 +66,7 @@ class Stopwatch:
         """Have the time taken once `after` is there, if it is `marked`."""
         there = [tensor for tensor in tf.nest.flatten(after, expand_composites=True) if tensor is not None]
         with tf.control_dependencies(there):
-            tf.cond(marked, lambda: tf.numpy_function(self._note(what), [], tf.int32), lambda: tf.constant(0))
+            tf.cond(marked, lambda: self._noted(what), lambda: tf.constant(0))
 
     def take(self, count: int, seconds: float) -> Times | None:
         """Return the times of a call of `count` steps that took `seconds`, and forget them."""
@@ -75,6 +75,9 @@ class Stopwatch:
         self.every = max(1, math.ceil(STEP_COST_S / COST_SHARE * count / seconds))
         marks, self._marks = self._marks, []
         return from_marks(marks)
+
+    def _noted(self, what: str) -> tf.Tensor:
+        return tf.ensure_shape(tf.numpy_function(self._note(what), [], tf.int32), [])
 
     def _note(self, what: str) -> Callable[[], np.ndarray]:
         nothing = np.zeros((), np.int32)

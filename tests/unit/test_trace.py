@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster import tensorboard, trace
+from cluster import digest, tensorboard, trace
 from cluster.errors import RunFailed, TimedOut, UsageError
 from cluster.files import read_json, write_json
 from cluster.runs import Heartbeat, RunFolder
@@ -64,6 +64,26 @@ def test_more_steps_than_asked_for_are_said_to_be(run: RunFolder) -> None:
     thread.join()
     assert "chief: steps 41 to 60 traced (20, 5 steps asked for: whole calls of the training are traced)" == head
     assert "TensorBoard  invoke tensorboard, then its Profile tab" == where
+
+
+def test_a_new_trace_is_prepared_for_the_tab_once(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = (run.tensorboard("chief") / "plugins" / "profile" / name for name in ("1", "2"))
+    for folder in (old, new):
+        folder.mkdir(parents=True)
+    (old / digest.VERSION).touch()
+    seen: list[Path] = []
+    monkeypatch.setattr(digest, "digest", lambda folder: bool(seen.append(folder)))
+    thread = answer(run, first=41, last=45)
+    told = trace.trace(run, "chief", 5, timeout_s=10)
+    thread.join()
+    assert [new] == seen
+    assert "note         not prepared for the Profile tab in a container; `make setup` renews .venv" == told[-1]
+
+
+def test_what_is_no_trace_cannot_be_prepared(tmp_path: Path) -> None:
+    (tmp_path / "vm.xplane.pb").write_bytes(b"no trace")
+    assert not digest.digest(tmp_path)
+    assert not (tmp_path / digest.VERSION).exists()
 
 
 def test_the_answer_to_another_request_is_not_taken(run: RunFolder) -> None:
