@@ -136,7 +136,7 @@ class _Follower(keras.callbacks.Callback):
         self._in_epoch = 0
         self._sums_2 = np.zeros(2)
 
-    def _on_batch_begin(self, _batch: int, _logs: Any = None) -> None:
+    def _on_batch_begin(self, *_batch: int, **_logs: Any) -> None:
         self._tracer.before(self.step, compiles=self.step == self._first)
         self._batch_at = time.perf_counter()
 

@@ -69,7 +69,9 @@ class Pace:
         return {"step_ms": _rounded(told), **_shares(self._recent_S3)}
 
     def life(self) -> dict[str, Any]:
-        """Return what the summary says of all steps of this life."""
+        """Return what the summary says of all steps of this life; nothing before there are any."""
+        if not self.steps:
+            return {}
         ms_S = self._kept_S3[:, 0] * 1000
         told = {
             "mean": ms_S.mean(),

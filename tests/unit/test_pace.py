@@ -90,7 +90,7 @@ def test_parts_of_a_batch_are_waited_for_each() -> None:
 
 
 def test_before_any_step_there_is_nothing_to_tell() -> None:
-    assert ({}, {}) == (Pace().recent(), Pace().histograms())
+    assert ({}, {}, {}) == (Pace().recent(), Pace().life(), Pace().histograms())
 
 
 def test_the_heartbeat_tells_of_the_newest_steps_and_the_summary_of_all() -> None:
