@@ -20,6 +20,7 @@ from cluster import rerun as repeating
 from cluster import sbom as bill
 from cluster import storm as storming
 from cluster import tensorboard as board
+from cluster import trace as tracing
 from cluster import verify as verification
 from cluster import watch as watching
 from cluster.command_line import shell, told
@@ -142,6 +143,24 @@ def logs(c, task=None, run="", follow=False):
     folder = launch.find_run(run)
     cluster = folder.load_cluster()
     view.logs(folder, [cluster.task(task).name] if task else [member.name for member in cluster.tasks], follow)
+
+
+@task(
+    auto_shortflags=False,
+    positional=["task"],
+    optional=["task"],
+    help={
+        "task": "task that trains, such as worker-0 (default: none, it must be named)",
+        "steps": "optimizer steps that the trace holds at least (default: 5)",
+        "run": RUN_HELP,
+    },
+)
+@told
+def profile(c, task=None, steps="5", run=""):
+    """Trace some steps of a task while it trains, to be read in TensorBoard's Profile tab."""
+    if not task:
+        raise UsageError("the task is missing: name one that trains, such as invoke profile worker-0")
+    print("\n".join(tracing.trace(launch.find_run(run), task, spec.parse_count("steps", steps, 1, 10_000))))
 
 
 @task(
@@ -484,6 +503,7 @@ ns = Collection(
     plan,
     status,
     logs,
+    profile,
     wait,
     stop,
     scale,

@@ -78,6 +78,13 @@ def costs(run: RunFolder, started: float, roles: Sequence[Role] = (Role.WORKER,)
     return [cost for moment, cost in sorted(found, key=lambda entry: entry[0]) if moment > started]
 
 
+def failures(run: RunFolder, started: float) -> dict[int, float]:
+    """Return the generations since `started` that a failure began, and when that happened."""
+    begun = {generation["generation"]: generation["time"] for generation in run.generations()}
+    gang = costs(run, started, roles=())
+    return {cost["generation"]: begun[cost["generation"]] - cost["detected_s"] for cost in gang}
+
+
 def _gang_cost(run: RunFolder, generation: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, Any]:
     number = generation["generation"]
     later = [e for e in events if e["generation"] == number and e["time"] >= generation["time"]]

@@ -123,6 +123,24 @@ class RunFolder:
         """The task's TensorBoard event files."""
         return self.path / "tensorboard" / task
 
+    def life(self, generation: int) -> Path:
+        """What the chief's life in a generation spent its time on."""
+        return self.control / "lives" / f"{generation}.json"
+
+    @property
+    def trace_request(self) -> Path:
+        """The request for a trace of a task's next steps; the task takes it away once it has answered."""
+        return self.control / "trace.json"
+
+    @property
+    def trace_answer(self) -> Path:
+        """What became of the newest request for a trace."""
+        return self.control / "traced.json"
+
+    def traces(self, task: str) -> list[Path]:
+        """Return the folders of the task's traces, oldest first."""
+        return sorted((self.tensorboard(task) / "plugins" / "profile").glob("*/"))
+
     def create(self) -> None:
         """Make the folder and its parts.
 
@@ -231,6 +249,10 @@ class RunFolder:
         outcome: dict[str, Any] | None = read_json(self.control / "outcome.json", None)
         return outcome
 
+    def lives(self) -> list[dict[str, Any]]:
+        """Return what the chief's lives spent their time on, as far as each could tell."""
+        return [read_json(path) for path in (self.control / "lives").glob("*.json")]
+
     def end(self, state: str, **why: Any) -> bool:
         """Record the outcome unless another task already did; return whether this call did."""
         return create_json(self.control / "outcome.json", {"state": state, "time": time.time(), **why})
@@ -320,6 +342,10 @@ class Heartbeat:
             "examples_per_s": None,
             "loss": None,
             "restarts": restarts,
+            "step_ms": None,
+            "input_share": None,
+            "busy_share": None,
+            "pace": None,
             "updated_at": 0.0,
         }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from cluster import restarts
+from cluster import goodput, pace, restarts
 from cluster.files import read_json, read_json_lines, write_json
 from cluster.runs import RunFolder
 
@@ -25,6 +25,7 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
     started = read_json(run.control / "started.json")["time"]
     wall_s = outcome["time"] - started
     began = restarts.under_way(spec, [event for event in run.events() if event["time"] > started])
+    paces = {name: beats[name]["pace"] for name in names if beats.get(name, {}).get("pace")}
     value = {
         "state": outcome["state"],
         "strategy": spec.strategy_class,
@@ -38,6 +39,8 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
         "weights_sha256": result.get("weights_sha256"),
         "restarts": restarts.costs(run, started),
         "goodput": _goodput(run, started, wall_s),
+        "goodput_split": goodput.split(started, outcome["time"], run.lives(), restarts.failures(run, started)),
+        "pace": {"tasks": paces, **pace.findings(paces)},
         "tasks": {name: beats.get(name, {}).get("exit_code") for name in names},
     }
     if outcome["state"] == "failed":

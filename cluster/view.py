@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any
 
-from cluster import tensorboard, twin
+from cluster import goodput, pace, tensorboard, twin
 from cluster.files import read_json
 from cluster.processes import describe_exit
 from cluster.runs import RunFolder
@@ -37,6 +37,7 @@ def status(run: RunFolder) -> dict[str, Any]:
         "examples_per_s": rate,
         "checkpoint": _checkpoint(run),
         "tensorboard": tensorboard.address(port) if port else None,
+        "pace": pace.findings({name: beat for name, beat in beats.items() if beat["state"] == "training"}),
         "tasks": [beats[task.name] for task in spec.tasks if task.name in beats],
     }
 
@@ -51,13 +52,18 @@ def table(value: dict[str, Any]) -> list[str]:
     if value["script"]:
         return _script_table(value)
     head = f"{value['run']}  {value['state']}  {value['strategy']}  {progress(value)}"
-    lines = [head, f"{'TASK':<12}{'STATE':<12}{'STEP':>8}{'EXAMPLES/S':>12}{'LOSS':>10}{'RESTARTS':>10}{'AGE':>7}"]
+    columns = (
+        f"{'STEP':>8}{'EXAMPLES/S':>12}{'LOSS':>10}{'RESTARTS':>10}{'AGE':>7}{'MS/STEP':>9}{'BUSY':>7}{'INPUT':>7}"
+    )
+    lines = [head, f"{'TASK':<12}{'STATE':<11}{columns}"]
     for beat in value["tasks"]:
         lines.append(
-            f"{beat['task']:<12}{beat['state']:<12}{beat['step']:>8}{_number(beat['examples_per_s'], 0):>12}"
+            f"{beat['task']:<12}{beat['state']:<11}{beat['step']:>8}{_number(beat['examples_per_s'], 0):>12}"
             f"{_number(beat['loss'], 4):>10}{beat['restarts']:>10}{time.time() - beat['updated_at']:>6.0f}s"
+            f"{_number((beat.get('step_ms') or {}).get('median'), 1):>9}{_share(beat.get('busy_share')):>7}"
+            f"{_share(beat.get('input_share')):>7}"
         )
-    return lines
+    return [*lines, *pace.lines(value["pace"])]
 
 
 def _script_table(value: dict[str, Any]) -> list[str]:
@@ -164,6 +170,9 @@ def ended(run: RunFolder, shown_path: str) -> list[str]:
         start = f" (start {summary['startup_s']:.1f} s)" if summary["startup_s"] else ""
         work = _script_end(run, summary) if run.script else counted(summary["steps"], "step")
         lines += [f"{summary['state']}: {work} in {summary['wall_s']:.1f} s{start}{told}{restarts}"]
+    if summary.get("goodput_split"):
+        lines += [f"time         {goodput.line(summary['goodput_split'])}"]
+    lines += [f"pace         {found}" for found in pace.lines(summary.get("pace", {}))]
     lines += [*twin.compared(run), f"run folder   {shown_path}"]
     if run.script:
         lines += [f"its files    {shown_path}/work/TASK"]
@@ -231,3 +240,7 @@ def _failure(run: RunFolder, summary: dict[str, Any]) -> list[str]:
 
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.0f} %"

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 from cluster.spec import Role
-from train import callbacks, guards, loops, parameter_server, steps
+from train import callbacks, guards, loops, parameter_server, steps, trace
 from train.assignment import Assignment
 from train.elastic import ElasticTrainee
 from train.report import Report
@@ -68,8 +68,9 @@ class Training:
             every.append(loops.Every(assignment.epoch_steps, self._end_epoch))
         if not config.checkpoint_seconds:
             every.append(loops.Every(config.checkpoint_every, self._save))  # with what callbacks have changed
+        inner = trace.Tracer(assignment.run, assignment.task.name).around(self._inner)
         step, stopped = loops.run(
-            self._inner if self._hooks is None else self._hooks.around(self._inner),
+            inner if self._hooks is None else self._hooks.around(inner),
             self._first,
             assignment.total_steps,
             steps_per_loop=config.steps_per_loop,
@@ -92,6 +93,9 @@ class Training:
     def _evaluation(self) -> Callable[[], dict[str, float]]:
         return self._assignment.new_evaluation()  # reads the test split, which the first step need not wait for
 
+    def _results(self) -> dict[str, float]:
+        return self._evaluation()
+
     @property
     def _enough(self) -> bool:
         return self._hooks is not None and self._hooks.enough
@@ -102,18 +106,23 @@ class Training:
 
     def _tell(self, progress: loops.Progress) -> None:
         result = progress.result
-        self._report.steps(progress.first, result.losses, result.scores, progress.seconds, compiled=progress.compiled)
+        self._report.steps(
+            progress.first,
+            result.losses,
+            result.scores,
+            progress.seconds,
+            compiled=progress.compiled,
+            times=result.times,
+        )
 
     def _save(self, step: int) -> None:
-        self._report.saving()
-        self._checkpoint.save(step)
-        self._report.saved()
+        with self._report.saving():
+            self._checkpoint.save(step)
         self._save_timer.saved()
         self._saved_at = step
 
     def _evaluate(self, step: int) -> None:
-        self._report.evaluating()
-        self._report.evaluated(step, self._evaluation())
+        self._report.evaluate(step, self._results)
         self._evaluated_at = step
 
     def _end_epoch(self, step: int) -> bool:

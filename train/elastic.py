@@ -24,6 +24,7 @@ from train import guards
 from train.exact_sum import exact_sum
 from train.sources import Feed
 from train.steps import Trainee
+from train.stopwatch import Lap
 from train.virtual_shards import VirtualShards
 
 
@@ -52,13 +53,15 @@ class ElasticTrainee(Trainee):
         """The variables that the shards change each in its own way: only what is counted in fractions can differ."""
         return [variable for variable in self.model.non_trainable_variables if variable.dtype == "float32"]
 
-    def advance(self, feed: Feed, given: Any, step: tf.Tensor, replica: tf.Tensor) -> tf.Tensor:
+    def advance(self, feed: Feed, given: Any, step: tf.Tensor, replica: tf.Tensor, lap: Lap) -> tf.Tensor:
         """Do this replica's part of one optimizer step: all of its shards; return what each gave, `[V, 2]`."""
         model, averaged = self.model, self._averaged
         weights, before = (_values(variables) for variables in (model.trainable_variables, averaged))
 
         def one(shard: tf.Tensor) -> tuple[list[tf.Tensor], list[tf.Tensor], tf.Tensor]:
+            lap.asks(shard)
             batch = feed.batch(given, step, shard)
+            lap.has_batch(batch)
             state = zip([*model.trainable_variables, *averaged], [*weights, *before], strict=True)
             scope = keras.StatelessScope(state, collect_losses=True)
             with guards.random_place(step, shard), tf.GradientTape(watch_accessed_variables=False) as tape, scope:
@@ -68,10 +71,13 @@ class ElasticTrainee(Trainee):
             changes = [scope.get_current_value(variable) - old for variable, old in zip(averaged, before, strict=True)]
             return [tf.convert_to_tensor(gradient) for gradient in gradients], changes, tf.stack([loss, score])
 
-        numbers_n = self.shards.of(replica)
+        lap.has_batch(given)
+        with tf.control_dependencies(tf.nest.flatten(given, expand_composites=True)):
+            numbers_n = tf.identity(self.shards.of(replica))  # what is waited for here no shard waits for again
         like = [[tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors] for tensors in (weights, before)]
         signature = (*like, tf.TensorSpec([2], tf.float32))
         gradients, changes, results_n2 = tf.map_fn(one, numbers_n, fn_output_signature=signature, parallel_iterations=1)
+        lap.has_gradients(gradients)
         sums = exact_sum([*gradients, *changes], self.shards.total)
         summed, changed = sums[: len(weights)], sums[len(weights) :]
         self.optimizer.apply([tf.cast(total, tf.float32) for total in summed], model.trainable_variables)

@@ -14,10 +14,11 @@ import numpy as np
 import tensorflow as tf
 from tensorflow import keras
 
-from train import callbacks, guards, loops, parameter_server, steps
+from train import callbacks, guards, loops, parameter_server, steps, trace
 from train.assignment import Assignment
 from train.data.memory import Batch
 from train.export import is_legacy
+from train.pace import Times
 from train.report import Report
 from train.sources import share_of
 
@@ -121,10 +122,13 @@ class _Follower(keras.callbacks.Callback):
         self._told_step = first
         self._in_epoch = 0
         self._sums_2 = np.zeros(2)
-        self._told_at = time.perf_counter()
+        self._told_at = self._batch_at = time.perf_counter()
+        self._batch_s: list[float] = []
+        self._tracer = trace.Tracer(assignment.run, assignment.task.name)
         if not assignment.asynchronous:
             self._agree = steps.agreement(assignment.strategy)
             # Under parameter servers Keras refuses callbacks that have this method at all.
+            self.on_train_batch_begin = self._on_batch_begin
             self.on_train_batch_end = self._on_batch_end
 
     def on_epoch_begin(self, _epoch: int, _logs: Any = None) -> None:
@@ -132,11 +136,17 @@ class _Follower(keras.callbacks.Callback):
         self._in_epoch = 0
         self._sums_2 = np.zeros(2)
 
+    def _on_batch_begin(self, *_batch: int, **_logs: Any) -> None:
+        self._tracer.before(self.step, compiles=self.step == self._first)
+        self._batch_at = time.perf_counter()
+
     def _on_batch_end(self, _batch: int, logs: dict[str, float] | None = None) -> None:
+        self._batch_s.append(time.perf_counter() - self._batch_at)
         config = self._assignment.config
         self._correct(logs)
         self.step += 1
         self._in_epoch += 1
+        self._tracer.after(self.step)
         last = self.step == self._assignment.total_steps
         if self.step % config.log_every == 0 or last or self.step == self._first + 1:
             self._tell(logs)
@@ -172,16 +182,14 @@ class _Follower(keras.callbacks.Callback):
 
     def save(self) -> None:
         """Save a checkpoint."""
-        self._report.saving()
-        self._checkpoint.save(self.step)
-        self._report.saved()
+        with self._report.saving():
+            self._checkpoint.save(self.step)
         self._save_timer.saved()
         self.saved_at = self.step
 
     def evaluate(self) -> None:
         """Evaluate on the whole test split."""
-        self._report.evaluating()
-        self._report.evaluated(self.step, self._evaluation())
+        self._report.evaluate(self.step, self._evaluation)
         self.evaluated_at = self.step
 
     def _correct(self, logs: dict[str, float] | None) -> None:
@@ -219,7 +227,10 @@ class _Follower(keras.callbacks.Callback):
             np.full(count, score, np.float32),
             now - self._told_at,
             compiled=self._told_step == self._first,
+            # Seen from outside a step cannot be told apart: Keras takes the batch from the iterator inside it.
+            times=Times(np.array(self._batch_s)) if self._batch_s else None,
         )
+        self._batch_s = []
         self._told_step, self._told_at = self.step, now
 
 

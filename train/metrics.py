@@ -14,6 +14,7 @@ from tensorboard.plugins.hparams import api as hparams
 from cluster.files import append_json, read_json_lines
 from cluster.runs import RunFolder
 from train.config import TrainConfig
+from train.pace import Pace
 
 
 class Metrics:
@@ -46,6 +47,15 @@ class Metrics:
         if self._talks:
             told = "  ".join(f"{name} {value:,.{0 if name.endswith('_s') else 4}f}" for name, value in numbers.items())
             print(f"step {step}/{total}  epoch {epoch:.2f}  {told}", flush=True)
+
+    def pace(self, step: int, pace: Pace) -> None:
+        """Show what the task's steps have taken so far in the Histograms tab, and what part was what."""
+        with self._board.as_default(step):
+            for name, ms_S in pace.histograms().items():
+                tf.summary.histogram(f"pace/{name}", ms_S)
+            for name in ("input_share", "busy_share"):
+                if (share := pace.life().get(name)) is not None:
+                    tf.summary.scalar(f"pace/{name}", share)
 
     def graph(self, function: Any) -> None:
         """Show the graph of a concrete function in TensorBoard's Graphs tab."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 
 import numpy as np
 import tensorflow as tf
 
 from cluster.files import write_json
+from cluster.runs import HEARTBEAT_S
 from train import export, loops
 from train.assignment import Assignment
 from train.data import memory
+from train.ledger import Ledger
 from train.metrics import Metrics
+from train.pace import Pace, Times
 
 SHOWN_PREDICTIONS = 16
 
@@ -25,6 +30,8 @@ class Report:
         self._assignment = assignment
         self._config = assignment.config
         self._heartbeat = assignment.heartbeat
+        self._pace, self._paced_at = Pace(), 0.0
+        self._ledger = Ledger(assignment.run, self._heartbeat.values["generation"], first) if assignment.chief else None
         self._train_seconds = 0.0
         self._timed_steps = 0
         self.results: dict[str, float] = {}
@@ -37,7 +44,16 @@ class Report:
         self.metrics = Metrics(run, name, talks=assignment.chief, resumed_at=first)
         self._heartbeat.update(state="compiling", step=first)
 
-    def steps(self, first: int, losses: np.ndarray, scores: np.ndarray, seconds: float, *, compiled: bool) -> None:
+    def steps(
+        self,
+        first: int,
+        losses: np.ndarray,
+        scores: np.ndarray,
+        seconds: float,
+        *,
+        compiled: bool,
+        times: Times | None = None,
+    ) -> None:
         """Tell of the steps after `first`.
 
         Args:
@@ -45,18 +61,21 @@ class Report:
             losses, scores: `[S] float32`, of each of them.
             seconds: what they took.
             compiled: whether that holds the tracing and compiling of the step.
+            times: what each of them took, or a sample of them.
         """
         step = first + len(losses)
         rate = None
         if compiled:
             self._heartbeat.update(state="training", step=step)  # written at once: a failure now is not one of before
-            if self._assignment.chief:
+            if self._ledger:
+                self._ledger.first_step(step)
                 self._event("first step", step)
                 self.metrics.graph(self._serving_graph())
         else:
             self._train_seconds += seconds
             self._timed_steps += len(losses)
             rate = len(losses) * self._config.global_batch / seconds
+            self._tell_pace(len(losses), seconds, times)
         self._heartbeat.update(step=step, loss=float(losses[-1]), examples_per_s=rate)
         score_name, total = self._assignment.objective.score_name, self._assignment.total_steps
         for at in range(first + 1, step + 1):
@@ -68,24 +87,27 @@ class Report:
                 }
                 self.metrics.log(at, self._epoch(at), total, values)
 
-    def saving(self) -> None:
-        """Tell that a checkpoint is being saved."""
-        self._heartbeat.update(state="saving")
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Tell that a checkpoint is being saved, and then that training goes on: the checkpoint tells of its end."""
+        with self._spending("save"):
+            self._heartbeat.update(state="saving")
+            yield
+            self._heartbeat.update(state="training")
 
-    def saved(self) -> None:
-        """Tell that training goes on; the checkpoint itself tells of its end."""
-        self._heartbeat.update(state="training")
+    def evaluate(self, step: int, evaluation: Callable[[], dict[str, float]]) -> None:
+        """Evaluate the model, and tell that and the results."""
+        with self._spending("evaluate"):
+            self._heartbeat.update(state="evaluating")
+            self._evaluated(step, evaluation())
 
-    def evaluating(self) -> None:
-        """Tell that the model is being evaluated."""
-        self._heartbeat.update(state="evaluating")
-
-    def evaluated(self, step: int, results: dict[str, float]) -> None:
+    def _evaluated(self, step: int, results: dict[str, float]) -> None:
         """Tell the results."""
         self.results = results
         if self._assignment.chief:
             self.metrics.log(step, self._epoch(step), self._assignment.total_steps, dict(results))
         self._show_predictions(step)
+        self.metrics.pace(step, self._pace)
         self._heartbeat.update(state="training")
 
     def end(self, step: int, *, stopped: bool) -> None:
@@ -100,10 +122,31 @@ class Report:
                 self._event("exported", step)
                 self.metrics.hparams(self._config, self.results)
             write_json(result, self._result(step))
+        self._update_pace()
+        self.metrics.pace(step, self._pace)
         self.metrics.flush()
         self._heartbeat.update(state="stopped" if stopped else "done", step=step)
         while not assignment.chief and not result.exists() and not assignment.run.outcome:
             time.sleep(0.02)  # the chief's coordination service counts a task that left early as lost
+
+    def _tell_pace(self, count: int, seconds: float, times: Times | None) -> None:
+        """Tell how long the steps took this task, without the first one."""
+        if times is not None:
+            self._pace.add(times)
+            if time.monotonic() - self._paced_at > HEARTBEAT_S / 2:
+                self._update_pace()
+        if self._ledger:
+            # Where steps are measured from outside, `seconds` hold what was done between them, such as saving.
+            spent_s = seconds if times is None or times.inputs is not None else float(times.steps.sum())
+            self._ledger.steps(count, spent_s, spent_s * times.input_share if times else 0.0)
+
+    def _update_pace(self) -> None:
+        if self._pace.steps:
+            self._heartbeat.update(**self._pace.recent(), pace=self._pace.life())
+        self._paced_at = time.monotonic()
+
+    def _spending(self, part: str) -> contextlib.AbstractContextManager[None]:
+        return self._ledger.spending(part) if self._ledger else contextlib.nullcontext()
 
     def _result(self, step: int) -> dict[str, object]:
         rate = self._timed_steps * self._config.global_batch / self._train_seconds if self._train_seconds else None

@@ -5,6 +5,7 @@ Shapes: B replica batch, K outputs, S steps of one loop, P parts of a step's res
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,9 @@ from train import guards
 from train.data import memory
 from train.data.memory import Batch
 from train.objectives import Objective, global_mean
+from train.pace import Times
 from train.sources import Feed
+from train.stopwatch import Lap, Stopwatch
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class LoopResult:
     """`[S] float32`: mean score of each step's global batch."""
     signals: Signals
     """What any task wants."""
+    times: Times | None = None
+    """What the steps took this task, where that can be measured."""
 
 
 @dataclass(frozen=True)
@@ -68,17 +73,20 @@ class Trainee:
         """How many shares of each step's loss `advance` tells apart."""
         return 1
 
-    def advance(self, feed: Feed, given: Any, step: tf.Tensor, replica: tf.Tensor) -> tf.Tensor:
+    def advance(self, feed: Feed, given: Any, step: tf.Tensor, replica: tf.Tensor, lap: Lap) -> tf.Tensor:
         """Do this replica's part of one optimizer step on what the feed gave; return `[parts, 2]`, see `update`."""
-        return self.update(feed.batch(given, step, replica), step, replica)[tf.newaxis]
+        batch = feed.batch(given, step, replica)
+        lap.has_batch(batch)
+        return self.update(batch, step, replica, lap)[tf.newaxis]
 
-    def update(self, batch: Batch, step: tf.Tensor, replica: tf.Tensor) -> tf.Tensor:
+    def update(self, batch: Batch, step: tf.Tensor, replica: tf.Tensor, lap: Lap | None = None) -> tf.Tensor:
         """Do this replica's part of one optimizer step.
 
         Args:
             batch: this replica's examples.
             step: int64 scalar, optimizer steps done before this one.
             replica: int64 scalar, this replica's place in the global batch.
+            lap: told when the gradients are computed.
 
         Returns:
             `[2] float32`: this replica's share of the loss and of the score.
@@ -86,7 +94,10 @@ class Trainee:
         with guards.random_place(step, replica), tf.GradientTape() as tape:
             loss, score = self.shares(batch)
         variables = [variable.value for variable in self.model.trainable_variables]
-        self.optimizer.apply(tape.gradient(loss, variables), self.model.trainable_variables)
+        gradients = tape.gradient(loss, variables)
+        if lap:
+            lap.has_gradients(gradients)
+        self.optimizer.apply(gradients, self.model.trainable_variables)
         return tf.stack([loss, score])
 
     def shares(self, batch: Batch) -> tuple[tf.Tensor, tf.Tensor]:
@@ -117,31 +128,39 @@ def synchronous(
     It is traced once whatever the number of steps, and talks to the other tasks once a step (gradients) and once more
     at its end (results and signals). `save_due` says, before the steps, whether this task wants a checkpoint.
     """
+    watch = Stopwatch(strategy)
 
     def start() -> tf.Tensor:
         return tf.zeros([steps_per_loop, trainee.parts, 2])
 
-    def one_step(results_SP2: tf.Tensor, given: Any, first: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
+    def one_step(
+        results_SP2: tf.Tensor, given: Any, first: tf.Tensor, done: tf.Tensor, marked: tuple[tf.Tensor, ...]
+    ) -> tf.Tensor:
         replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
-        result_P2 = trainee.advance(feed, given, first + done, replica)
+        result_P2 = trainee.advance(feed, given, first + done, replica, watch.lap(*marked))
         return tf.tensor_scatter_nd_update(results_SP2, [[done]], [result_P2])
 
     def join(results_SP2: tf.Tensor, signals_2: tf.Tensor) -> tf.Tensor:
         return tf.concat([tf.reshape(results_SP2, [-1]), signals_2], 0)
 
     @tf.function(autograph=False)
-    def loop(first: tf.Tensor, count: tf.Tensor, signals_2: tf.Tensor) -> tf.Tensor:
+    def loop(first: tf.Tensor, count: tf.Tensor, signals_2: tf.Tensor, every: tf.Tensor) -> tf.Tensor:
         def step(done: tf.Tensor, results: Any) -> Any:
-            return strategy.run(one_step, args=(results, feed.next(), first, done))
+            marked = watch.begin(done, every)
+            return strategy.run(one_step, args=(results, feed.next(), first, done, marked))
 
         results = repeat(count, step, strategy.run(start))
+        watch.end(results)
         return strategy.reduce("SUM", strategy.run(join, args=(results, signals_2)), axis=None)
 
     def run(first: int, count: int, stop: bool) -> LoopResult:
         signals_2 = tf.constant(Signals(stop, save_due()).to_array())
-        flat = loop(tf.constant(first, tf.int64), tf.constant(count, tf.int64), signals_2).numpy()
+        numbers = [tf.constant(number, tf.int64) for number in (first, count, watch.every)]
+        began = time.perf_counter()
+        flat = loop(numbers[0], numbers[1], signals_2, numbers[2]).numpy()
+        times = watch.take(count, time.perf_counter() - began)
         results_S2 = flat[:-2].reshape(steps_per_loop, trainee.parts, 2)[:count].sum(1)
-        return LoopResult(results_S2[:, 0], results_S2[:, 1], Signals.from_sum(flat[-2:]))
+        return LoopResult(results_S2[:, 0], results_S2[:, 1], Signals.from_sum(flat[-2:]), times)
 
     return run
 

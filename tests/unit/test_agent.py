@@ -45,6 +45,8 @@ def test_a_run_that_succeeds_writes_its_summary(start_gang: StartGang) -> None:
         "weights_sha256": None,
         "restarts": [],
         "goodput": None,
+        "goodput_split": None,
+        "pace": {"tasks": {}, "stragglers": [], "starved": []},
         "tasks": {"chief": 0, "worker-0": 0, "worker-1": 0},
     } == summary
 

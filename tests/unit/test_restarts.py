@@ -74,6 +74,22 @@ def test_a_worker_that_restarted_alone_cost_the_others_nothing(run: RunFolder) -
     assert [first | {"steps_lost": 0}, second | {"steps_lost": 0}] == end(run, "succeeded")["restarts"]
 
 
+def test_the_summary_counts_a_restart_from_the_injected_fault(run: RunFolder) -> None:
+    started = read_json(run.control / "started.json")["time"]
+    seconds = {"input": 0.0, "compute": 0.0, "save": 0.0, "evaluate": 0.0}
+    for number, began in [(0, 1.0), (1, 9.0)]:
+        told = {"generation": number, "began": started + began, "first_step_at": started + began + 1}
+        told |= {"updated_at": started + began + 1, "first": 0, "step": 1, "timed_steps": 0, "seconds": seconds}
+        write_json(run.life(number), told)
+    fault = {"time": started + 4, "task": "chief", "event": "fault", "generation": 0, "step": 1}
+    append_json(run.events_log, fault | {"detail": {"kind": "kill"}})
+    why = {"task": "chief", "cause": "killed", "failed_at": started + 5, "step": 1}
+    write_json(run.control / "generations" / "1.json", {"generation": 1, "time": started + 6} | why)
+    write_json(run.control / "outcome.json", {"state": "succeeded", "time": started + 20})
+    split = summary.write(run, settle_s=0)["goodput_split"]
+    assert (1.0, 1.0, 6.0) == (split["start"], split["compile"], split["restart"])
+
+
 Moment = tuple[float, str, str, dict[str, Any]]
 """Seconds from the start of a story, a task, an event in generation 0, its detail."""
 

@@ -54,6 +54,10 @@ def test_a_heartbeat_holds_what_the_contract_lists(run: RunFolder) -> None:
         "examples_per_s": 100.0,
         "loss": 0.5,
         "restarts": 1,
+        "step_ms": None,
+        "input_share": None,
+        "busy_share": None,
+        "pace": None,
     } == written
 
 

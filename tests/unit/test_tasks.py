@@ -29,7 +29,7 @@ MakeRun = Callable[..., RunFolder]
 
 CONTRACT = {
     *("up", "plan", "status", "logs", "wait", "stop", "down", "scale", "evaluate", "export", "tensorboard", "doctor"),
-    *("verify", "rerun", "chaos", "bench", "test", "predict", "golden"),
+    *("verify", "rerun", "chaos", "profile", "bench", "test", "predict", "golden"),
 }
 COLLECTIONS = {"image", "data", "swarm", "k8s", "requirements"}
 BUILT = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster import health, tensorboard, view, watch
+from cluster import health, summary, tensorboard, view, watch
 from cluster.errors import TimedOut
 from cluster.files import read_json, write_json
 from cluster.runs import RunFolder
@@ -22,6 +22,9 @@ MakeRun = Callable[..., RunFolder]
 @pytest.fixture
 def run(make_run: MakeRun) -> RunFolder:
     return make_run("demo", workers=1)
+
+
+PACE = {"step_ms": {"mean": 90.0, "median": 88.2}, "busy_share": 0.75, "input_share": 0.016}
 
 
 def beat(run: RunFolder, task: str, state: str, **values: Any) -> None:
@@ -40,6 +43,7 @@ def test_a_run_that_has_not_begun_is_starting(run: RunFolder) -> None:
         value[key] for key in ("run", "state", "strategy", "generation", "step")
     )
     assert [] == value["tasks"]
+    assert {"stragglers": [], "starved": []} == value["pace"]
     assert {None} == {value[key] for key in ("steps_total", "eta_s", "examples_per_s", "checkpoint", "tensorboard")}
 
 
@@ -63,6 +67,7 @@ def test_status_holds_what_the_contract_lists(run: RunFolder, monkeypatch: pytes
         "eta_s": 20.0,  # 100 steps of 96 examples at 480 examples/s
         "examples_per_s": 480.0,
         "tensorboard": "http://127.0.0.1:6007",
+        "pace": {"stragglers": [], "starved": []},
     } == value
     assert ["chief", "worker-0"] == [task["task"] for task in tasks]
     assert 20 == checkpoint["step"]
@@ -77,14 +82,25 @@ def test_an_ended_run_has_its_summary_s_state_and_nothing_left_to_do(run: RunFol
 
 
 def test_a_table_has_a_row_for_every_task(run: RunFolder) -> None:
-    beat(run, "chief", "training", step=20, steps_total=120, examples_per_s=4801.4, loss=0.51234, restarts=1)
+    beat(run, "chief", "training", step=20, steps_total=120, examples_per_s=4801.4, loss=0.51234, restarts=1, **PACE)
     beat(run, "worker-0", "waiting", updated_at=time.time() - 9)
     head, names, chief, worker = view.table(view.status(run))
     assert "demo  training  MultiWorkerMirroredStrategy  step 20/120" in head
-    assert ["TASK", "STATE", "STEP", "EXAMPLES/S", "LOSS", "RESTARTS", "AGE"] == names.split()
-    assert ["chief", "training", "20", "4,801", "0.5123", "1", "0s"] == chief.split()
-    assert ["worker-0", "waiting", "0", "-", "-", "0", "9s"] == worker.split()
-    assert len(names) == len(chief) == len(worker)
+    columns = ["TASK", "STATE", "STEP", "EXAMPLES/S", "LOSS", "RESTARTS", "AGE", "MS/STEP", "BUSY", "INPUT"]
+    assert columns == names.split()
+    assert ["chief", "training", "20", "4,801", "0.5123", "1", "0s", "88.2", "75", "%", "2", "%"] == chief.split()
+    assert ["worker-0", "waiting", "0", "-", "-", "0", "9s", "-", "-", "-"] == worker.split()
+    assert len(names) == len(chief) == len(worker) < 100
+
+
+def test_who_slows_the_others_down_is_told_below_the_table(run: RunFolder) -> None:
+    """Only of tasks that train: what another's heartbeat still says was before."""
+    slow = {"step_ms": {"mean": 100.0, "median": 99.0}, "busy_share": 0.9, "input_share": 0.5}
+    beat(run, "chief", "training", **slow | {"busy_share": 0.5, "input_share": 0.05})
+    beat(run, "worker-0", "training", **slow)
+    assert "worker-0 is 1.8x slower, 100 % of it in input" == view.table(view.status(run))[-1]
+    beat(run, "worker-0", "waiting", **slow)
+    assert 4 == len(view.table(view.status(run)))
 
 
 def test_progress_says_what_is_known(run: RunFolder) -> None:
@@ -210,6 +226,28 @@ def test_a_run_in_which_nothing_lives_has_failed(run: RunFolder, worker: str) ->
     ended = watch.follow(run, lambda value: None, timeout_s=5)
     assert ("failed", 5) == (ended["state"], ended["steps"])
     assert "no task gives a sign of life: the engine or the supervisor stopped" == ended["cause"]["error"]
+
+
+def test_the_summary_tells_where_the_time_went_and_who_was_slow(run: RunFolder) -> None:
+    started = read_json(run.control / "started.json")["time"]
+    seconds = {"input": 1.0, "compute": 5.0, "save": 0.5, "evaluate": 0.25}
+    told = {"generation": 0, "began": started + 2, "first_step_at": started + 4, "updated_at": started + 11}
+    write_json(run.life(0), told | {"first": 0, "step": 9, "timed_steps": 8, "seconds": seconds})
+    life = {"steps": 8, "step_ms": {"mean": 100.0}, "busy_share": 0.5, "input_share": 0.01}
+    beat(run, "chief", "done", pace=life)
+    beat(run, "worker-0", "done", pace=life | {"busy_share": 0.75})
+    write_json(run.control / "outcome.json", {"state": "succeeded", "time": started + 20})
+    value = summary.write(run, settle_s=0)
+    assert {
+        "start": 2.0, "compile": 2.0, **seconds, "lost": 0.0, "restart": 0.0, "other": 9.25,
+    } == value["goodput_split"]  # fmt: skip
+    assert value["wall_s"] == pytest.approx(sum(value["goodput_split"].values()))
+    assert [{"task": "worker-0", "slower": 1.5, "input_part": 0.0}] == value["pace"]["stragglers"]
+    assert life == value["pace"]["tasks"]["chief"]
+    assert [
+        "time         other 46 %, train 30 % (5 % input), start 10 %, compile 10 %, save 2 %, evaluate 1 %",
+        "pace         worker-0 is 1.5x slower, 0 % of it in input",
+    ] == view.ended(run, "runs/demo")[1:3]
 
 
 # Logs and health

@@ -43,10 +43,10 @@ OBJECTIVE = objectives.build("sparse_categorical_crossentropy", classifies=True)
 class Watched(steps.Trainee):
     """A trainee that keeps the shape of every tensor that an update is given and makes."""
 
-    def update(self, batch: memory.Batch, step: tf.Tensor, replica: tf.Tensor) -> tf.Tensor:
+    def update(self, batch: memory.Batch, step: tf.Tensor, replica: tf.Tensor, *watch: Any) -> tf.Tensor:
         given.extend([one.shape.as_list() if one.shape.rank is not None else None for one in (*batch, step, replica)])
         before = len(tf.compat.v1.get_default_graph().get_operations())
-        result = super().update(batch, step, replica)
+        result = super().update(batch, step, replica, *watch)
         for operation in tf.compat.v1.get_default_graph().get_operations()[before:]:
             for output in operation.outputs:
                 made.append(output.name)

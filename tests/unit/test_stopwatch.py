@@ -1,0 +1,105 @@
+"""The marks inside a step: that they are taken in the order of what they are the times of, step by step."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from train import objectives, pace, steps, stopwatch
+from train.data.memory import Batch
+from train.elastic import ElasticTrainee
+from train.sources import Feed
+from train.virtual_shards import VirtualShards
+
+STEPS = 4
+BATCH = 4
+
+
+@pytest.fixture
+def marks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
+    """What is marked in the calls of the test, and when the batches were made."""
+    seen: list[tuple[str, float]] = []
+
+    def keep(taken: list[tuple[str, float]]) -> pace.Times:
+        seen.extend(taken)
+        return pace.from_marks(taken)
+
+    monkeypatch.setattr(stopwatch, "from_marks", keep)
+    return seen
+
+
+def train(made: list[tuple[str, float]], shards: int = 0, every: int | None = None, calls: int = 1) -> Any:
+    """Do some steps on one device; note when each batch is made. Return the last call's result."""
+    strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
+        optimizer = keras.optimizers.SGD()
+        optimizer.build(model.trainable_variables)
+    objective = objectives.build("sparse_categorical_crossentropy", classifies=True)
+    what = (model, optimizer, objective, BATCH)
+    trainee = ElasticTrainee(*what, shards, VirtualShards(shards, 1)) if shards else steps.Trainee(*what, 1)
+
+    size = BATCH // (shards or 1)
+
+    def note(_step: np.ndarray) -> np.ndarray:
+        made.append(("made", time.perf_counter()))
+        return np.ones([size, 3], np.float32)
+
+    def batch(_given: Any, step: tf.Tensor, _replica: tf.Tensor) -> Batch:
+        features = tf.ensure_shape(tf.numpy_function(note, [step], tf.float32), [size, 3])
+        return Batch(features, tf.zeros([size], tf.int64), tf.ones([size]))
+
+    inner = steps.synchronous(strategy, trainee, Feed(lambda: (), batch), STEPS)
+    for call in range(calls):
+        result = inner(call * STEPS, STEPS, False)
+    return result
+
+
+def order(*noted: list[tuple[str, float]]) -> list[str]:
+    """Return what was noted, in the order of the times."""
+    return [what for what, _ in sorted((one for notes in noted for one in notes), key=lambda one: one[1])]
+
+
+def test_each_step_is_marked_when_its_batch_and_its_gradients_are_there(marks: list[tuple[str, float]]) -> None:
+    made: list[tuple[str, float]] = []
+    result = train(made)
+    assert [*["begin", "made", "batch", "computed"] * STEPS, "begin"] == order(marks, made)
+    assert STEPS == len(result.times.steps)
+    assert (result.times.inputs <= result.times.busy).all()
+    assert (result.times.busy <= result.times.steps).all()
+
+
+def test_every_virtual_shard_s_part_of_the_batch_is_waited_for(marks: list[tuple[str, float]]) -> None:
+    made: list[tuple[str, float]] = []
+    train(made, shards=2)
+    step = ["begin", "batch", *["asks", "made", "batch"] * 2, "computed"]
+    assert [*step * STEPS, "begin"] == order(marks, made)
+
+
+def test_of_short_steps_a_sample_is_marked(marks: list[tuple[str, float]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second call on; a step more is marked to know when the sampled one ended."""
+    monkeypatch.setattr(stopwatch, "COST_SHARE", 1e-12)
+    result = train([], calls=2)
+    assert 1 == len(result.times.steps)
+    assert ["begin", "batch", "computed", "begin", "begin"] == [what for what, _ in marks[4 * 3 + 1 :]]
+
+
+@pytest.mark.parametrize(("devices", "works"), [(("/CPU:0",), True), (("/GPU:0",), False), (("/TPU:0",), False)])
+def test_only_a_cpu_knows_when_a_step_is_done(devices: tuple[str, ...], works: bool) -> None:
+    class Extended:
+        worker_devices = tuple(f"/job:worker/replica:0/task:1/device:{name[1:]}" for name in devices)
+
+    class Strategy:
+        extended = Extended()
+
+    watch = stopwatch.Stopwatch(Strategy())
+    assert works == watch.works
+    if not works:
+        assert () == watch.begin(tf.constant(0), tf.constant(1))
+        assert watch.take(5, 1.0) is None
+        assert watch.lap().watch is None

@@ -1,0 +1,80 @@
+"""A task's side of a trace: which of its calls it holds, and that nothing of them changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cluster.files import read_json, write_json
+from cluster.runs import RunFolder
+from train.steps import LoopResult, Signals
+from train.trace import Tracer
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the profiler and the inner loop were called for, in order."""
+    seen: list[Any] = []
+    monkeypatch.setattr(tf.profiler.experimental, "start", lambda logdir: seen.append("start"))
+    monkeypatch.setattr(tf.profiler.experimental, "stop", lambda: seen.append("stop"))
+    return seen
+
+
+@pytest.fixture
+def run(make_run: Callable[..., RunFolder]) -> RunFolder:
+    return make_run("demo", workers=1)
+
+
+def ask(run: RunFolder, steps: int, task: str = "chief") -> None:
+    """Leave a request."""
+    write_json(run.trace_request, {"id": "one", "task": task, "steps": steps, "until": 0})
+
+
+def train(run: RunFolder, calls: list[Any], *counts: int) -> None:
+    """Call the inner loop for these numbers of steps, as the chief."""
+
+    def inner(first: int, count: int, stop: bool) -> LoopResult:
+        calls.append((first, count))
+        return LoopResult(np.zeros(count), np.zeros(count), Signals())
+
+    traced, step = Tracer(run, "chief").around(inner), 0
+    for count in counts:
+        traced(step, count, False)
+        step += count
+
+
+def test_whole_calls_are_traced_until_the_steps_are_there(run: RunFolder, calls: list[Any]) -> None:
+    """Never the first one, which compiles."""
+    ask(run, steps=5)
+    train(run, calls, 1, 4, 4, 4)
+    assert [(0, 1), "start", (1, 4), (5, 4), "stop", (9, 4)] == calls
+    assert {"id": "one", "task": "chief", "first": 2, "last": 9} == read_json(run.trace_answer)
+    assert not run.trace_request.exists()
+
+
+def test_another_task_s_request_is_left_alone(run: RunFolder, calls: list[Any]) -> None:
+    ask(run, steps=5, task="worker-0")
+    train(run, calls, 1, 4)
+    assert [(0, 1), (1, 4)] == calls
+    assert run.trace_request.exists()
+
+
+def test_a_profiler_that_runs_already_is_told(run: RunFolder, calls: list[Any], monkeypatch: Any) -> None:
+    def refuse(logdir: str) -> None:
+        raise tf.errors.AlreadyExistsError(None, None, "Another profiler is running.")
+
+    monkeypatch.setattr(tf.profiler.experimental, "start", refuse)
+    ask(run, steps=5)
+    train(run, calls, 1, 4)
+    assert [(0, 1), (1, 4)] == calls
+    assert "Another profiler is running." == read_json(run.trace_answer)["error"]
+    assert not run.trace_request.exists()
+
+
+def test_without_a_request_nothing_is_done(run: RunFolder, calls: list[Any]) -> None:
+    train(run, calls, 1, 4)
+    assert [(0, 1), (1, 4)] == calls
