@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import gc
 import json
 import os
 import signal
@@ -23,7 +22,7 @@ from pathlib import Path
 from cluster.errors import EXIT_PEER_LOST, ClusterError
 from cluster.files import read_json
 from cluster.runs import RunFolder
-from train import config, variables
+from train import config, imports, variables
 
 EXIT_BUG = 70
 """An error that we do not know (EX_SOFTWARE of sysexits.h): the agent tries again."""
@@ -58,11 +57,8 @@ def train(run: RunFolder) -> int:
     variables.set_defaults()
     if config.TrainConfig.from_json(read_json(run.config)).needs_tf_keras(run.load_cluster().strategy):
         os.environ["TF_USE_LEGACY_KERAS"] = "1"  # read when TensorFlow is imported: tf.keras is tf_keras then
-    gc.disable()  # what is imported stays: to look for garbage among it takes a sixth of the time
-    from train import program  # TensorFlow is imported here, while the agents meet at the start barrier
-
-    gc.freeze()
-    gc.enable()
+    with imports.quick():
+        from train import program  # TensorFlow is imported here, while the agents meet at the start barrier
 
     if "SPARE" in os.environ:
         program.rehearse(run)
