@@ -11,7 +11,7 @@ from benchmarks.results import Row
 
 SIZE = (7.0, 3.6)
 DPI = 120
-OURS, OTHERS, IDEAL = "#1f6f8b", "#b8b8b8", "#c8553d"
+OURS, OTHERS, IDEAL, APART = "#1f6f8b", "#b8b8b8", "#c8553d", "#7a9e4f"
 
 
 def draw(found: Sequence[Row], folder: Path) -> dict[str, Path]:
@@ -106,7 +106,7 @@ def _throughput(axes: Any, rows: Sequence[Row]) -> None:
 
 def _scaling(axes: Any, rows: Sequence[Row]) -> None:
     one = rows[0]["variants"][1]
-    for row, color in zip(rows, (OURS, OTHERS), strict=False):
+    for row, color in zip(rows, (OURS, OTHERS, APART), strict=False):
         two = row["variants"][0]
         axes.plot([1, 2], [one["median"], two["median"]], "o-", color=color, label=two["name"])
         axes.plot([2] * len(two["samples"]), two["samples"], ".", color="black", markersize=3)
@@ -125,8 +125,17 @@ def _recovery(axes: Any, rows: Sequence[Row]) -> None:
 
 PLOTS: dict[str, tuple[tuple[str, ...], Callable[[Any, Sequence[Row]], None]]] = {
     "start": (("start", "start-containers", "tasks"), _start),
-    "throughput": (("throughput-together", "throughput-alone", "throughput-alone-fit"), _throughput),
-    "scaling": (("scaling", "scaling-same-batch"), _scaling),
+    "throughput": (
+        (
+            "throughput-together",
+            "throughput-together-onednn",
+            "throughput-alone",
+            "throughput-alone-onednn",
+            "throughput-alone-fit",
+        ),
+        _throughput,
+    ),
+    "scaling": (("scaling", "scaling-same-batch", "scaling-apart"), _scaling),
     "recovery": (("recovery",), _recovery),
 }
 """The figures that each shows."""

@@ -1,20 +1,22 @@
-"""Two tasks with one core each against one task with one core."""
+"""Two tasks with one core each against one task with one core; and what two cores of this machine are worth at all."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import time
-from typing import Any
+from collections.abc import Sequence
 
 from benchmarks.figures import Figure, Goal, ratios, step_seconds
 from benchmarks.runs import ENDLESS, GLOBAL_BATCH, TRAINING, Bench, cores
 from cluster import launch, local, startup
 from cluster.errors import PrerequisiteError
 from cluster.request import Request
+from cluster.runs import RunFolder
 
 STEPS = 100
 ONE, SAME_BATCH, SAME_SHARE = "chief", "chief and 1 worker", "chief and 1 worker, twice the batch"
+APART = "2 chiefs at once that know nothing of each other"
 GOAL = Goal(0.95, at_least=True)
 
 
@@ -28,16 +30,32 @@ def measure(bench: Bench) -> list[Figure]:
         raise PrerequisiteError(f"scaling: {cores()} core, expected 2; measure it on another machine, see --only")
     steps = bench.steps(STEPS)
     asked = {ONE: (0, 1), SAME_SHARE: (1, 2), SAME_BATCH: (1, 1)}
-    rates: dict[str, list[float]] = {name: [] for name in asked}
+    rates: dict[str, list[float]] = {name: [] for name in (*asked, APART)}
+    own = sorted(os.sched_getaffinity(0))
     for turn in bench.turns():
         for number, (name, (workers, batches)) in enumerate(asked.items()):
-            rows = _train(bench, f"scaling-{turn}-{number}", workers, batches * GLOBAL_BATCH, steps)
-            rates[name].append(batches * GLOBAL_BATCH / step_seconds(rows))
-    return [_figure("scaling", SAME_SHARE, rates), _figure("scaling-same-batch", SAME_BATCH, rates)]
+            run = _start(bench, f"scaling-{turn}-{number}", workers, batches * GLOBAL_BATCH, own)
+            rates[name].append(batches * _rate(bench, [run], steps))
+        chiefs = [_start(bench, f"scaling-{turn}-chief-{core}", 0, GLOBAL_BATCH, [core]) for core in own[:2]]
+        rates[APART].append(_rate(bench, chiefs, steps))
+    return [
+        _figure("scaling", SAME_SHARE, rates, GOAL),
+        _figure("scaling-same-batch", SAME_BATCH, rates, GOAL),
+        _figure("scaling-apart", APART, rates, None),
+    ]
 
 
-def _train(bench: Bench, name: str, workers: int, batch: int, steps: int) -> list[dict[str, Any]]:
-    """Train with one core for each task from its first moment on; return the chief's rows."""
+def _rate(bench: Bench, runs: Sequence[RunFolder], steps: int) -> float:
+    """Return the steps a second of runs that train at once, all together, in examples of a plain batch; end them."""
+    try:
+        return sum(GLOBAL_BATCH / step_seconds(bench.await_step(run, steps)) for run in runs)
+    finally:
+        for run in runs:
+            local.kill(run)
+
+
+def _start(bench: Bench, name: str, workers: int, batch: int, own: Sequence[int]) -> RunFolder:
+    """Start a training with one of these cores for each task from its first moment on."""
     overrides = [*TRAINING, f"--max-steps={ENDLESS}", "--threads=1", f"--global-batch={batch}"]
     request = Request(
         workers=str(workers), runtime="local", name=name, fresh=True, tensorboard_port="0", overrides=overrides
@@ -49,17 +67,14 @@ def _train(bench: Bench, name: str, workers: int, batch: int, steps: int) -> lis
             "command": ["taskset", "--cpu-list", str(core), *told["command"]],
             "environment": told["environment"] | {"WARM_SPARE": "0"},
         }
-        for core, (task, told) in zip(sorted(os.sched_getaffinity(0)), planned.compose["tasks"].items(), strict=False)
+        for core, (task, told) in zip(own, planned.compose["tasks"].items(), strict=False)
     }
     planned = dataclasses.replace(planned, compose=planned.compose | {"tasks": tasks})
     startup.start(planned, lambda command: bench.call(["bash", "-c", command]), began=time.time())
-    try:
-        return bench.await_step(planned.run, steps)
-    finally:
-        local.kill(planned.run)
+    return planned.run
 
 
-def _figure(name: str, two: str, rates: dict[str, list[float]]) -> Figure:
+def _figure(name: str, two: str, rates: dict[str, list[float]], goal: Goal | None) -> Figure:
     title = f"examples/s of {two} over twice those of a chief, one core each"
     halves = [ratio / 2 for ratio in ratios(rates[two], rates[ONE])]
-    return Figure(name, title, "examples/s", {two: rates[two], ONE: rates[ONE]}, halves, "times", GOAL)
+    return Figure(name, title, "examples/s", {two: rates[two], ONE: rates[ONE]}, halves, "times", goal)
