@@ -60,7 +60,7 @@ class Plan:
     @property
     def notes(self) -> list[str]:
         """What the caller should know of it besides."""
-        return [*self.gpus.notes, *self._keras_notes]
+        return [*self.gpus.lines(), *self.gpus.notes, *self._keras_notes]
 
     @property
     def _keras_notes(self) -> list[str]:
@@ -152,7 +152,7 @@ def plan(request: Request, *, stops_first: bool = False) -> Plan:
     port = spec.parse_count("tensorboard-port", request.tensorboard_port, 0, 65535)
     patience_s = spec.parse_count("hang-timeout", request.hang_timeout or int(HANG_TIMEOUT_S), 1, 86_400)
     run = _run_folder(request, stops_first=stops_first)
-    given = _place(request, base, asked)
+    given = _place(request, run, base, asked)
     if given.ids:
         topology["devices"] = len(given.of("chief"))
         asked = spec.build(**topology)
@@ -162,14 +162,14 @@ def plan(request: Request, *, stops_first: bool = False) -> Plan:
         _check_sharing(config, asked)
     contained = runtime != "local"
     cluster = asked if contained else spec.build(**topology, ports=local.free_ports(len(asked.tasks)))
-    how = (_containers if contained else _processes)(run, cluster, payload, given)
+    how = (_containers if contained else _processes)(run, cluster, payload, given) | given.record()
     replaces = request.fresh and run.path.exists()
     return Plan(
         run, cluster, config, payload, runtime, why, how, port, patience_s, bool(request.resume), replaces, given
     )
 
 
-def _place(request: Request, base: RunFolder | None, cluster: spec.ClusterSpec) -> Placement:
+def _place(request: Request, run: RunFolder, base: RunFolder | None, cluster: spec.ClusterSpec) -> Placement:
     """Return which task gets which of this machine's GPUs.
 
     Raises:
@@ -191,7 +191,7 @@ def _place(request: Request, base: RunFolder | None, cluster: spec.ClusterSpec) 
         request.gpu_runtime or had.get("runtime", ""), request.nccl_debug or had.get("nccl_debug", "")
     )
     machine = gpus.machine(wanted.told, with_instances=any(name.startswith("MIG-") for name in wanted.ids))
-    placed = placement.place(wanted, machine, cluster)
+    placed = placement.place(wanted, machine, cluster, _busy(run))
     each = len(placed.of("chief"))
     if request.devices and cluster.devices != each:
         raise UsageError(
@@ -200,6 +200,13 @@ def _place(request: Request, base: RunFolder | None, cluster: spec.ClusterSpec) 
         )
     typed = request.gpus or request.gpus_per_task
     return replace(placed, asked=request.gpus if typed else had["gpus"], handover=handover, nccl_debug=level)
+
+
+def _busy(run: RunFolder) -> dict[str, str]:
+    """Return the GPUs that other runs of this folder train on, each with the name of its run."""
+    others = (RunFolder(path.parent) for path in runs_dir().glob("*/compose.json") if path.parent != run.path)
+    used = {other: placement.ids_in(read_json(other.compose, {})) for other in others}
+    return {gpu: other.name for other, ids in used.items() if ids and in_progress(other) for gpu in ids}
 
 
 def _check_sharing(config: dict[str, Any], cluster: spec.ClusterSpec) -> None:

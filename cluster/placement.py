@@ -20,6 +20,8 @@ HANDOVERS = (HANDOVER, "cdi", "nvidia")
 NCCL_LEVEL = "WARN"
 NCCL_LEVELS = ("VERSION", NCCL_LEVEL, "INFO", "TRACE")
 MAX_GPUS = 1024
+RECORD = "x-gpus"
+"""Its key in `compose.json`; Compose ignores keys that begin so."""
 NO_DEVICE = "-1"
 """What CUDA takes for no device at all."""
 
@@ -74,9 +76,23 @@ class Placement:
             "TF_FORCE_GPU_ALLOW_GROWTH": "true",  # also for scripts, and for workers that only serve
         }
 
+    def lines(self) -> list[str]:
+        """Return who gets which, as text; nothing where nobody gets any."""
+        told = "; ".join(f"{task} {','.join(ids)}" for task, ids in self.ids.items())
+        return [f"GPUs: {told}"] if told else []
+
+    def record(self) -> dict[str, Any]:
+        """Return what `compose.json` says of it, so that other runs leave these GPUs alone: see `ids_in`."""
+        return {RECORD: {task: list(ids) for task, ids in self.ids.items()}} if self.ids else {}
+
     def to_json(self) -> dict[str, str]:
         """Return what a run that goes on keeps; empty where it has no GPUs."""
         return {"gpus": self.asked, "runtime": self.handover, "nccl_debug": self.nccl_debug} if self.ids else {}
+
+
+def ids_in(compose: Mapping[str, Any]) -> list[str]:
+    """Return the ids of all GPUs that a run's `compose.json` hands out."""
+    return [gpu for ids in compose.get(RECORD, {}).values() for gpu in ids]
 
 
 def parse(gpus: str, per_task: str) -> Wanted | None:
@@ -132,14 +148,21 @@ def handling(runtime: str, nccl_debug: str) -> tuple[str, str]:
     return asked["gpu-runtime"][0], asked["nccl-debug"][0]
 
 
-def place(wanted: Wanted, machine: Machine, cluster: ClusterSpec) -> Placement:
+def place(wanted: Wanted, machine: Machine, cluster: ClusterSpec, busy: Mapping[str, str] | None = None) -> Placement:
     """Return which task of the cluster gets which GPUs; the cluster's own number of devices does not matter.
+
+    Args:
+        wanted: what was asked for.
+        machine: what there is.
+        cluster: the tasks.
+        busy: the GPUs that other runs train on, each with the name of its run.
 
     Raises:
         UsageError: this machine's GPUs cannot be shared out as asked.
     """
     tasks = [task.name for task in (*cluster.of(Role.CHIEF), *cluster.of(Role.WORKER))]
-    pool = _named(wanted, machine) if wanted.ids else _free(wanted, machine, len(tasks))
+    pool = _named(wanted, machine) if wanted.ids else _free(wanted, machine, len(tasks), busy or {})
+    _refuse_busy(wanted, pool, busy or {})
     count = _count(wanted, len(pool), len(tasks))
     if any(gpu.id.startswith("MIG-") for gpu in pool):
         _check_instances(wanted, count // len(tasks), cluster)
@@ -161,12 +184,15 @@ def _named(wanted: Wanted, machine: Machine) -> list[Gpu]:
     return named
 
 
-def _free(wanted: Wanted, machine: Machine, num_tasks: int) -> list[Gpu]:
+def _free(wanted: Wanted, machine: Machine, num_tasks: int, busy: Mapping[str, str]) -> list[Gpu]:
     """Return GPUs of one model to choose from, where none were named."""
     takes_all = not wanted.count and not wanted.per_task
-    usable = [gpu for gpu in machine.gpus if not gpu.mig]
-    if takes_all or not usable:
+    whole = [gpu for gpu in machine.gpus if not gpu.mig]
+    usable = [gpu for gpu in whole if gpu.id not in busy]
+    if takes_all or not whole:
         _refuse_mig(wanted, [gpu for gpu in machine.gpus if gpu.mig])
+    if takes_all or not usable:
+        _refuse_busy(wanted, whole, busy)
     models: dict[str, list[Gpu]] = {}
     for gpu in usable:
         models.setdefault(gpu.model, []).append(gpu)
@@ -179,10 +205,11 @@ def _free(wanted: Wanted, machine: Machine, num_tasks: int) -> list[Gpu]:
     pool = max(models.values(), key=len)  # the first of two equally many: that of the lowest id
     count = wanted.per_task * num_tasks or wanted.count
     if count > len(usable):
-        besides = f" besides {len(machine.gpus) - len(usable)} in MIG mode" if len(usable) < len(machine.gpus) else ""
+        others = {"in MIG mode": len(machine.gpus) - len(whole), "in use by other runs": len(whole) - len(usable)}
+        besides = " and ".join(f"{number} {what}" for what, number in others.items() if number)
         raise UsageError(
             f"{wanted.told}: {counted(count, 'GPU')} for {counted(num_tasks, 'task')}, and this machine has "
-            f"{len(usable)}{besides}; ask for fewer, or use fewer workers"
+            f"{len(usable)}{f' besides {besides}' if besides else ''}; ask for fewer, or use fewer workers"
         )
     if len(pool) < count:
         raise UsageError(
@@ -222,6 +249,14 @@ def _refuse_mig(wanted: Wanted, gpus: Sequence[Gpu]) -> None:
         raise UsageError(
             f"{wanted.told}: GPU {one} is in MIG mode, so only its instances can be used; name one by the UUID "
             f"that `nvidia-smi -L` shows, name other GPUs, or end the mode with `nvidia-smi -i {one} -mig 0`"
+        )
+
+
+def _refuse_busy(wanted: Wanted, gpus: Sequence[Gpu], busy: Mapping[str, str]) -> None:
+    if taken := [gpu.id for gpu in gpus if gpu.id in busy]:
+        run = busy[taken[0]]
+        raise UsageError(
+            f"{wanted.told}: run {run!r} trains on GPU {taken[0]}; use others, or `invoke stop {run}` before this"
         )
 
 

@@ -208,6 +208,32 @@ def test_a_run_is_scaled_with_as_many_gpus_for_each_task(
         scaling.plan(run, "5", "")
 
 
+@pytest.mark.parametrize("runtime", ["local", "docker"])
+def test_runs_in_progress_keep_their_gpus(
+    resolved: None,
+    nvidia_smi: NvidiaSmi,
+    docker: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    runtime: str,
+) -> None:
+    docker(WORKING_ENGINE)
+    nvidia_smi("8-h100-nvswitch")
+    asked = {"workers": "1", "gpus": "2", "runtime": runtime, "tensorboard_port": "0"}
+    first = launch.plan(Request(name="first", **asked))
+    first.run.create()
+    write_json(first.run.compose, first.compose)
+    write_json(first.run.cluster, first.cluster.to_json())
+    write_json(first.run.control / "started.json", {"gpus": first.gpus.to_json()})
+    assert [[0], [1]] == ids_of(first) == ids_of(launch.plan(Request(name="next", **asked)))
+    monkeypatch.setattr(launch, "in_progress", lambda run: run == first.run)
+    assert [[2], [3]] == ids_of(launch.plan(Request(name="next", **asked)))
+    error = refusal(Request(name="next", **(asked | {"gpus": "1,2"})))
+    assert (EXIT_USAGE, True) == (error.exit_code, str(error).startswith("--gpus 1,2: run 'first' trains on GPU 1; "))
+    scaled = launch.plan(Request(resume="first", runtime=runtime), stops_first=True)
+    assert [[0], [1]] == ids_of(scaled)  # its own are free for it
+    assert ["GPUs: chief 0; worker-0 1"] == scaled.notes
+
+
 # What must be there to hand them over
 
 

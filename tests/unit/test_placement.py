@@ -224,6 +224,28 @@ def test_what_a_machine_cannot_give_is_refused(
     assert 1 == len(str(refused.value).splitlines())
 
 
+@pytest.mark.parametrize(
+    ("words", "workers", "told"),
+    [
+        ("all", 0, "--gpus all: run 'theirs' trains on GPU 1; use others, or `invoke stop theirs` before this"),
+        ("0,1", 1, "--gpus 0,1: run 'theirs' trains on GPU 1; use others"),
+        ("3", 2, "--gpus 3: 3 GPUs for 3 tasks, and this machine has 2 besides 2 in use by other runs; ask for fewer"),
+    ],
+)
+def test_gpus_of_another_run_are_left_alone(nvidia_smi: NvidiaSmi, words: str, workers: int, told: str) -> None:
+    nvidia_smi("4-a100-nvlink")
+    busy = {"1": "theirs", "3": "theirs"}
+    wanted, machine = placement.parse(words, ""), gpus.machine("-")
+    assert wanted
+    with pytest.raises(UsageError) as refused:
+        placement.place(wanted, machine, spec.build(workers), busy)
+    assert str(refused.value).startswith(told)
+    assert ["0", "2"] == groups(placement.place(Wanted("--gpus 2", count=2), machine, spec.build(1), busy))
+    everything = dict.fromkeys("0123", "theirs")
+    with pytest.raises(UsageError, match="--gpus 2: run 'theirs' trains on GPU 0; use others"):
+        placement.place(Wanted("--gpus 2", count=2), machine, spec.build(1), everything)
+
+
 def test_mixed_models_that_were_named_are_noted(nvidia_smi: NvidiaSmi) -> None:
     nvidia_smi("3-mixed")
     given = placed("0,1,2", workers=2)
