@@ -91,8 +91,7 @@ def machine(what: str, *, with_instances: bool = False) -> Machine:
     gpus = inventory(text)
     if not gpus:
         raise PrerequisiteError(f"{what}: nvidia-smi lists no GPU on this machine; use --gpus none, or another machine")
-    code, text = ask(*TOPOLOGY)
-    links, nodes = neighbours(text) if code == 0 else ({}, {})
+    links, nodes = neighbours(ask(*TOPOLOGY)[1])  # of a complaint nothing is known
     found = ask(*LIST) if with_instances else (1, "")
     return Machine(gpus, instances(found[1]) if found[0] == 0 else (), links, nodes)
 

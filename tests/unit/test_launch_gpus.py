@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,6 +207,18 @@ def test_a_run_is_scaled_with_as_many_gpus_for_each_task(
     assert ["0,1", "2,3", "4,5"] == [",".join(ids) for ids in scaling.plan(run, "2", "").gpus.ids.values()]
     with pytest.raises(UsageError, match="--gpus 4 of the run: 12 GPUs for 6 tasks, and this machine has 8"):
         scaling.plan(run, "5", "")
+
+
+def test_a_run_that_is_scaled_needs_the_image_of_its_gpus(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def require(sh: startup.Shell, accelerator: str) -> None:
+        raise PrerequisiteError(f"no image for {accelerator}")
+
+    planned = SimpleNamespace(contained=True, gpus=placement.Placement({"chief": ("0",)}))
+    monkeypatch.setattr(scaling, "plan", lambda *_: planned)
+    monkeypatch.setattr(startup, "check_machine", lambda *_, **__: None)
+    monkeypatch.setattr(startup, "require_image", require)
+    with pytest.raises(PrerequisiteError, match="no image for gpu"):
+        scaling.scale(make_run(), "1", "", Commands())
 
 
 @pytest.mark.parametrize("runtime", ["local", "docker"])

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster import gpus, placement, spec
@@ -74,6 +74,23 @@ def test_tasks_get_neighbours(
     assert expected == groups(placed(words, per_task, workers=workers))
 
 
+@pytest.mark.parametrize(
+    ("links", "workers", "per_task", "expected"),
+    [
+        ({"12": "NV4", "23": "NV4", "13": "NV4"}, 1, 1, ["1", "2"]),  # the first of all is no neighbour
+        ({"03": "NV2", "01": "NV1", "02": "NV1", "12": "NV4"}, 2, 1, ["0", "1", "2"]),  # nor is its nearest the best
+        ({"01": "NV4", "04": "PIX", "05": "PIX"}, 1, 2, ["0,1", "4,5"]),  # a task near the other, inside it is the same
+    ],
+)
+def test_a_machine_without_order_is_searched(
+    links: dict[str, str], workers: int, per_task: int, expected: list[str]
+) -> None:
+    ids = "012345"[: 6 if per_task > 1 else 4]
+    told = {pair: links.get("".join(sorted(pair)), "SYS") for pair in itertools.permutations(ids, 2)}
+    machine = Machine(tuple(Gpu(gpu, gpu, "a model", 1) for gpu in ids), (), told)
+    assert expected == groups(placement.place(Wanted("--gpus", per_task=per_task), machine, spec.build(workers)))
+
+
 def test_only_the_chief_and_the_workers_get_any(nvidia_smi: NvidiaSmi) -> None:
     nvidia_smi("8-h100-nvswitch")
     given = placed("6", workers=2, ps=2, evaluator=True)
@@ -98,6 +115,7 @@ def machines(draw: st.DrawFn) -> Machine:
     return Machine(tuple(Gpu(gpu, f"GPU-{gpu}", "a model", 80_000) for gpu in ids), (), links, nodes)
 
 
+@settings(deadline=None)  # others use this machine, too
 @given(machine=machines(), workers=st.integers(0, 8), per_task=st.integers(1, 9))
 def test_gpus_are_shared_out_evenly_and_none_twice(machine: Machine, workers: int, per_task: int) -> None:
     wanted, cluster = Wanted("--gpus", per_task=per_task), spec.build(workers)
@@ -118,6 +136,7 @@ def test_gpus_are_shared_out_evenly_and_none_twice(machine: Machine, workers: in
     assert given == placement.place(wanted, backwards, cluster)
 
 
+@settings(deadline=None)
 @given(
     islands=st.integers(1, 4),
     size=st.integers(1, 4),
@@ -161,6 +180,7 @@ def test_no_task_crosses_islands_that_it_could_stay_in(
         ("0,-1", "--gpus '0,-1': expected"),
         ("0,1\n", "--gpus '0,1\\n': expected"),
         ("0,$(id)", "--gpus '0,$(id)': expected"),
+        ("MIG-$(id),", "--gpus 'MIG-$(id),': expected"),
         ("1٣", "--gpus '1٣': expected"),
         ("0, 1", "--gpus '0, 1': expected"),
         ("99999", "--gpus '99999': expected"),
