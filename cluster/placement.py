@@ -235,7 +235,9 @@ def _count(wanted: Wanted, available: int, num_tasks: int) -> int:
         )
     if count % num_tasks:
         fewer, more = count // num_tasks * num_tasks, (count // num_tasks + 1) * num_tasks
-        fits = " or ".join(str(number) for number in (fewer, more) if 0 < number <= available)
+        fits = " or ".join(
+            str(number) for number in (fewer, more) if 0 < number and (number <= available or wanted.ids)
+        )
         use = ("name " if wanted.ids else "use --gpus ") + fits if fits else "use fewer workers"
         raise UsageError(
             f"{wanted.told}: {tasks} cannot share {counted(count, 'GPU')} evenly, and would wait for each other; {use}"

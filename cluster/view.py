@@ -86,11 +86,12 @@ def plan(value: dict[str, Any]) -> list[str]:
         lines.append(f"script {' '.join([value['config']['script'], *value['config']['arguments']])}")
     else:
         lines.append(f"global batch {value['global_batch']}: {value['replica_batch']} a replica and step")
-    with_gpus = any(task.get("gpus") for task in value["tasks"])
-    for task in value["tasks"]:
+    given = [f"GPU {','.join(map(str, ids))}" if (ids := task.get("gpus")) else "no GPU" for task in value["tasks"]]
+    width = max(map(len, given)) + 2
+    for task, gpus in zip(value["tasks"], given, strict=True):
         shown = json.dumps(task["tf_config"]) if task["tf_config"] else "no TF_CONFIG: it trains alone"
-        gpus = f"GPU {','.join(map(str, task['gpus']))}" if task.get("gpus") else "no GPU"
-        lines.append(f"{task['task']:<12}{task['address']:<18}{f'{gpus:<16}' if with_gpus else ''}{shown}")
+        column = f"{gpus:<{width}}" if any(told != "no GPU" for told in given) else ""
+        lines.append(f"{task['task']:<12}{task['address']:<18}{column}{shown}")
     return [*lines, *value.get("notes", [])]
 
 

@@ -218,7 +218,9 @@ def test_counts_of_a_task_that_make_no_sense_are_refused() -> None:
         ("8-h100-nvswitch", "all", "", 2, "--gpus all: 3 tasks (the chief and the workers) cannot share 8 GPUs evenly, "
          "and would wait for each other; use --gpus 6"),
         ("8-h100-nvswitch", "0,1,2", "", 1, "--gpus 0,1,2: 2 tasks (the chief and the workers) cannot share 3 GPUs "
-         "evenly, and would wait for each other; name 2"),
+         "evenly, and would wait for each other; name 2 or 4"),
+        ("8-h100-nvswitch", "3,", "", 1, "--gpus 3,: 2 tasks (the chief and the workers) cannot share 1 GPU evenly, "
+         "and would wait for each other; name 2"),
         ("8-h100-nvswitch", "4", "2", 2, "--gpus 4 --gpus-per-task 2: 3 tasks (the chief and the workers) with 2 each "
          "make 6, not 4; leave one of the two out"),
         ("8-h100-nvswitch", "0,1,2,3", "1", 1, "--gpus 0,1,2,3 --gpus-per-task 1: 2 tasks (the chief and the workers) "
