@@ -38,7 +38,9 @@ check: $(VENV)/.dev ## linters, types, import directions, Dockerfile and Compose
 	@$(VENV)/bin/hadolint docker/Dockerfile && echo "hadolint: ok"
 	@if docker compose version >/dev/null 2>&1; then \
 	  docker compose -f compose/compose.yaml --profile tensorboard config --quiet && \
-	  docker compose -f compose/example.json -f compose/compose.yaml config --quiet && echo "docker compose config: ok"; \
+	  docker compose -f compose/example.json -f compose/compose.yaml config --quiet && \
+	  docker compose -f compose/example-gpu.json -f compose/compose.yaml config --quiet && \
+	  echo "docker compose config: ok"; \
 	elif [ "$$CI" = true ]; then echo "error: CI=true and there is no docker compose"; exit 3; \
 	else echo "docker compose config: skipped, there is no docker compose"; fi
 

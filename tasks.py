@@ -48,8 +48,12 @@ UP_HELP = {
     "chief-as-worker": "the script's TF_CONFIG has the chief as worker 0, as in TensorFlow's tutorials (default: no)",
     "requirements": "requirements file with packages for your own code (default: none)",
     "strategy": "auto, one, mirrored, central, multiworker, ps or tpu (default: auto, from the topology)",
-    "devices": "replicas in each training task; logical CPUs where there is no GPU (default: 1)",
+    "devices": "replicas in each training task, on logical CPUs; with --gpus as many as its GPUs (default: 1)",
     "runtime": "auto, docker or local (default: auto: containers where a Docker Engine answers)",
+    "gpus": "none, all, how many, or ids such as 0,1: for the chief and the workers (default: none, they see none)",
+    "gpus-per-task": "GPUs of each of these tasks (default: --gpus shared out evenly)",
+    "gpu-runtime": "how containers get them: reserve, cdi, or the older nvidia (default: reserve)",
+    "nccl-debug": "what NCCL tells in the logs: VERSION, WARN, INFO or TRACE (default: WARN)",
     "bitwise-elastic": "virtual shards V: any number of replicas up to V gives the same bits (default: 0, none)",
     "checkpoint-every": "optimizer steps, or seconds such as 30s, between two checkpoints (default: 200)",
     "hang-timeout": "seconds without a new step after which every task starts again (default: 60)",
@@ -80,8 +84,9 @@ def _dumps(value: object) -> str:
 @told
 def up(
     c, workers="", ps="", evaluator=False, preset="", loop="", script="", chief_as_worker=False, requirements="",
-    strategy="", devices="", runtime="auto", bitwise_elastic="", checkpoint_every="", hang_timeout="", name="",
-    resume="", fresh=False, tensorboard_port=str(board.PORT), detach=False, dry=False,
+    strategy="", devices="", runtime="auto", gpus="", gpus_per_task="", gpu_runtime="", nccl_debug="",
+    bitwise_elastic="", checkpoint_every="", hang_timeout="", name="", resume="", fresh=False,
+    tensorboard_port=str(board.PORT), detach=False, dry=False,
 ):  # fmt: skip
     """Bring up a cluster and train; overrides follow --, such as: invoke up -- --epochs 1."""
     began = time.time()
@@ -103,8 +108,9 @@ def up(
 @told
 def plan(
     c, workers="", ps="", evaluator=False, preset="", loop="", script="", chief_as_worker=False, requirements="",
-    strategy="", devices="", runtime="auto", bitwise_elastic="", checkpoint_every="", hang_timeout="", name="",
-    resume="", fresh=False, tensorboard_port=str(board.PORT), json=False,
+    strategy="", devices="", runtime="auto", gpus="", gpus_per_task="", gpu_runtime="", nccl_debug="",
+    bitwise_elastic="", checkpoint_every="", hang_timeout="", name="", resume="", fresh=False,
+    tensorboard_port=str(board.PORT), json=False,
 ):  # fmt: skip
     """Show what `up` would start with the same options, and start nothing."""
     asked = _request(c, locals())

@@ -16,12 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from cluster import tf_config
+from cluster.placement import NO_DEVICE, Placement
 from cluster.spec import ClusterSpec, Task
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ROOT / "compose"
 RUNS_MOUNT = "/runs"
 DATA_MOUNT = "/data"
+GPU_SHM = "1gb"
+"""Shared memory of a task with GPUs, as NVIDIA's NCCL guide has it: the engine's 64 MB are too few for its buffers."""
+GPU_LIMITS = {"memlock": -1, "stack": 64 * 2**20}
+"""NCCL locks the memory that GPUs read, and its threads want the stack that NVIDIA's own images are run with."""
+NETWORK_INTERFACE = "eth0"
+"""What the cluster's network is called in a container: Compose attaches the first by name first."""
 UNPRIVILEGED = 10001
 """User and group of the images, for tasks that root starts."""
 
@@ -41,6 +48,7 @@ class Containers:
     """Variables that every task gets; None is the value that the caller of `docker compose` has."""
     way_out: bool = False
     """Whether the tasks may reach what lies outside of their cluster, as a script does that fetches its data."""
+    gpus: Placement = field(default_factory=Placement)
 
 
 def project(run_dir: Path) -> str:
@@ -86,6 +94,8 @@ def _service(spec: ClusterSpec, task: Task, containers: Containers, command: lis
     environment |= containers.environment
     if text := tf_config.dumps(spec, task):
         environment["TF_CONFIG"] = text
+    gpus = containers.gpus
+    environment |= _gpu_environment(gpus, task.name)
     service: dict[str, Any] = {
         "extends": {"file": str(FILES / "templates.yaml"), "service": task.role.value},
         "image": containers.image,
@@ -99,6 +109,8 @@ def _service(spec: ClusterSpec, task: Task, containers: Containers, command: lis
         ],
         "labels": {"tf-cluster.run": containers.run_dir.name, "tf-cluster.task": task.name},
     }
+    if gpus.of(task.name):
+        service |= _hand_over(gpus, task.name) | {"shm_size": GPU_SHM, "ulimits": dict(GPU_LIMITS)}
     if command:
         service["command"] = command
     if containers.way_out:
@@ -108,6 +120,31 @@ def _service(spec: ClusterSpec, task: Task, containers: Containers, command: lis
             {"type": "bind", "source": str(containers.run_dir / "work" / "tmp"), "target": "/tmp"}  # noqa: S108
         )
     return service
+
+
+def _gpu_environment(gpus: Placement, task: str) -> dict[str, str]:
+    """Return what a container is told of its GPUs; where it has none beside some that do, that it has none."""
+    if not gpus.ids:
+        return {}
+    if not gpus.of(task):  # an engine whose default runtime is NVIDIA's could hand over all of them
+        return {"CUDA_VISIBLE_DEVICES": NO_DEVICE, "NVIDIA_VISIBLE_DEVICES": "void"}
+    environment = gpus.environment(task) | {"NCCL_SOCKET_IFNAME": NETWORK_INTERFACE}
+    if gpus.handover == "nvidia":
+        environment |= {"NVIDIA_VISIBLE_DEVICES": ",".join(gpus.of(task))}
+        environment |= {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
+    return environment
+
+
+def _hand_over(gpus: Placement, task: str) -> dict[str, Any]:
+    """Return the part of a service that asks the engine for the task's GPUs."""
+    ids = list(gpus.of(task))
+    if gpus.handover == "nvidia":
+        return {"runtime": "nvidia"}  # which reads the ids in NVIDIA_VISIBLE_DEVICES
+    driver = "nvidia"
+    if gpus.handover == "cdi":
+        driver, ids = "cdi", [f"nvidia.com/gpu={gpu}" for gpu in ids]
+    device = {"driver": driver, "device_ids": ids, "capabilities": ["gpu"]}
+    return {"deploy": {"resources": {"reservations": {"devices": [device]}}}}
 
 
 def _read_only(source: Path, target: str) -> dict[str, Any]:

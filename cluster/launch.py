@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cluster import compose, configuration, engine, images, local, packages, spec, tensorboard, tf_config
+from cluster import (
+    compose,
+    configuration,
+    engine,
+    gpus,
+    images,
+    local,
+    packages,
+    placement,
+    spec,
+    tensorboard,
+    tf_config,
+)
 from cluster.errors import UsageError, nearest
 from cluster.files import read_json
 from cluster.payload import Payload, check_readable, check_script
+from cluster.placement import Placement
 from cluster.request import Request, check_together, check_tpu
 from cluster.request import topology as topology_of
 from cluster.runs import RunFolder
@@ -37,6 +50,7 @@ class Plan:
     hang_timeout_s: int
     resumes: bool
     replaces: bool
+    gpus: Placement
 
     @property
     def contained(self) -> bool:
@@ -46,6 +60,10 @@ class Plan:
     @property
     def notes(self) -> list[str]:
         """What the caller should know of it besides."""
+        return [*self.gpus.lines(), *self.gpus.notes, *self._keras_notes]
+
+    @property
+    def _keras_notes(self) -> list[str]:
         if self.config.get("loop") == "fit":
             if spec.needs_tf_keras(self.cluster.strategy):
                 return ["Model.fit is that of tf_keras, because Keras 3's own fails on more than one task"]
@@ -71,9 +89,15 @@ class Plan:
             "replica_batch": batch and batch // shards * most,
             "tensorboard": tensorboard.address(self.tensorboard_port) if self.tensorboard_port else None,
             "tasks": [
-                {"task": task.name, "address": task.address, "tf_config": tf_config.render(self.cluster, task)}
+                {
+                    "task": task.name,
+                    "address": task.address,
+                    "gpus": self.gpus.shown(task.name),
+                    "tf_config": tf_config.render(self.cluster, task),
+                }
                 for task in self.cluster.tasks
             ],
+            "notes": list(self.gpus.notes),
             "config": self.config,
             "compose": self.compose,
         }
@@ -128,15 +152,61 @@ def plan(request: Request, *, stops_first: bool = False) -> Plan:
     port = spec.parse_count("tensorboard-port", request.tensorboard_port, 0, 65535)
     patience_s = spec.parse_count("hang-timeout", request.hang_timeout or int(HANG_TIMEOUT_S), 1, 86_400)
     run = _run_folder(request, stops_first=stops_first)
+    given = _place(request, run, base, asked)
+    if given.ids:
+        topology["devices"] = len(given.of("chief"))
+        asked = spec.build(**topology)
     runtime, why = _choose_runtime(request.runtime, asked.strategy)
     config, payload = _resolve(request, base, runtime)
     if payload.script is None:
         _check_sharing(config, asked)
     contained = runtime != "local"
     cluster = asked if contained else spec.build(**topology, ports=local.free_ports(len(asked.tasks)))
-    how = (_containers if contained else _processes)(run, cluster, payload)
+    how = (_containers if contained else _processes)(run, cluster, payload, given) | given.record()
     replaces = request.fresh and run.path.exists()
-    return Plan(run, cluster, config, payload, runtime, why, how, port, patience_s, bool(request.resume), replaces)
+    return Plan(
+        run, cluster, config, payload, runtime, why, how, port, patience_s, bool(request.resume), replaces, given
+    )
+
+
+def _place(request: Request, run: RunFolder, base: RunFolder | None, cluster: spec.ClusterSpec) -> Placement:
+    """Return which task gets which of this machine's GPUs.
+
+    Raises:
+        UsageError: what was asked for cannot be had.
+        PrerequisiteError: this machine has no GPU.
+    """
+    had = read_json(base.control / "started.json", {}).get("gpus", {}) if base else {}
+    wanted = placement.wish(request.gpus, request.gpus_per_task, had, cluster.devices)
+    words = {"gpu-runtime": request.gpu_runtime, "nccl-debug": request.nccl_debug}
+    if wanted is None:
+        if given := [f"--{name} {value}" for name, value in words.items() if value]:
+            raise UsageError(f"{' and '.join(given)} without GPUs: add --gpus all, or leave it out")
+        return Placement()
+    if cluster.strategy == "tpu":
+        raise UsageError(
+            f"{wanted.told} with --strategy tpu: one run trains on GPUs or on a TPU; leave one of them out"
+        )
+    handover, level = placement.handling(
+        request.gpu_runtime or had.get("runtime", ""), request.nccl_debug or had.get("nccl_debug", "")
+    )
+    machine = gpus.machine(wanted.told, with_instances=any(name.startswith("MIG-") for name in wanted.ids))
+    placed = placement.place(wanted, machine, cluster, _busy(run))
+    each = len(placed.of("chief"))
+    if request.devices and cluster.devices != each:
+        raise UsageError(
+            f"--devices {request.devices} with {wanted.told}: a task with {each} GPUs has as many replicas; leave "
+            "--devices out, or ask for as many GPUs"
+        )
+    typed = request.gpus or request.gpus_per_task
+    return replace(placed, asked=request.gpus if typed else had["gpus"], handover=handover, nccl_debug=level)
+
+
+def _busy(run: RunFolder) -> dict[str, str]:
+    """Return the GPUs that other runs of this folder train on, each with the name of its run."""
+    others = (RunFolder(path.parent) for path in runs_dir().glob("*/compose.json") if path.parent != run.path)
+    used = {other: placement.ids_in(read_json(other.compose, {})) for other in others}
+    return {gpu: other.name for other, ids in used.items() if ids and in_progress(other) for gpu in ids}
 
 
 def _check_sharing(config: dict[str, Any], cluster: spec.ClusterSpec) -> None:
@@ -151,23 +221,24 @@ def _check_sharing(config: dict[str, Any], cluster: spec.ClusterSpec) -> None:
         spec.check_global_batch(config["global_batch"], cluster.batch_divisor)
 
 
-def _processes(run: RunFolder, cluster: spec.ClusterSpec, payload: Payload) -> dict[str, Any]:
+def _processes(run: RunFolder, cluster: spec.ClusterSpec, payload: Payload, given: Placement) -> dict[str, Any]:
     """Return `compose.json` for local processes."""
     more = payload.environment(cluster, contained=False)
-    return local.processes_of(cluster, run.path, data_dir(), payload.command(contained=False), more)
+    return local.processes_of(cluster, run.path, data_dir(), payload.command(contained=False), more, given)
 
 
-def _containers(run: RunFolder, cluster: spec.ClusterSpec, payload: Payload) -> dict[str, Any]:
+def _containers(run: RunFolder, cluster: spec.ClusterSpec, payload: Payload, given: Placement) -> dict[str, Any]:
     """Return `compose.json` for containers, which must be able to read the payload."""
     check_readable(payload, compose.task_user())
     containers = compose.Containers(
         run.path,
         data_dir(),
-        images.train_image("cpu"),
+        images.train_image(given.accelerator),
         compose.task_user(),
         payload.mounts(),
         payload.environment(cluster, contained=True),
         way_out=payload.script is not None,
+        gpus=given,
     )
     return {"x-runtime": "docker", **compose.overlay(cluster, containers, payload.command(contained=True))}
 

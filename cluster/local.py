@@ -23,6 +23,7 @@ from typing import Any
 from cluster import processes, summary, tf_config
 from cluster.errors import PrerequisiteError, TimedOut
 from cluster.files import read_json, write_json
+from cluster.placement import NO_DEVICE, Placement
 from cluster.runs import RunFolder
 from cluster.spec import ClusterSpec
 from cluster.words import counted
@@ -77,7 +78,12 @@ def check_memory(num_tasks: int, ending: int = 0) -> None:
 
 
 def processes_of(
-    spec: ClusterSpec, run_dir: Path, data_dir: Path, command: list[str], more: Mapping[str, str | None] | None = None
+    spec: ClusterSpec,
+    run_dir: Path,
+    data_dir: Path,
+    command: list[str],
+    more: Mapping[str, str | None] | None = None,
+    gpus: Placement | None = None,
 ) -> dict[str, Any]:
     """Return the local form of `compose.json`: each task's command and the environment that it gets on top.
 
@@ -87,11 +93,13 @@ def processes_of(
         data_dir: the folder of prepared data.
         command: what the agents start; empty for the built-in trainer.
         more: variables that every task gets; one without a value is inherited anyway.
+        gpus: each task's; without, none sees any.
     """
     given = {name: value for name, value in (more or {}).items() if value is not None}
     tasks = {}
     for task in spec.tasks:
         environment = {"RUN_DIR": str(run_dir), "DATA_DIR": str(data_dir), "TASK": task.name, **given}
+        environment |= _devices(gpus or Placement(), task.name)
         if text := tf_config.dumps(spec, task):
             environment["TF_CONFIG"] = text
         tasks[task.name] = {
@@ -99,6 +107,14 @@ def processes_of(
             "environment": environment,
         }
     return {"runtime": "local", "tasks": tasks}
+
+
+def _devices(gpus: Placement, task: str) -> dict[str, str]:
+    """Return the variables by which a process sees its GPUs and no other, whatever its caller sees."""
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus.of(task)) or NO_DEVICE}
+    if not gpus.of(task):
+        return visible
+    return visible | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} | gpus.environment(task)  # the order of nvidia-smi's indices
 
 
 def start(run: RunFolder) -> None:

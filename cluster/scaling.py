@@ -43,7 +43,7 @@ def scale(run: RunFolder, workers: str, ps: str, sh: startup.Shell) -> int:
     planned = plan(run, workers, ps)
     startup.check_machine(planned, ending=len(before.tasks))
     if planned.contained:
-        startup.require_image(sh)
+        startup.require_image(sh, planned.gpus.accelerator)
     began = time.monotonic()
     print(f"{run.name}: every task saves at the same step and ends, then it goes on", flush=True)
     stopped = stop(run)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster import compose, engine, images, local, manifest, packages, tensorboard
+from cluster import compose, engine, images, local, manifest, packages, tensorboard, toolkit
 from cluster.errors import PrerequisiteError
 from cluster.files import write_json
 from cluster.launch import MIN_FREE_BYTES, Plan, data_dir, runs_dir, shown
@@ -35,7 +35,7 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
     for command in _data_commands(plan):
         sh(command)
     if plan.contained:
-        build_images(sh)
+        build_images(sh, plan.gpus.accelerator)
     _write_folder(plan, began)
     _start_tasks(plan, sh)
 
@@ -67,7 +67,7 @@ def commands(plan: Plan) -> list[str]:
     """Return the commands that `start` runs, to be shown or pasted. The run folder must exist for the last ones."""
     shown = _data_commands(plan)
     if plan.contained:
-        shown += image_commands()
+        shown += image_commands(plan.gpus.accelerator)
         shown += [compose.up(plan.run.compose, plan.cluster)]
         if plan.tensorboard_port:
             shown += [compose.tensorboard(runs_dir(), plan.tensorboard_port, "up", "--detach", "tensorboard")]
@@ -86,10 +86,14 @@ def check_machine(plan: Plan, ending: int = 0) -> None:
         ending: tasks that end before.
 
     Raises:
-        PrerequisiteError: memory, disk space or a port is missing.
+        PrerequisiteError: memory, disk space, a port, or what hands GPUs to the tasks is missing.
     """
     if plan.runtime == "local":
         local.check_memory(len(plan.cluster.tasks), ending)
+        if plan.gpus.ids:
+            toolkit.check_here()
+    elif plan.gpus.ids:
+        toolkit.check_engine(plan.gpus.handover)
     try:
         runs_dir().mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -125,26 +129,26 @@ def _data_commands(plan: Plan) -> list[str]:
     return [data_command("shard" if streams else "prepare", name, path=plan.payload.local_path())]
 
 
-def build_images(sh: Shell) -> None:
+def build_images(sh: Shell, accelerator: str = "cpu") -> None:
     """Build both images; a second build with nothing changed takes about a second."""
-    for command in image_commands():
+    for command in image_commands(accelerator):
         sh(command)
 
 
-def require_image(sh: Shell) -> None:
+def require_image(sh: Shell, accelerator: str) -> None:
     """Build the images if the tasks' one is gone; otherwise it stays, so that more tasks of a run are like the first.
 
     Raises:
         PrerequisiteError: it cannot be built here.
     """
-    if engine.ask("image", "inspect", images.train_image("cpu"))[0]:
-        build_images(sh)
+    if engine.ask("image", "inspect", images.train_image(accelerator))[0]:
+        build_images(sh, accelerator)
 
 
-def image_commands() -> list[str]:
+def image_commands(accelerator: str) -> list[str]:
     """Return the commands that build the images of this checkout."""
-    names = (images.train_image("cpu"), images.TENSORBOARD_IMAGE)
-    commands = images.build_commands("cpu", images.default_base())
+    names = (images.train_image(accelerator), images.TENSORBOARD_IMAGE)
+    commands = images.build_commands(accelerator, images.default_base())
     if all(engine.ask("image", "inspect", name)[0] == 0 for name in names):
         # A rebuild with little or nothing changed takes seconds: then only what goes wrong is worth reading.
         return [command.replace("docker build", "docker build --quiet", 1) for command in commands]
@@ -172,7 +176,7 @@ def _write_folder(plan: Plan, began: float) -> None:
     write_json(plan.run.config, plan.config)
     requirements = str(plan.payload.requirements) if plan.payload.requirements else ""
     started = {"time": began, "runtime": plan.runtime, "requirements": requirements}
-    started["hang_timeout_s"] = plan.hang_timeout_s
+    started |= {"hang_timeout_s": plan.hang_timeout_s, "gpus": plan.gpus.to_json()}
     write_json(plan.run.control / "started.json", started)
     _begin_life(plan)
     (runs_dir() / ".current").write_text(plan.run.name + "\n")

@@ -86,10 +86,13 @@ def plan(value: dict[str, Any]) -> list[str]:
         lines.append(f"script {' '.join([value['config']['script'], *value['config']['arguments']])}")
     else:
         lines.append(f"global batch {value['global_batch']}: {value['replica_batch']} a replica and step")
-    for task in value["tasks"]:
+    given = [f"GPU {','.join(map(str, ids))}" if (ids := task.get("gpus")) else "no GPU" for task in value["tasks"]]
+    width = max(map(len, given)) + 2
+    for task, gpus in zip(value["tasks"], given, strict=True):
         shown = json.dumps(task["tf_config"]) if task["tf_config"] else "no TF_CONFIG: it trains alone"
-        lines.append(f"{task['task']:<12}{task['address']:<18}{shown}")
-    return lines
+        column = f"{gpus:<{width}}" if any(told != "no GPU" for told in given) else ""
+        lines.append(f"{task['task']:<12}{task['address']:<18}{column}{shown}")
+    return [*lines, *value.get("notes", [])]
 
 
 def findings(value: dict[str, Any]) -> list[str]:

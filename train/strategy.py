@@ -12,6 +12,8 @@ from cluster.errors import PrerequisiteError, UsageError
 from cluster.spec import ClusterSpec, Role, Task
 
 TPU_TIMEOUT_S = 10.0
+GPUS_GIVEN = "GPUS"
+"""The variable that says how many GPUs the plan gave this task."""
 
 
 def configure_devices(devices: int) -> list[str]:
@@ -19,8 +21,11 @@ def configure_devices(devices: int) -> list[str]:
 
     A machine with fewer GPUs than that gets logical CPU devices: same code path, for tests. Call before anything else
     of TensorFlow.
+
+    Raises:
+        PrerequisiteError: this task was given GPUs, and TensorFlow cannot use them.
     """
-    gpus = tf.config.list_physical_devices("GPU")
+    gpus = check_gpus()
     if len(gpus) >= devices:
         for gpu in gpus:
             tf.config.experimental.set_memory_growth(gpu, True)  # several tasks may share a GPU
@@ -29,6 +34,22 @@ def configure_devices(devices: int) -> list[str]:
         cpu = tf.config.list_physical_devices("CPU")[0]
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices)
     return [f"CPU:{index}" for index in range(devices)]
+
+
+def check_gpus() -> list[tf.config.PhysicalDevice]:
+    """Return the GPUs that this process sees: whoever was given some must not train on CPUs without a word.
+
+    Raises:
+        PrerequisiteError: TensorFlow sees fewer than the plan gave this task.
+    """
+    gpus: list[tf.config.PhysicalDevice] = tf.config.list_physical_devices("GPU")
+    given = int(os.environ.get(GPUS_GIVEN, "0"))
+    if len(gpus) < given:
+        raise PrerequisiteError(
+            f"TensorFlow sees {len(gpus)} of {given} GPUs that were given to this task; its log says which library or "
+            "driver is missing: mend that, or train with --gpus none"
+        )
+    return gpus
 
 
 def build(spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strategy:
@@ -59,6 +80,8 @@ def serve(task: Task, threads: int) -> None:
     Args:
         threads: that one operation may use; 0: as many as the machine has cores.
     """
+    if GPUS_GIVEN in os.environ:
+        check_gpus()
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     assert task.role in (Role.PS, Role.WORKER)
     tf.distribute.Server(

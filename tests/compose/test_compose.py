@@ -1,9 +1,10 @@
 """The containers of a run, as Docker Compose itself reads them.
 
-`compose/example.json` is the overlay of a chief, two workers, a parameter server and an evaluator. After a change that
-is meant to alter it, renew it and look at the difference:
+`compose/example.json` is the overlay of a chief, two workers, a parameter server and an evaluator;
+`compose/example-gpu.json` that of a chief and a worker with two GPUs each, and a parameter server with none. After a
+change that is meant to alter them, renew them and look at the difference:
 
-    UPDATE_GOLDEN=1 python -m pytest tests/compose && git diff compose/example.json
+    UPDATE_GOLDEN=1 python -m pytest tests/compose && git diff compose
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ import pytest
 from cluster import agent, compose, spec
 from cluster.compose import FILES, ROOT, Containers
 from cluster.payload import Payload
+from cluster.placement import Placement
 from cluster.spec import ClusterSpec
 
 EXAMPLE = FILES / "example.json"
+GPU_EXAMPLE = FILES / "example-gpu.json"
 TOPOLOGIES = {
     "chief alone": {"workers": 0},
     "chief and evaluator": {"workers": 0, "evaluator": True},
@@ -214,6 +217,66 @@ def test_tensorboard_is_published_on_loopback_only(compose_cli: None, tmp_path: 
     assert "max-size" in board["logging"]["options"]
 
 
+# Tasks with GPUs
+
+
+def with_gpus(handover: str = "reserve", nccl_debug: str = "WARN") -> dict[str, Any]:
+    """Return what the containers of a chief and one worker get: two GPUs each."""
+    return {"gpus": Placement({"chief": ("0", "1"), "worker-0": ("2", "3")}, "4", handover, nccl_debug)}
+
+
+@pytest.mark.parametrize(
+    ("handover", "driver", "ids"),
+    [("reserve", "nvidia", ["2", "3"]), ("cdi", "cdi", ["nvidia.com/gpu=2", "nvidia.com/gpu=3"])],
+)
+def test_a_task_reserves_its_own_gpus(config: Config, handover: str, driver: str, ids: list[str]) -> None:
+    task = config(brought=with_gpus(handover), workers=1)["services"]["worker-0"]
+    device = {"driver": driver, "device_ids": ids, "capabilities": ["gpu"]}
+    assert [device] == task["deploy"]["resources"]["reservations"]["devices"]
+    assert "runtime" not in task
+    assert not {"NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"} & set(task["environment"])
+
+
+def test_the_older_runtime_is_told_which_gpus(config: Config) -> None:
+    services = config(brought=with_gpus("nvidia"), workers=1)["services"]
+    for name, ids in (("chief", "0,1"), ("worker-0", "2,3")):
+        assert "nvidia" == services[name]["runtime"]
+        assert ids == services[name]["environment"]["NVIDIA_VISIBLE_DEVICES"]
+        assert "compute,utility" == services[name]["environment"]["NVIDIA_DRIVER_CAPABILITIES"]
+        assert not services[name].get("deploy")
+
+
+@pytest.mark.parametrize("handover", ["reserve", "cdi", "nvidia"])
+def test_a_task_with_gpus_has_what_nccl_needs_and_is_locked_down_all_the_same(config: Config, handover: str) -> None:
+    services = config(brought=with_gpus(handover, "INFO"), workers=1)["services"]
+    for name in ("chief", "worker-0"):
+        task = services[name]
+        assert {"memlock": -1, "stack": 67108864} == task["ulimits"], name
+        assert 2**30 == int(task["shm_size"]), name
+        expected = {
+            "NCCL_DEBUG": "INFO",
+            "NCCL_SOCKET_IFNAME": "eth0",
+            "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+            "GPUS": "2",
+        }
+        assert expected.items() <= task["environment"].items(), name
+        assert (True, ["ALL"], {"cluster": None}) == (task["read_only"], task["cap_drop"], task["networks"]), name
+        assert not {"ports", "privileged", "cap_add", "devices", "network_mode", "pid", "ipc"} & set(task), name
+
+
+@pytest.mark.parametrize("handover", ["reserve", "cdi", "nvidia"])
+def test_beside_tasks_with_gpus_the_others_see_none(config: Config, handover: str) -> None:
+    services = config(brought=with_gpus(handover), workers=1, ps=1, evaluator=True)["services"]
+    for name in ("ps-0", "evaluator"):
+        task = services[name]
+        assert ("-1", "void") == tuple(
+            task["environment"][key] for key in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
+        )
+        assert not {"runtime", "ulimits", "shm_size"} & set(task), name
+        assert not task.get("deploy"), name
+        assert not [key for key in task["environment"] if key.startswith("NCCL") or key == "GPUS"], name
+
+
 # Whom tasks run as, and what runs are called
 
 
@@ -237,25 +300,30 @@ def test_a_project_s_name_is_legal_and_of_one_folder(name: str) -> None:
     assert project != compose.tensorboard_project(Path("/here/runs"))
 
 
-# The example
+# The examples
 
 
-def example() -> str:
-    """Return the overlay of the example, with paths that mean nothing on any machine."""
-    cluster: ClusterSpec = spec.build(2, 1, evaluator=True)
+def example(*, gpus: bool) -> str:
+    """Return the overlay of an example, with paths that mean nothing on any machine."""
+    cluster: ClusterSpec = spec.build(1, 1, devices=2) if gpus else spec.build(2, 1, evaluator=True)
     folder = Path("/path/to/this/checkout")
-    containers = Containers(folder / "runs" / "example", folder / "data", "tf-cluster/train:cpu", "1000:1000")
+    image, more = ("tf-cluster/train:gpu", with_gpus()) if gpus else ("tf-cluster/train:cpu", {})
+    containers = Containers(folder / "runs" / "example", folder / "data", image, "1000:1000", **more)
     text = json.dumps(compose.overlay(cluster, containers, []), indent=2) + "\n"
     return text.replace(f"{FILES}/", "")  # the templates lie beside the example
 
 
-def test_the_example_is_what_the_code_makes() -> None:
+@pytest.mark.parametrize(("path", "gpus"), [(EXAMPLE, False), (GPU_EXAMPLE, True)])
+def test_the_example_is_what_the_code_makes(path: Path, gpus: bool) -> None:
     if os.environ.get("UPDATE_GOLDEN"):
-        EXAMPLE.write_text(example())
-    assert EXAMPLE.read_text() == example()
+        path.write_text(example(gpus=gpus))
+    assert path.read_text() == example(gpus=gpus)
 
 
-def test_the_example_is_a_whole_project(compose_cli: None) -> None:
-    files = shlex.join(["-f", str(EXAMPLE), "-f", str(FILES / "compose.yaml")])
-    read = read_config(f"docker compose {files} config --format json")
-    assert {"chief", "worker-0", "worker-1", "ps-0", "evaluator"} == set(read["services"])
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [(EXAMPLE, {"chief", "worker-0", "worker-1", "ps-0", "evaluator"}), (GPU_EXAMPLE, {"chief", "worker-0", "ps-0"})],
+)
+def test_the_example_is_a_whole_project(compose_cli: None, path: Path, names: set[str]) -> None:
+    files = shlex.join(["-f", str(path), "-f", str(FILES / "compose.yaml")])
+    assert names == set(read_config(f"docker compose {files} config --format json")["services"])

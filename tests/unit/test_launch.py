@@ -26,7 +26,7 @@ MakeRun = Callable[..., RunFolder]
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> None:
     """One command in the place of those that build the images."""
-    monkeypatch.setattr(startup, "image_commands", lambda: ["docker build ."])
+    monkeypatch.setattr(startup, "image_commands", lambda accelerator: ["docker build ."])
     monkeypatch.setattr(images, "inspect", lambda image: {"image": image, "id": "sha256:1"})
 
 

@@ -53,9 +53,10 @@ def test_each_task_gets_its_command_and_environment() -> None:
     tf_config = (
         '{"cluster":{"chief":["127.0.0.1:7001"],"worker":["127.0.0.1:7002"]},"task":{"type":"worker","index":0}}'
     )
+    environment = {"RUN_DIR": "/runs/r", "DATA_DIR": "/data", "TASK": "worker-0", "TF_CONFIG": tf_config}
     expected = {
         "command": [sys.executable, "-m", "cluster.agent", "--", "true"],
-        "environment": {"RUN_DIR": "/runs/r", "DATA_DIR": "/data", "TASK": "worker-0", "TF_CONFIG": tf_config},
+        "environment": environment | {"CUDA_VISIBLE_DEVICES": "-1"},
     }
     assert ("local", ["chief", "worker-0"]) == (planned["runtime"], list(planned["tasks"]))
     assert expected == planned["tasks"]["worker-0"]

@@ -1,0 +1,61 @@
+"""A task that was given GPUs trains on them or says that it cannot: never on CPUs without a word."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster import placement
+from cluster.errors import EXIT_PREREQUISITE, PrerequisiteError
+from cluster.spec import Role, Task
+from train import strategy
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The GPUs that TensorFlow sees, to be filled."""
+    found: list[str] = []
+    monkeypatch.setattr(
+        strategy.tf.config, "list_physical_devices", lambda kind: list(found) if kind == "GPU" else ["CPU"]
+    )
+    monkeypatch.setattr(strategy.tf.config.experimental, "set_memory_growth", lambda gpu, grows: None)
+    monkeypatch.setattr(strategy.tf.config, "set_logical_device_configuration", lambda cpu, devices: None)
+    return found
+
+
+def give(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Have the plan give this task as many GPUs."""
+    ids = tuple(str(index) for index in range(count))
+    for name, value in placement.Placement({"chief": ids}).environment("chief").items():
+        monkeypatch.setenv(name, value)
+
+
+def test_gpus_that_are_there_are_used(monkeypatch: pytest.MonkeyPatch, seen: list[str]) -> None:
+    give(monkeypatch, 2)
+    seen += ["first", "second"]
+    assert ["GPU:0", "GPU:1"] == strategy.configure_devices(2)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_gpus_that_tensorflow_cannot_use_end_the_task(
+    monkeypatch: pytest.MonkeyPatch, seen: list[str], count: int
+) -> None:
+    give(monkeypatch, 2)
+    seen += ["first"] * count
+    with pytest.raises(
+        PrerequisiteError, match=f"TensorFlow sees {count} of 2 GPUs that were given to this task; its log"
+    ) as refused:
+        strategy.configure_devices(2)
+    assert EXIT_PREREQUISITE == refused.value.exit_code
+
+
+def test_a_task_that_only_serves_checks_them_too(monkeypatch: pytest.MonkeyPatch, seen: list[str]) -> None:
+    give(monkeypatch, 1)
+    monkeypatch.setattr(strategy.tf.distribute, "Server", lambda *_, **__: pytest.fail("it serves"))
+    with pytest.raises(PrerequisiteError, match="TensorFlow sees 0 of 1 GPUs"):
+        strategy.serve(Task(Role.WORKER, 0, "worker-0", 2222), 1)
+
+
+def test_without_any_given_devices_are_logical_cpus(seen: list[str]) -> None:
+    assert ["CPU:0", "CPU:1"] == strategy.configure_devices(2)
+    seen += ["first"]
+    assert ["GPU:0"] == strategy.configure_devices(1)
