@@ -71,7 +71,7 @@ class Placement:
         if not (ids := self.of(task)):
             return {}
         return {
-            "GPUS": str(len(ids)),  # the training program checks that TensorFlow sees as many
+            "GPUS_GIVEN": str(len(ids)),  # the training program checks that TensorFlow sees as many
             "NCCL_DEBUG": self.nccl_debug,
             "TF_FORCE_GPU_ALLOW_GROWTH": "true",  # also for scripts, and for workers that only serve
         }

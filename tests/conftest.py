@@ -29,7 +29,16 @@ def isolation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUNS_DIR", str(tmp_path / "runs"))
     monkeypatch.setenv("DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setenv("WARM_SPARE", "0")  # programs would start that no test waits for
-    for name in ("RUN_DIR", "TASK", "TF_CONFIG", "GENERATION", "RESTARTS", "GATE_FD", "BARRIER_TIMEOUT_S", "GPUS"):
+    for name in (
+        "RUN_DIR",
+        "TASK",
+        "TF_CONFIG",
+        "GENERATION",
+        "RESTARTS",
+        "GATE_FD",
+        "BARRIER_TIMEOUT_S",
+        "GPUS_GIVEN",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -12,7 +12,7 @@ from cluster.errors import PrerequisiteError, UsageError
 from cluster.spec import ClusterSpec, Role, Task
 
 TPU_TIMEOUT_S = 10.0
-GPUS_GIVEN = "GPUS"
+GPUS_GIVEN = "GPUS_GIVEN"
 """The variable that says how many GPUs the plan gave this task."""
 
 

@@ -257,7 +257,7 @@ def test_a_task_with_gpus_has_what_nccl_needs_and_is_locked_down_all_the_same(co
             "NCCL_DEBUG": "INFO",
             "NCCL_SOCKET_IFNAME": "eth0",
             "TF_FORCE_GPU_ALLOW_GROWTH": "true",
-            "GPUS": "2",
+            "GPUS_GIVEN": "2",
         }
         assert expected.items() <= task["environment"].items(), name
         assert (True, ["ALL"], {"cluster": None}) == (task["read_only"], task["cap_drop"], task["networks"]), name
@@ -274,7 +274,7 @@ def test_beside_tasks_with_gpus_the_others_see_none(config: Config, handover: st
         )
         assert not {"runtime", "ulimits", "shm_size"} & set(task), name
         assert not task.get("deploy"), name
-        assert not [key for key in task["environment"] if key.startswith("NCCL") or key == "GPUS"], name
+        assert not [key for key in task["environment"] if key.startswith("NCCL") or key == "GPUS_GIVEN"], name
 
 
 # Whom tasks run as, and what runs are called

@@ -136,11 +136,13 @@ def test_a_process_sees_its_gpus_and_no_other(resolved: None, nvidia_smi: Nvidia
         name: environment["CUDA_VISIBLE_DEVICES"] for name, environment in found.items()
     }
     for name in ("chief", "worker-0"):
-        expected = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "GPUS": "2", "NCCL_DEBUG": "INFO"}
+        expected = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "GPUS_GIVEN": "2", "NCCL_DEBUG": "INFO"}
         assert expected.items() <= found[name].items(), name
         assert "true" == found[name]["TF_FORCE_GPU_ALLOW_GROWTH"]
     for name in ("ps-0", "evaluator"):
-        assert not {"CUDA_DEVICE_ORDER", "GPUS", "NCCL_DEBUG", "TF_FORCE_GPU_ALLOW_GROWTH"} & set(found[name]), name
+        assert not {"CUDA_DEVICE_ORDER", "GPUS_GIVEN", "NCCL_DEBUG", "TF_FORCE_GPU_ALLOW_GROWTH"} & set(found[name]), (
+            name
+        )
 
 
 @pytest.mark.parametrize("asked", [{}, {"gpus": "none"}])

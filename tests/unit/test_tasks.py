@@ -310,7 +310,8 @@ def test_a_dry_run_prints_what_local_processes_would_be_started_with(tmp_path: P
     assert "MultiWorkerMirroredStrategy on 2 tasks as local processes, as asked" == told
     assert startup.data_command("prepare", "fashion_mnist") == prepare
     for line, task in ((chief, "chief"), (worker, "worker-0")):
-        assert line.startswith(f"RUN_DIR={tmp_path}/runs/one DATA_DIR={tmp_path}/data TASK={task} TF_CONFIG='{{")
+        folders = f"RUN_DIR={tmp_path}/runs/one DATA_DIR={tmp_path}/data"
+        assert line.startswith(f"{folders} TASK={task} CUDA_VISIBLE_DEVICES=-1 TF_CONFIG='{{")
         assert line.endswith(f" {sys.executable} -m cluster.agent &")
     assert not (tmp_path / "runs").exists()
     assert [] == local.processes_left(RunFolder(tmp_path / "runs" / "one"))
