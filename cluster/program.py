@@ -27,6 +27,8 @@ class Program(ABC):
 
     can_wait = False
     """Whether it can be started long before its life begins."""
+    noise: tuple[bytes, ...] = ()
+    """What is in lines that are neither logged nor shown."""
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
         self._command = command
@@ -53,7 +55,8 @@ class Program(ABC):
             preexec_fn=die_with_parent,
         )
         assert self._process.stdout is not None
-        self._pump = threading.Thread(target=_copy, args=(self._process.stdout, self._log, self._lines), daemon=True)
+        copied = (self._process.stdout, self._log, self._lines, self.noise)
+        self._pump = threading.Thread(target=_copy, args=copied, daemon=True)
         self._pump.start()
 
     @abstractmethod
@@ -127,6 +130,8 @@ class Trainer(Program):
     """The training program: started at once, it waits at its gate, the pipe whose descriptor is `GATE_FD`."""
 
     can_wait = True
+    # TensorFlow says the first whatever its log level; what was chosen is in the manifest.
+    noise = (b"oneDNN custom operations are on.", b"All log messages before absl::InitializeLog() is called")
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
         gate_read, gate_write = os.pipe()
@@ -181,10 +186,12 @@ class Script(Program):
         return next((line for line in reversed(self._lines) if _ERROR.match(line)), last)
 
 
-def _copy(stream: IO[bytes], log: Path, last_lines: list[str]) -> None:
+def _copy(stream: IO[bytes], log: Path, last_lines: list[str], noise: tuple[bytes, ...]) -> None:
     """Copy the program's output to its log and to the agent's own output, and remember its end."""
     with log.open("ab") as file:
         for line in stream:
+            if any(part in line for part in noise):
+                continue
             with contextlib.suppress(OSError):  # a full disk must not block the program that prints
                 file.write(line)
                 file.flush()

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from cluster.errors import ClusterError, PrerequisiteError, UsageError
 from cluster.files import read_json
 from cluster.runs import RunFolder
-from train import variables
 from train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -44,7 +43,6 @@ def main(arguments: list[str]) -> int:
             command.add_argument("--image", type=Path, required=True, help="image file to classify")
     options = parser.parse_args(arguments)
     os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1")  # no GPU taken from whoever trains on it
-    variables.set_defaults()
     try:
         run = RunFolder(options.run_dir)
         if options.command == "predict":

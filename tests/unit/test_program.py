@@ -1,0 +1,31 @@
+"""What is kept of what a task's program prints."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from cluster.program import Script, Trainer
+
+PRINTS = """
+print("WARNING: All log messages before absl::InitializeLog() is called are written to STDERR")
+print("I0000 00:00:1.5 7 port.cc:153] oneDNN custom operations are on. You may see slightly different results")
+print("step 1")
+"""
+
+
+def test_what_tensorflow_says_at_any_log_level_is_not_logged(tmp_path: Path) -> None:
+    trainer = Trainer([sys.executable, "-c", PRINTS], dict(os.environ), tmp_path / "log")
+    assert 0 == trainer.wait(30)
+    trainer.end(0)
+    assert "step 1\n" == (tmp_path / "log").read_text()
+    assert "step 1" == trainer.last_line
+
+
+def test_a_script_s_output_is_logged_as_it_is(tmp_path: Path) -> None:
+    script = Script([sys.executable, "-c", PRINTS], dict(os.environ), tmp_path / "log", tmp_path / "work")
+    script.open_gate({})
+    assert 0 == script.wait(30)
+    script.end(0)
+    assert 3 == len((tmp_path / "log").read_text().splitlines())
