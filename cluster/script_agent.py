@@ -88,7 +88,7 @@ class ScriptAgent(Agent):
             self._restart_alone(code, error)
         elif killed:
             self._begin_next(generation, describe_exit(code), error)
-        elif self._another_died(generation):
+        elif self._another_died(generation, 2 * PEER_LOST_PATIENCE_S if others_had_failed else PEER_LOST_PATIENCE_S):
             return
         elif self._worker_restarted(generation, ended_at):
             self._begin_next(generation, f"{describe_exit(code)}, after a worker had died", error)
@@ -114,10 +114,13 @@ class ScriptAgent(Agent):
         mine = self.task.name
         return any(b["task"] != mine and b["generation"] == generation and b["state"] == "failed" for b in beats)
 
-    def _another_died(self, generation: int) -> bool:
-        """Wait a moment for a task that was killed to say so, longer while one is silent; return whether one did."""
+    def _another_died(self, generation: int, patience_s: float) -> bool:
+        """Wait a moment for a task that was killed to say so, longer while one is silent; return whether one did.
+
+        Whoever failed after another waits twice as long: the other's error is the root cause, and is told first.
+        """
         now = time.monotonic()
-        deadline, last = now + PEER_LOST_PATIENCE_S, now + LOST_AFTER_S
+        deadline, last = now + patience_s, now + LOST_AFTER_S
         while not self._over(generation):
             now = time.monotonic()
             if now > deadline and (now > last or not self._somebody_is_silent()):

@@ -12,13 +12,15 @@ from __future__ import annotations
 import re
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tensorflow as tf
 from tensorflow import keras
 
+from cluster.errors import RunFailed
 from cluster.files import read_json, sha256, write_json
 
 _RECORD = re.compile(r"ckpt-(\d+)\.json")
@@ -116,6 +118,7 @@ class Checkpoint:
             saved: told of each step whose checkpoint is finished, perhaps from another thread.
         """
         self._checkpoint = tf.train.Checkpoint(step=step, model=model, optimizer=optimizer)
+        self._model = model
         self._step = step
         self._folder = folder
         self._keep = keep
@@ -139,6 +142,7 @@ class Checkpoint:
 
         Raises:
             OSError, tf.errors.OpError: this save failed, or the one before it.
+            RunFailed: that one's weights are not finite, and were not saved.
         """
         self.wait()
         self._step.assign(step)
@@ -154,6 +158,7 @@ class Checkpoint:
 
         Raises:
             OSError, tf.errors.OpError: writing failed.
+            RunFailed: the weights are not finite, and were not saved.
         """
         if self._writing:
             self._writing.join()
@@ -165,6 +170,11 @@ class Checkpoint:
     def _write(self, step: int) -> None:
         try:
             assert self._copy is not None
+            if broken := self._copy.not_finite(self._model.trainable_variables):
+                raise RunFailed(
+                    f"{broken} is not finite after step {step}; lower --optimizer.learning-rate or look at the data, "
+                    "then start again (the checkpoints before it are kept)"
+                )
             write(self._copy.checkpoint, Saved(self._folder, step))
             for old in finished(self._folder)[self._keep :]:
                 old.remove()
@@ -210,6 +220,15 @@ class Copy:
         """Take over the variables' values."""
         for original, copy in self._pairs:
             copy.assign(original)
+
+    def not_finite(self, variables: Sequence[Any]) -> str | None:
+        """Return the name of the first of these variables whose copy is not finite; None where all are."""
+        copies = {id(original): copy for original, copy in self._pairs}
+        for variable in variables:
+            copy = copies.get(id(variable if isinstance(variable, tf.Variable) else variable.value))
+            if copy is not None and not bool(tf.math.is_finite(tf.reduce_sum(tf.cast(copy, tf.float32)))):
+                return str(getattr(variable, "path", variable.name))
+        return None
 
     def _copy(self, node: object) -> tf.Module | tf.Variable:
         if id(node) in self._nodes:

@@ -69,7 +69,8 @@ class ElasticTrainee(Trainee):
                 loss, score = self.shares(batch)
             gradients = tape.gradient(loss, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)
             changes = [scope.get_current_value(variable) - old for variable, old in zip(averaged, before, strict=True)]
-            return [tf.convert_to_tensor(gradient) for gradient in gradients], changes, tf.stack([loss, score])
+            told_2 = tf.stack([guards.told_of_broken(loss, gradients), score])
+            return [tf.convert_to_tensor(gradient) for gradient in gradients], changes, told_2
 
         lap.has_batch(given)
         with tf.control_dependencies(tf.nest.flatten(given, expand_composites=True)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import keras
@@ -83,6 +83,18 @@ def _next_seed(generator: keras.random.SeedGenerator, ordered: bool = True) -> t
     own = tf.cast(generator.state.value[0], tf.int64)
     key = tf.stack([own * 1009 + call, place.step * 65_537 + place.replica])
     return tf.random.stateless_uniform([2], key, minval=None, maxval=None, dtype=tf.uint32, alg="philox")
+
+
+def told_of_broken(loss: tf.Tensor, gradients: Sequence[tf.Tensor | tf.IndexedSlices | None]) -> tf.Tensor:
+    """Return the loss; NaN where a gradient is not finite.
+
+    oneDNN's ReLU and max-pooling make numbers of NaN, so that the loss of broken weights can look sound.
+    """
+    parts = [part.values if isinstance(part, tf.IndexedSlices) else part for part in gradients if part is not None]
+    if not parts:
+        return loss
+    total = tf.add_n([tf.cast(tf.reduce_sum(part), tf.float32) for part in parts])
+    return tf.where(tf.math.is_finite(total), loss, tf.constant(float("nan"), loss.dtype))
 
 
 def take_summed_gradients(optimizer: keras.optimizers.Optimizer) -> None:

@@ -98,7 +98,7 @@ class Trainee:
         if lap:
             lap.has_gradients(gradients)
         self.optimizer.apply(gradients, self.model.trainable_variables)
-        return tf.stack([loss, score])
+        return tf.stack([guards.told_of_broken(loss, gradients), score])
 
     def shares(self, batch: Batch) -> tuple[tf.Tensor, tf.Tensor]:
         """Return a replica's share of the loss and of the score.

@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 from tensorflow import keras
 
+from cluster.errors import RunFailed
 from cluster.files import read_json
 from train import checkpoint
 from train.checkpoint import Checkpoint, Copy, Saved, finished, newest_good
@@ -144,6 +145,18 @@ def test_a_save_that_failed_is_told_by_the_next(tmp_path: Path) -> None:
     saves.save(1)
     with pytest.raises(FileNotFoundError):
         saves.save(2)
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_weights_that_are_not_finite_are_named_and_not_saved(tmp_path: Path, three: Parts, broken: float) -> None:
+    """With oneDNN's kernels the loss can stay finite over them."""
+    model = three[0]
+    model.layers[0].bias.assign([0.0, broken, 0.0])
+    saves = saving(tmp_path, three)
+    saves.save(4)
+    with pytest.raises(RunFailed, match=r"bias is not finite after step 4; lower --optimizer.learning-rate"):
+        saves.wait()
+    assert [3, 2, 1] == [saved.step for saved in finished(tmp_path)]
 
 
 def test_a_copy_is_of_plain_variables(tmp_path: Path) -> None:

@@ -106,6 +106,8 @@ def test_a_run_succeeds_when_every_script_ended_with_0(start_scripts: StartScrip
         "weights_sha256": None,
         "restarts": [],
         "goodput": None,
+        "goodput_split": None,
+        "pace": {"tasks": {}, "stragglers": [], "starved": []},
         "tasks": {"chief": 0, "worker-0": 0, "worker-1": 0},
     } == summary
     assert {("done", 0)} == {(beat["state"], beat["exit_code"]) for beat in gang.run.heartbeats().values()}

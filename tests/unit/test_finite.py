@@ -1,0 +1,33 @@
+"""A gradient that is not finite shows in the loss, whatever the kernels make of it later."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from train import guards
+
+GOOD = tf.constant([1.0, -3e38])
+
+
+def told(*gradients: Any) -> float:
+    return float(guards.told_of_broken(tf.constant(0.25), gradients))
+
+
+def test_the_loss_stays_where_every_gradient_is_finite() -> None:
+    sparse = tf.IndexedSlices(tf.ones([2, 3]), tf.constant([0, 4]))
+    assert 0.25 == told(GOOD, None, sparse, tf.ones([2], tf.bfloat16))
+    assert 0.25 == told(None)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_the_loss_is_nan_where_one_is_not(broken: float) -> None:
+    assert math.isnan(told(GOOD, tf.constant([[0.0], [broken]])))
+    assert math.isnan(told(GOOD, tf.IndexedSlices(tf.constant([[broken]]), tf.constant([3]))))
+
+
+def test_infinities_that_cancel_are_told() -> None:
+    assert math.isnan(told(tf.constant([math.inf]), tf.constant([-math.inf])))
