@@ -87,14 +87,14 @@ def examine() -> list[Finding]:
         return [Finding("gpus", "warning", f"nvidia-smi tells of none: {why}", fix)]
     # Where one is cut into instances, a process sees one instance, and not as many GPUs as there are.
     cut = any(_told(gpu, "mig.mode.current") == "Enabled" for gpu in told)
-    ways = _ways() if engine.probe().ready else None
+    able = ways() if engine.probe().ready else None
     return [
         models(told),
         driver(told),
         *(check(told) for check in (persistence, mig, memory_errors, clocks)),
         shared_memory(_shared_bytes()),
-        handover(_toolkit_version(), ways),
-        _inside(ways or [], 1 if cut else len(told)),
+        handover(_toolkit_version(), able),
+        _inside(able or [], 1 if cut else len(told)),
     ]
 
 
@@ -204,18 +204,18 @@ def shared_memory(size: int) -> Finding:
     return Finding("shared memory", "ok", f"{SHARED_MEMORY} has {size / 2**30:.1f} GiB")
 
 
-def handover(version: str, ways: list[str] | None) -> Finding:
+def handover(version: str, able: list[str] | None) -> Finding:
     """Tell whether NVIDIA's container toolkit is there and the engine knows it.
 
     Args:
         version: the toolkit's; empty where it is not installed.
-        ways: values of `--gpu-runtime` that the engine can do; None where no engine answers.
+        able: values of `--gpu-runtime` that the engine can do; None where no engine answers.
     """
     check, found = "gpu toolkit", f"NVIDIA's container toolkit {version}" if version else "no nvidia-ctk on the PATH"
-    if ways is None:
+    if able is None:
         return Finding(check, "warning", f"{found}, and no engine to hand over GPUs", "install Docker Engine")
-    if ways:
-        return Finding(check, "ok", f"{found}; the engine can do --gpu-runtime {', '.join(ways)}")
+    if able:
+        return Finding(check, "ok", f"{found}; the engine can do --gpu-runtime {', '.join(able)}")
     fix = toolkit.CONFIGURE if version else f"install NVIDIA's container toolkit, then {toolkit.CONFIGURE}"
     return Finding(check, "failed", f"{found}; the engine has neither its runtime nor its CDI devices", fix)
 
@@ -249,31 +249,55 @@ def inside(code: int, text: str, count: int) -> Finding:
     return Finding(check, "ok", f"CUDA {cuda}, cuDNN 9 and NCCL load; {seen}; {shared / 2**30:.1f} GiB shared memory")
 
 
-def container(way: str, name: str, *words: str) -> list[str]:
-    """Return the `docker` command's words that run Python in the GPU image with all GPUs, as shut in as a task is."""
-    devices = "--device=nvidia.com/gpu=all" if way == "cdi" else "--gpus=all"
+def run(way: str, ids: Sequence[str], environment: Mapping[str, str], *words: str, timeout_s: float) -> tuple[int, str]:
+    """Run Python in the GPU image with these GPUs, as shut in as a task is; return its exit code and output.
+
+    Args:
+        way: a value of `--gpu-runtime` that the engine can do.
+        ids: the GPUs; none for all of them.
+        environment: what the container gets besides.
+        words: for Python.
+        timeout_s: its bound.
+    """
+    name = f"tf-cluster-doctor-{os.getpid()}"
+    code, text = engine.ask(*_container(way, name, ids, environment, words), timeout_s=timeout_s)
+    if code == 124:  # it was the client that was ended: the container would go on
+        engine.ask("rm", "--force", name)
+    return code, text
+
+
+def has_image() -> bool:
+    """Whether the engine has the GPU image."""
+    return engine.ask("image", "inspect", "--format={{.Id}}", images.train_image("gpu"))[0] == 0
+
+
+def _container(
+    way: str, name: str, ids: Sequence[str], environment: Mapping[str, str], words: Sequence[str]
+) -> list[str]:
+    if way == "cdi":
+        devices = [f"--device=nvidia.com/gpu={gpu}" for gpu in ids or ["all"]]
+    else:  # the quotes are the engine's: without them the comma would begin another option
+        devices = [f'--gpus="device={",".join(ids)}"' if ids else "--gpus=all"]
+    given = [f"--env={key}={value}" for key, value in environment.items()]
     limits = [f"--ulimit={key}={value}" for key, value in compose.GPU_LIMITS.items()]
     shut_in = ["--network=none", "--read-only", "--tmpfs=/tmp", "--cap-drop=ALL", "--security-opt=no-new-privileges"]
     start = ["run", "--rm", "--init", "--pull=never", f"--name={name}", f"--user={compose.task_user()}"]
     size = f"--shm-size={compose.GPU_SHM}"
-    return [*start, devices, size, *limits, *shut_in, "--entrypoint=python", images.train_image("gpu"), *words]
+    return [*start, *devices, *given, size, *limits, *shut_in, "--entrypoint=python", images.train_image("gpu"), *words]
 
 
-def _inside(ways: Sequence[str], count: int) -> Finding:
+def _inside(able: Sequence[str], count: int) -> Finding:
     """Look from inside a container of the real image, if there is one and it can be given GPUs."""
     image = images.train_image("gpu")
-    if not ways:
+    if not able:
         return Finding("gpu image", "warning", "not looked at: no engine hands over GPUs", "see gpu toolkit")
-    if engine.ask("image", "inspect", "--format={{.Id}}", image)[0]:
+    if not has_image():
         return Finding("gpu image", "warning", f"{image} is not built", BUILD)
-    name = f"tf-cluster-doctor-{os.getpid()}"
-    code, text = engine.ask(*container(ways[0], name, "-c", INSIDE), timeout_s=INSIDE_TIMEOUT_S)
-    if code == 124:  # it was the client that was ended: the container would go on
-        engine.ask("rm", "--force", name)
+    code, text = run(able[0], (), {}, "-c", INSIDE, timeout_s=INSIDE_TIMEOUT_S)
     return inside(code, text, count)
 
 
-def _ways() -> list[str]:
+def ways() -> list[str]:
     """Return the values of `--gpu-runtime` that the engine can do."""
     able = []
     for way in ("reserve", "cdi", "nvidia"):
