@@ -13,6 +13,7 @@ from typing import Any
 
 from invoke import Collection, Context, Exit, task
 
+from cluster import bandwidth as allreduce
 from cluster import chaos as injection
 from cluster import configuration, images, launch, locks, reproduction, scaling, spec, startup, teardown, view
 from cluster import doctor as checks
@@ -279,11 +280,23 @@ def tensorboard(c, port=str(board.PORT), runtime="auto"):
     print(board.address(number))
 
 
-@task(auto_shortflags=False, help={"json": UP_HELP["json"]})
+@task(
+    auto_shortflags=False,
+    help={
+        "bandwidth": "also measure the all-reduce between GPUs, which takes a minute (default: no)",
+        "gpus": "with --bandwidth, which: all, how many, or ids such as 0,1 (default: all)",
+        "json": UP_HELP["json"],
+    },
+)
 @told
-def doctor(c, json=False):
+def doctor(c, bandwidth=False, gpus="", json=False):
     """Check what this machine has and lacks, each with its fix; exit code 3 where something must be mended."""
-    value = checks.report(checks.examine())
+    if gpus and not bandwidth:
+        raise UsageError(
+            f"--gpus {gpus} without --bandwidth: it says between which to measure; add it, or leave both out"
+        )
+    measured = [allreduce.examine(gpus)] if bandwidth else []
+    value = checks.report([*checks.examine(), *measured])
     print(_dumps(value) if json else "\n".join(view.findings(value)))
     raise Exit(code=0 if value["ok"] else EXIT_PREREQUISITE)
 

@@ -7,29 +7,20 @@ import os
 import platform
 import shutil
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
-from cluster import engine, launch, local, locks, tensorboard
+from cluster import engine, gpu_host, launch, local, locks, tensorboard
 from cluster.errors import ClusterError
+from cluster.findings import Finding
 
 LOCKS = ("host", "train-cpu", "tensorboard")
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What one check found."""
-
-    check: str
-    state: str
-    """`ok`, `warning` (works, but not as well as it could) or `failed`."""
-    detail: str
-    fix: str = ""
-
-
 def examine(port: int = tensorboard.PORT) -> list[Finding]:
-    """Return what this machine has and lacks. Starts and changes nothing."""
-    return [_python(), _packages(), _processor(), _memory(), _disk(), _data(), _port(port), _engine()]
+    """Return what this machine has and lacks. Changes nothing; starts nothing but `gpu_host`'s container."""
+    machine = [_python(), _packages(), _processor(), _memory(), _disk(), _data(), _port(port), _engine()]
+    return [*machine, *gpu_host.examine()]
 
 
 def report(findings: list[Finding]) -> dict[str, Any]:

@@ -191,7 +191,7 @@ def _place(request: Request, run: RunFolder, base: RunFolder | None, cluster: sp
         request.gpu_runtime or had.get("runtime", ""), request.nccl_debug or had.get("nccl_debug", "")
     )
     machine = gpus.machine(wanted.told, with_instances=any(name.startswith("MIG-") for name in wanted.ids))
-    placed = placement.place(wanted, machine, cluster, _busy(run))
+    placed = placement.place(wanted, machine, cluster, busy(run))
     each = len(placed.of("chief"))
     if request.devices and cluster.devices != each:
         raise UsageError(
@@ -202,9 +202,10 @@ def _place(request: Request, run: RunFolder, base: RunFolder | None, cluster: sp
     return replace(placed, asked=request.gpus if typed else had["gpus"], handover=handover, nccl_debug=level)
 
 
-def _busy(run: RunFolder) -> dict[str, str]:
-    """Return the GPUs that other runs of this folder train on, each with the name of its run."""
-    others = (RunFolder(path.parent) for path in runs_dir().glob("*/compose.json") if path.parent != run.path)
+def busy(run: RunFolder | None = None) -> dict[str, str]:
+    """Return the GPUs that runs of this folder other than this one train on, each with the name of its run."""
+    own = run.path if run else None
+    others = (RunFolder(path.parent) for path in runs_dir().glob("*/compose.json") if path.parent != own)
     used = {other: placement.ids_in(read_json(other.compose, {})) for other in others}
     return {gpu: other.name for other, ids in used.items() if ids and in_progress(other) for gpu in ids}
 

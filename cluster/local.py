@@ -99,7 +99,7 @@ def processes_of(
     tasks = {}
     for task in spec.tasks:
         environment = {"RUN_DIR": str(run_dir), "DATA_DIR": str(data_dir), "TASK": task.name, **given}
-        environment |= _devices(gpus or Placement(), task.name)
+        environment |= visible(gpus or Placement(), task.name)
         if text := tf_config.dumps(spec, task):
             environment["TF_CONFIG"] = text
         tasks[task.name] = {
@@ -109,7 +109,7 @@ def processes_of(
     return {"runtime": "local", "tasks": tasks}
 
 
-def _devices(gpus: Placement, task: str) -> dict[str, str]:
+def visible(gpus: Placement, task: str) -> dict[str, str]:
     """Return the variables by which a process sees its GPUs and no other, whatever its caller sees."""
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus.of(task)) or NO_DEVICE}
     if not gpus.of(task):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cluster import configuration, gpus, local
+from cluster import configuration, gpu_host, gpus, local
 from cluster.files import read_json, write_json
 from cluster.runs import RunFolder
 from tests.unit.gang import Gang, StartGang
@@ -87,6 +87,7 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
         program.parent.mkdir()
         program.write_text(
             f'#!/bin/sh\ncase "$*" in\n"{" ".join(gpus.QUERY)}") exec /bin/cat {recorded}/query.csv;;\n'
+            f'"--query-gpu={",".join(gpu_host.FIELDS)} --format=csv,nounits") exec /bin/cat {recorded}/settings.csv;;\n'
             f'"topo -m") exec /bin/cat {recorded}/topo.txt;;\n"-L") exec /bin/cat {recorded}/list.txt;;\n'
             '*) echo "Invalid combination of input arguments." >&2; exit 2;;\nesac\n'
         )

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster import doctor, engine, local, locks
-from cluster.doctor import Finding
+from cluster import doctor, engine, gpu_host, local, locks
 from cluster.engine import Answer
+from cluster.findings import Finding
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +25,7 @@ def healthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(local, "TASK_MEMORY_BYTES", 1)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=10 * 2**30))
     monkeypatch.setattr(engine, "probe", lambda: Answer(True, "Docker Engine 26.1.5, Compose 2.26.1"))
+    monkeypatch.setattr(gpu_host, "examine", lambda: [Finding("gpus", "ok", "none")])
 
 
 def examine(port: int | None = None) -> dict[str, Finding]:
@@ -34,7 +35,9 @@ def examine(port: int | None = None) -> dict[str, Finding]:
 
 def test_a_machine_that_lacks_nothing_is_ok() -> None:
     found = examine()
-    assert ["python", "packages", "processor", "memory", "disk", "data", "tensorboard port", "docker"] == list(found)
+    assert ["python", "packages", "processor", "memory", "disk", "data", "tensorboard port", "docker", "gpus"] == list(
+        found
+    )
     assert {"ok"} == {finding.state for finding in found.values()}
     assert {""} == {finding.fix for finding in found.values()}
     assert "mnist-3.0.1" == found["data"].detail

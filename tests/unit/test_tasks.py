@@ -18,9 +18,9 @@ from invoke import Config, Context, Exit, MockContext, Result, Task
 import tasks
 from cluster import configuration, doctor, engine, images, launch, local, locks, startup, teardown, watch
 from cluster import tensorboard as board
-from cluster.doctor import Finding
 from cluster.errors import PrerequisiteError, TimedOut
 from cluster.files import write_json
+from cluster.findings import Finding
 from cluster.launch import ROOT
 from cluster.request import Request
 from cluster.runs import RunFolder
