@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.errors import ClusterError, RunFailed
+from cluster.errors import ClusterError, RunFailed, UsageError
 from train import variables
 
 SIZES_MIB = (64, 128, 256, 512)
@@ -88,6 +88,8 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     variables.set_defaults()
     try:
+        if options.devices < 2:
+            raise UsageError(f"--devices {options.devices}: expected 2 or more: one has nobody to sum with")
         print(json.dumps(measure(options.devices, options.mib)))
     except ClusterError as error:
         print(f"error: {error}", file=sys.stderr)

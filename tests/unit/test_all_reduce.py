@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from cluster.errors import EXIT_PREREQUISITE
+from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE
 from train.bandwidth import bus_bandwidth
 
 
@@ -20,7 +20,7 @@ def program(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, env=given, check=False)
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("devices", [2, 3])
 def test_an_all_reduce_must_be_measured_on_every_device(devices: int) -> None:
     done = program("--devices", str(devices), "--mib", "1", "2")
     assert 0 == done.returncode, done.stderr
@@ -30,6 +30,14 @@ def test_an_all_reduce_must_be_measured_on_every_device(devices: int) -> None:
     for size in told["sizes"]:
         assert size["seconds"] > 0
         assert size["bus_gb_s"] == bus_bandwidth(size["mib"] * 2**20, size["seconds"], devices)
+
+
+def test_one_device_must_be_refused() -> None:
+    done = program("--devices", "1")
+    assert (EXIT_USAGE, "error: --devices 1: expected 2 or more: one has nobody to sum with\n") == (
+        done.returncode,
+        done.stderr,
+    )
 
 
 def test_gpus_that_were_given_and_are_not_seen_must_end_it() -> None:
