@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import IO
 
+from cluster.files import open_file
 from cluster.processes import die_with_parent
 
 KEPT_LINES = 50
@@ -183,7 +184,7 @@ class Script(Program):
 
 def _copy(stream: IO[bytes], log: Path, last_lines: list[str]) -> None:
     """Copy the program's output to its log and to the agent's own output, and remember its end."""
-    with log.open("ab") as file:
+    with open_file(log, "ab") as file:
         for line in stream:
             with contextlib.suppress(OSError):  # a full disk must not block the program that prints
                 file.write(line)

@@ -11,7 +11,7 @@ from typing import Any
 
 from cluster import digest, tensorboard
 from cluster.errors import RunFailed, TimedOut, UsageError
-from cluster.files import create_json, read_json
+from cluster.files import create_json, read_json, refuse_links
 from cluster.runs import FINAL_STATES, RunFolder
 from cluster.spec import Role
 from cluster.words import counted
@@ -40,6 +40,7 @@ def trace(run: RunFolder, name: str, steps: int, timeout_s: float = PATIENCE_S) 
             run.trace_request.unlink(missing_ok=True)
     if "error" in answer:
         raise RunFailed(f"{name} cannot be traced: {answer['error']}; end the other trace, then try again")
+    refuse_links(run.tensorboard(name))
     prepared = [digest.digest(folder) for folder in run.traces(name) if not (folder / digest.VERSION).exists()]
     note = (
         []

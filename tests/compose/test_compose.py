@@ -177,7 +177,7 @@ def test_a_script_gets_its_folders_read_only_and_a_way_out(
         assert not {"ports", "privileged", "cap_add", "devices", "network_mode", "pid", "ipc"} & set(task), name
         assert (True, ["ALL"]) == (task["read_only"], task["cap_drop"])
         more = {v["target"]: (v["source"], v.get("read_only", False)) for v in task["volumes"][2:]}
-        shared = {"/tmp": (str(tmp_path / "runs" / "a-run" / "work" / "tmp"), False)}
+        shared = {"/tmp": (str(tmp_path / "runs" / ".scratch" / "a-run"), False)}
         assert {"/script": ("/theirs", True), "/packages": ("/packages/kept", True)} | shared == more
         assert ["/var/tmp:mode=1777,size=1g"] == task["tmpfs"], name  # scratch and downloads are each task's own
         environment = task["environment"]
