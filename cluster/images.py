@@ -140,7 +140,7 @@ def build_command(image: str, accelerator: str, base: Base, *options: str) -> st
     bundle = os.environ.get("SSL_CERT_FILE", _CA_BUNDLE)
     if Path(bundle).is_file():
         quoted = bundle.replace('"', '""')  # the engine reads the value as a line of CSV
-        words += [f'--secret=id=ca,"src={quoted}"' if {",", '"'} & set(bundle) else f"--secret=id=ca,src={bundle}"]
+        words += [f'--secret=id=ca,"src={quoted}"' if set(',"\r\n') & set(bundle) else f"--secret=id=ca,src={bundle}"]
     words += [f"--build-arg=ACCELERATOR={accelerator}"] if image == "train" else []
     return shlex.join([*words, f"--target={image}", *options, "."])
 

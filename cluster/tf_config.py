@@ -62,6 +62,8 @@ def parse(text: str) -> tuple[dict[str, list[str]], Role, int]:
         value = json.loads(text)
         cluster = {str(role): [str(address) for address in addresses] for role, addresses in value["cluster"].items()}
         role, index = Role(value["task"]["type"]), int(value["task"]["index"])
+        if odd := [role for role in cluster if not role.isidentifier()]:
+            raise ValueError(f"{odd[0]!r} is not a role")
         for address in (address for addresses in cluster.values() for address in addresses):
             host, _, port = address.rpartition(":")
             if not _HOST.fullmatch(host) or not _NUMBER.fullmatch(port) or not 0 < int(port) < 65536:
