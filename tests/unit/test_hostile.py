@@ -124,6 +124,9 @@ def test_gpus_are_ids_or_refused(word: str) -> None:
 
 @unhurried
 @given(ANY)
+@example("nan")
+@example("inf")
+@example("-1")
 def test_numbers_are_numbers_or_refused(word: str) -> None:
     for parse in (rerun.parse_tolerance, lambda text: spec.parse_count("workers", text, 0, 512)):
         taken = outcome(parse, word)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable
@@ -218,7 +219,7 @@ def script(tmp_path: Path) -> Path:
     return folder / "fit.py"
 
 
-@pytest.mark.parametrize("part", ["status", "work", "work/chief", "control", "requirements.txt"])
+@pytest.mark.parametrize("part", ["status", "work", "work/chief", "control"])
 def test_what_goes_on_or_begins_again_touches_nothing_outside(
     script: Path, outside: Path, untouched: Callable[[], bool], monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
@@ -229,10 +230,9 @@ def test_what_goes_on_or_begins_again_touches_nothing_outside(
     planned.run.end("stopped")
     files.write_json(planned.run.summary, {"state": "stopped"})
     resumed = launch.plan(Request(resume="one", runtime="local", tensorboard_port="0"))
-    swap(planned.run.path / part, outside if "." not in part else outside / "secret")
-    if "." not in part:
-        with pytest.raises(OSError, match="not followed"):
-            startup.start(resumed, Commands(), began=time.time())
+    swap(planned.run.path / part, outside)
+    with pytest.raises(OSError, match="not followed"):
+        startup.start(resumed, Commands(), began=time.time())
     assert untouched()
     if part == "control":
         (planned.run.control).unlink()
@@ -242,6 +242,22 @@ def test_what_goes_on_or_begins_again_touches_nothing_outside(
     assert untouched()
     assert not (planned.run.path / part).is_symlink()
     assert (planned.run.work("chief") / "fit.py").is_symlink()  # our own, into the folder
+
+
+def test_nor_does_what_is_copied_or_kept_for_later(
+    script: Path, outside: Path, untouched: Callable[[], bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(local, "start", lambda run: None)
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "requirements.txt").touch()
+    planned = launch.plan(Request(script=str(script), name="one", runtime="local", tensorboard_port="0"))
+    planned = dataclasses.replace(planned, payload=dataclasses.replace(planned.payload, packages=tmp_path / "packages"))
+    for name in ("requirements.txt", "control/reserve"):
+        swap(planned.run.path / name, outside / "secret")
+        with pytest.raises(OSError, match=r"not followed.*" + name):
+            startup.start(planned, Commands(), began=time.time())
+        (planned.run.path / name).unlink()
+    assert untouched()
 
 
 def test_handing_over_a_folder_hands_over_no_more(
