@@ -14,7 +14,7 @@ from cluster.errors import RunFailed, TimedOut, UsageError
 from cluster.files import create_json, read_json, refuse_links
 from cluster.runs import FINAL_STATES, RunFolder
 from cluster.spec import Role
-from cluster.words import counted
+from cluster.words import counted, plain
 
 PATIENCE_S = 120.0
 """Longest wait for a trace: the calls that it holds, their trace's end, and a restart meanwhile."""
@@ -88,8 +88,8 @@ def told(run: RunFolder, answer: dict[str, Any], steps: int) -> list[str]:
     port = tensorboard.running(run.path.parent)
     where = f"{tensorboard.address(port)}/#profile" if port else "invoke tensorboard, then its Profile tab"
     return [
-        f"{answer['task']}: steps {answer['first']} to {answer['last']} traced ({held}{more})",
-        f"trace        {run.name}/tensorboard/{answer['task']}/plugins/profile",
+        f"{plain(answer['task'])}: steps {answer['first']} to {answer['last']} traced ({held}{more})",
+        f"trace        {run.name}/tensorboard/{plain(answer['task'])}/plugins/profile",
         f"TensorBoard  {where}",
     ]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster import health, summary, tensorboard, view, watch
+from cluster import health, rerun, summary, tensorboard, trace, view, watch
 from cluster.errors import TimedOut
 from cluster.files import read_json, write_json
 from cluster.runs import RunFolder
@@ -349,6 +349,12 @@ def test_neither_does_a_run_that_is_watched(run: RunFolder, capsys: pytest.Captu
     beat(run, "chief", HOSTILE, step=1)
     view.Live().show(view.status(run))
     assert all(line.isprintable() for line in capsys.readouterr().out.split("\n"))
+
+
+def test_neither_do_a_comparison_and_a_trace(run: RunFolder) -> None:
+    verdict = rerun.Verdict("different", 1, 0.5, 1, same_weights=False, differences=[f"code.commit: {HOSTILE} there"])
+    answer = {"task": HOSTILE, "first": 1, "last": 2}
+    assert all(line.isprintable() for line in [*rerun.lines(run, verdict), *trace.told(run, answer, 2)])
 
 
 def test_logs_keep_colours_in_a_terminal_and_everything_elsewhere(
