@@ -15,7 +15,7 @@ from invoke import Collection, Context, Exit, task
 
 from cluster import bandwidth as allreduce
 from cluster import chaos as injection
-from cluster import configuration, images, launch, locks, reproduction, scaling, spec, startup, teardown, view
+from cluster import configuration, files, images, launch, locks, reproduction, scaling, spec, startup, teardown, view
 from cluster import doctor as checks
 from cluster import rerun as repeating
 from cluster import sbom as bill
@@ -237,6 +237,8 @@ def down(c, run=None, timeout="15"):
 def _saved(c: Context, verb: str, run: str | None, *words: str) -> None:
     """Run a command of `python -m train.saved` on a run."""
     folder = launch.find_run(run or "")
+    for part in (folder.checkpoints, folder.export, folder.path / "metrics"):
+        files.refuse_links(part)  # TensorFlow would follow them
     data = ["--data-dir", str(launch.data_dir())]
     command = [sys.executable, "-m", "train.saved", verb, "--run-dir", str(folder.path), *data, *words]
     with c.cd(str(launch.ROOT)):

@@ -9,12 +9,13 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from cluster import faults, restarts
 from cluster.errors import TimedOut, UsageError, nearest
 from cluster.faults import Means
-from cluster.files import append_json, read_json
+from cluster.files import append_json, open_file, read_json
 from cluster.runs import RunFolder
 from cluster.spec import Role
 from cluster.teardown import in_progress, is_docker
@@ -218,7 +219,7 @@ def _damage_newest(run: RunFolder) -> None:
     if saved := run.saved_steps:
         record = read_json(run.checkpoints / f"ckpt-{saved[-1]}.json")
         name = max(record["files"].items(), key=lambda entry: entry[1]["size_bytes"])[0]
-        with (run.checkpoints / name).open("r+b") as file:
+        with open_file(run.checkpoints / Path(name).name, "r+b") as file:
             file.truncate(file.seek(0, 2) - 1)
 
 

@@ -20,6 +20,7 @@ from cluster.errors import (
     EXIT_USAGE,
     ClusterError,
 )
+from cluster.words import plain
 
 KNOWN_CODES = (EXIT_USAGE, EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_INTERRUPTED)
 
@@ -56,7 +57,7 @@ def told(body: Callable[..., Any]) -> Callable[..., Any]:
         try:
             body(*arguments, **options)
         except ClusterError as error:
-            raise Exit(f"error: {error}", code=error.exit_code) from None
+            raise Exit(f"error: {plain(str(error))}", code=error.exit_code) from None
         except UnexpectedExit as error:
             code = error.result.exited if error.result.exited in KNOWN_CODES else EXIT_FAILED
             own = (
@@ -66,7 +67,7 @@ def told(body: Callable[..., Any]) -> Callable[..., Any]:
             raise Exit(said, code=code) from None
         except OSError as error:
             raise Exit(
-                f"error: {error.filename}: {error.strerror}; mend that and try again", code=EXIT_FAILED
+                f"error: {plain(str(error.filename))}: {error.strerror}; mend that and try again", code=EXIT_FAILED
             ) from None
         except KeyboardInterrupt:
             raise Exit("interrupted", code=EXIT_INTERRUPTED) from None

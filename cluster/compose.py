@@ -17,6 +17,7 @@ from typing import Any
 
 from cluster import tf_config
 from cluster.placement import NO_DEVICE, Placement
+from cluster.runs import RunFolder
 from cluster.spec import ClusterSpec, Task
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,7 +118,7 @@ def _service(spec: ClusterSpec, task: Task, containers: Containers, command: lis
         service["networks"] = ["cluster", "egress"]
         service["extends"]["service"] = "script"
         service["volumes"].append(
-            {"type": "bind", "source": str(containers.run_dir / "work" / "tmp"), "target": "/tmp"}  # noqa: S108
+            {"type": "bind", "source": str(RunFolder(containers.run_dir).scratch), "target": "/tmp"}  # noqa: S108
         )
     return service
 

@@ -168,7 +168,7 @@ class ContainerMeans(Means):
     def signal(self, task: str, number: int, *whose: str) -> None:
         """Send a signal inside the container: `docker kill` would count as a stop by hand, and nothing come back."""
         found = self.processes(task)
-        words = " ".join(str(found[which]["pid"]) for which in whose)
+        words = " ".join(str(int(found[which]["pid"])) for which in whose)  # the task's own word, for a shell
         # Where the agent dies, so does the container, and this command with it.
         engine.ask("exec", self._container(task), "sh", "-c", f"kill -{number} {words}")
 

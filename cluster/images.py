@@ -139,7 +139,8 @@ def build_command(image: str, accelerator: str, base: Base, *options: str) -> st
     words += [f"--label=org.opencontainers.image.{key}={value}" for key, value in _labels(base, date_s).items()]
     bundle = os.environ.get("SSL_CERT_FILE", _CA_BUNDLE)
     if Path(bundle).is_file():
-        words += [f"--secret=id=ca,src={bundle}"]
+        quoted = bundle.replace('"', '""')  # the engine reads the value as a line of CSV
+        words += [f'--secret=id=ca,"src={quoted}"' if set(',"\r\n') & set(bundle) else f"--secret=id=ca,src={bundle}"]
     words += [f"--build-arg=ACCELERATOR={accelerator}"] if image == "train" else []
     return shlex.join([*words, f"--target={image}", *options, "."])
 

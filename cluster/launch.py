@@ -22,7 +22,7 @@ from cluster import (
 )
 from cluster.errors import UsageError, nearest
 from cluster.files import read_json
-from cluster.payload import Payload, check_readable, check_script
+from cluster.payload import Payload, check_path, check_readable, check_script
 from cluster.placement import Placement
 from cluster.request import Request, check_together, check_tpu
 from cluster.request import topology as topology_of
@@ -279,6 +279,7 @@ def _choose_runtime(requested: str, strategy: str) -> tuple[str, str]:
 def _resolve(request: Request, base: RunFolder | None, runtime: str) -> tuple[dict[str, Any], Payload]:
     """Return the run's `config.json`, and what its tasks bring along; `base` is the run to go on with, or to repeat."""
     had = read_json(base.control / "started.json", {}).get("requirements", "") if base else ""
+    check_path("requirements", request.requirements or had)
     requirements = Path(request.requirements or had).expanduser().absolute() if request.requirements or had else None
     here = there = None
     recorded = base.script if base else None

@@ -22,7 +22,7 @@ from typing import Any
 
 from cluster import processes, summary, tf_config
 from cluster.errors import PrerequisiteError, TimedOut
-from cluster.files import read_json, write_json
+from cluster.files import open_file, read_json, write_json
 from cluster.placement import NO_DEVICE, Placement
 from cluster.runs import RunFolder
 from cluster.spec import ClusterSpec
@@ -124,7 +124,7 @@ def start(run: RunFolder) -> None:
         TimedOut: it did not come up.
     """
     root = Path(__file__).resolve().parent.parent
-    with run.log("supervisor").open("ab") as log:
+    with open_file(run.log("supervisor"), "ab") as log:
         supervisor = subprocess.Popen(
             [sys.executable, "-m", "cluster.local", str(run.path)],
             cwd=root,
@@ -187,7 +187,7 @@ class Supervisor:
 
     def _start(self, name: str) -> None:
         task = self.tasks[name]
-        with self.run.log(name).open("ab") as log:
+        with open_file(self.run.log(name), "ab") as log:
             self.agents[name] = subprocess.Popen(
                 task["command"],
                 env=os.environ | task["environment"],

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import PrerequisiteError, UsageError
+from cluster.files import make_folder
 from cluster.runs import RunFolder
 from cluster.spec import ClusterSpec
 
@@ -98,12 +99,23 @@ def callers_path() -> list[str]:
     return [str(Path(folder).absolute()) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
 
 
+def check_path(option: str, name: str) -> None:
+    """Check that a path can be one.
+
+    Raises:
+        UsageError: it cannot be told to the system, or not told in one line.
+    """
+    if not name.isprintable():
+        raise UsageError(f"--{option} {name!r}: a path without control characters is expected; rename that file")
+
+
 def check_script(name: str, runs_dir: Path) -> Path:
     """Return the script's path.
 
     Raises:
         UsageError: there is no such file, it cannot be read, or its folder cannot be shared with the tasks.
     """
+    check_path("script", name)
     script = Path(name).expanduser().resolve()
     if not script.is_file() or not os.access(script, os.R_OK):
         what = "is a folder" if script.is_dir() else "cannot be read" if script.exists() else "does not exist"
@@ -150,10 +162,10 @@ def lay_out(payload: Payload, run: RunFolder, spec: ClusterSpec, *, contained: b
     folder = payload.script.parent
     seen_at = Path(SCRIPT_MOUNT) if contained else folder
     if contained:
-        run.work("tmp").mkdir(parents=True, exist_ok=True)  # what the containers have for /tmp
+        run.scratch.mkdir(parents=True, exist_ok=True)
     for task in spec.tasks:
         work = run.work(task.name)
-        work.mkdir(parents=True, exist_ok=True)
+        make_folder(work)  # not through a link that the script of an earlier life left
         for name in _entries(folder, run.path.resolve()):
             link = work / name
             if link.is_symlink():

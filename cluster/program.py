@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import IO
 
+from cluster.files import open_file
 from cluster.processes import die_with_parent
 
 KEPT_LINES = 50
@@ -188,7 +189,7 @@ class Script(Program):
 
 def _copy(stream: IO[bytes], log: Path, last_lines: list[str], noise: tuple[bytes, ...]) -> None:
     """Copy the program's output to its log and to the agent's own output, and remember its end."""
-    with log.open("ab") as file:
+    with open_file(log, "ab") as file:
         for line in stream:
             if any(part in line for part in noise):
                 continue

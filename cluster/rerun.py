@@ -14,7 +14,7 @@ from cluster.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from cluster.files import read_json
 from cluster.request import Request
 from cluster.runs import RunFolder
-from cluster.words import counted
+from cluster.words import counted, plain
 
 COMPARED = ("code", "locks", "image", "config", "own_code", "cluster", "data", "environment")
 """The parts of a manifest in which two runs may differ."""
@@ -135,7 +135,9 @@ def exit_code(verdict: Verdict | None) -> int:
 def lines(second: RunFolder, verdict: Verdict | None) -> list[str]:
     """Return what is printed of a run that was made again."""
     folder = launch.shown(second.path)
-    return [*verdict.told, f"run folder   {folder}"] if verdict else view.ended(second, folder)
+    if verdict is None:
+        return view.ended(second, folder)
+    return [*map(plain, verdict.told), f"run folder   {folder}"]  # manifests hold what the tasks wrote
 
 
 def to_json(second: RunFolder, verdict: Verdict | None) -> dict[str, Any]:

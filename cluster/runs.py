@@ -8,6 +8,7 @@ claim at once (the next generation, the outcome) belongs to whoever creates its 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 import time
@@ -16,7 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import PrerequisiteError
-from cluster.files import RESERVE, RESERVE_BYTES, append_json, create_json, read_json, read_json_lines, write_json
+from cluster.files import (
+    RESERVE,
+    RESERVE_BYTES,
+    append_json,
+    create_json,
+    guard,
+    make_folder,
+    open_file,
+    read_json,
+    read_json_lines,
+    remove,
+    write_json,
+)
 from cluster.spec import ClusterSpec, Task
 
 HEARTBEAT_S = 1.0
@@ -39,6 +52,9 @@ class RunFolder:
     """Paths and records of one run."""
 
     path: Path
+
+    def __post_init__(self) -> None:
+        guard(self.path)
 
     @property
     def name(self) -> str:
@@ -119,6 +135,14 @@ class RunFolder:
         """The folder that the task's script runs in, where the run has one."""
         return self.path / "work" / task
 
+    @property
+    def scratch(self) -> Path:
+        """What the containers of a script have for /tmp.
+
+        Not in the run's folder: the engine follows links on the way to what it mounts, and there a task could lay one.
+        """
+        return self.path.parent / ".scratch" / self.name
+
     def tensorboard(self, task: str) -> Path:
         """The task's TensorBoard event files."""
         return self.path / "tensorboard" / task
@@ -149,9 +173,12 @@ class RunFolder:
         """
         try:
             for part in ("status", "metrics", "logs", "tensorboard", "checkpoints", "control"):
-                (self.path / part).mkdir(parents=True, exist_ok=True)
-            (self.path / RESERVE).write_bytes(bytes(RESERVE_BYTES))
+                make_folder(self.path / part)
+            with open_file(self.path / RESERVE, "wb") as file:
+                file.write(bytes(RESERVE_BYTES))
         except OSError as error:
+            if error.errno == errno.ELOOP:  # which no free space mends
+                raise
             raise PrerequisiteError(
                 f"run folder {self.path}: {error.strerror}; free the space or give write access, "
                 "or set RUNS_DIR to a folder that can be written"
@@ -301,7 +328,7 @@ class RunFolder:
     def reopen(self) -> dict[str, Any]:
         """Clear the end of a run, so that it can go on in a new generation; return the request to stop that it had."""
         for path in (self.summary, *(self.control / f"{name}.json" for name in ("outcome", "result"))):
-            path.unlink(missing_ok=True)
+            remove(path)
         return self._take_stop()
 
     @property

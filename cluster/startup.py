@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster import compose, engine, images, local, manifest, packages, tensorboard, toolkit
+from cluster import compose, engine, files, images, local, manifest, packages, tensorboard, toolkit
 from cluster.errors import PrerequisiteError
-from cluster.files import write_json
 from cluster.launch import MIN_FREE_BYTES, Plan, data_dir, runs_dir, shown
 from cluster.payload import lay_out
 from cluster.runs import SCALE
@@ -54,6 +53,8 @@ def _start_tasks(plan: Plan, sh: Shell) -> None:
     try:
         if plan.contained:
             _hand_over(plan.run.path)
+            if plan.payload.script:
+                _hand_over(plan.run.scratch)
             sh(compose.up(plan.run.compose, plan.cluster))
         else:
             local.start(plan.run)
@@ -166,18 +167,20 @@ def tensorboard_runtime(requested: str, sh: Shell) -> str:
 
 def _write_folder(plan: Plan, began: float) -> None:
     if plan.replaces:
-        shutil.rmtree(plan.run.path)
+        shutil.rmtree(plan.run.path)  # it follows no link
+        shutil.rmtree(plan.run.scratch, ignore_errors=True)
     plan.run.create()
     lay_out(plan.payload, plan.run, plan.cluster, contained=plan.contained)
     if plan.payload.packages:
-        shutil.copy(plan.payload.packages / packages.RESOLVED, plan.run.path)
+        with files.open_file(plan.run.path / packages.RESOLVED, "wb") as file:
+            file.write((plan.payload.packages / packages.RESOLVED).read_bytes())
     if plan.payload.script:
         data_dir().mkdir(parents=True, exist_ok=True)  # the tasks see it, and nothing was prepared
-    write_json(plan.run.config, plan.config)
+    files.write_json(plan.run.config, plan.config)
     requirements = str(plan.payload.requirements) if plan.payload.requirements else ""
     started = {"time": began, "runtime": plan.runtime, "requirements": requirements}
     started |= {"hang_timeout_s": plan.hang_timeout_s, "gpus": plan.gpus.to_json()}
-    write_json(plan.run.control / "started.json", started)
+    files.write_json(plan.run.control / "started.json", started)
     _begin_life(plan)
     (runs_dir() / ".current").write_text(plan.run.name + "\n")
 
@@ -188,20 +191,22 @@ def _begin_life(plan: Plan) -> dict[str, Any]:
     In this order: whoever watches a run is patient with a generation that has just begun, and until then with the
     request to stop for another size.
     """
-    write_json(plan.run.cluster, plan.cluster.to_json())
-    write_json(plan.run.compose, plan.compose)
+    files.write_json(plan.run.cluster, plan.cluster.to_json())
+    files.write_json(plan.run.compose, plan.compose)
     manifest.write(plan)
     plan.run.begin_generation(plan.run.generation + 1 if plan.resumes else 0, resumed=plan.resumes)
     if not plan.resumes:
         return {}
     for beat in (plan.run.path / "status").glob("*.json"):
-        beat.unlink()
+        files.remove(beat)
     return plan.run.reopen()
 
 
-def _hand_over(path: Path) -> None:
-    """Give the run folder to the user that the containers run as, where root starts them."""
-    if os.getuid() == 0:
-        runs_dir().chmod(runs_dir().stat().st_mode | 0o055)  # TensorBoard reads all runs as that user
-        for name in (path, *path.rglob("*")):
-            os.chown(name, compose.UNPRIVILEGED, compose.UNPRIVILEGED, follow_symlinks=False)
+def _hand_over(folder: Path) -> None:
+    """Give a folder to the user that the containers run as, where root starts them; never what a link in them names."""
+    if os.getuid() != 0:
+        return
+    runs_dir().chmod(runs_dir().stat().st_mode | 0o055)  # TensorBoard reads all runs as that user
+    for _, inside, others, descriptor in os.fwalk(folder):
+        for name in (".", *inside, *others):
+            os.chown(name, compose.UNPRIVILEGED, compose.UNPRIVILEGED, dir_fd=descriptor, follow_symlinks=False)

@@ -6,10 +6,14 @@ Source: https://www.tensorflow.org/guide/distributed_training#setting_up_the_tf_
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from cluster.errors import UsageError
 from cluster.spec import ClusterSpec, Role, Task
+
+_HOST = re.compile(r"[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]")
+_NUMBER = re.compile(r"[0-9]{1,5}")
 
 
 def render(spec: ClusterSpec, task: Task) -> dict[str, Any] | None:
@@ -58,15 +62,17 @@ def parse(text: str) -> tuple[dict[str, list[str]], Role, int]:
         value = json.loads(text)
         cluster = {str(role): [str(address) for address in addresses] for role, addresses in value["cluster"].items()}
         role, index = Role(value["task"]["type"]), int(value["task"]["index"])
+        if odd := [role for role in cluster if not role.isidentifier()]:
+            raise ValueError(f"{odd[0]!r} is not a role")
         for address in (address for addresses in cluster.values() for address in addresses):
             host, _, port = address.rpartition(":")
-            if not host or not 0 < int(port) < 65536:
+            if not _HOST.fullmatch(host) or not _NUMBER.fullmatch(port) or not 0 < int(port) < 65536:
                 raise ValueError(f"address {address!r} is not host:port")
         if role != Role.EVALUATOR and not 0 <= index < len(cluster.get(role.value, [])):
             raise ValueError(f"task {role.value} {index} is not in the cluster")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UsageError(
-            f"TF_CONFIG {text[:200]!r}: {error}; expected "
+            f"TF_CONFIG {text[:200]!r}: {str(error)[:200]}; expected "
             '{"cluster": {"chief": ["host:port"], "worker": [...]}, "task": {"type": "chief", "index": 0}}'
         ) from error
     return cluster, role, index

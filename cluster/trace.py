@@ -11,10 +11,10 @@ from typing import Any
 
 from cluster import digest, tensorboard
 from cluster.errors import RunFailed, TimedOut, UsageError
-from cluster.files import create_json, read_json
+from cluster.files import create_json, read_json, refuse_links
 from cluster.runs import FINAL_STATES, RunFolder
 from cluster.spec import Role
-from cluster.words import counted
+from cluster.words import counted, plain
 
 PATIENCE_S = 120.0
 """Longest wait for a trace: the calls that it holds, their trace's end, and a restart meanwhile."""
@@ -40,6 +40,7 @@ def trace(run: RunFolder, name: str, steps: int, timeout_s: float = PATIENCE_S) 
             run.trace_request.unlink(missing_ok=True)
     if "error" in answer:
         raise RunFailed(f"{name} cannot be traced: {answer['error']}; end the other trace, then try again")
+    refuse_links(run.tensorboard(name))
     prepared = [digest.digest(folder) for folder in run.traces(name) if not (folder / digest.VERSION).exists()]
     note = (
         []
@@ -87,8 +88,8 @@ def told(run: RunFolder, answer: dict[str, Any], steps: int) -> list[str]:
     port = tensorboard.running(run.path.parent)
     where = f"{tensorboard.address(port)}/#profile" if port else "invoke tensorboard, then its Profile tab"
     return [
-        f"{answer['task']}: steps {answer['first']} to {answer['last']} traced ({held}{more})",
-        f"trace        {run.name}/tensorboard/{answer['task']}/plugins/profile",
+        f"{plain(answer['task'])}: steps {answer['first']} to {answer['last']} traced ({held}{more})",
+        f"trace        {run.name}/tensorboard/{plain(answer['task'])}/plugins/profile",
         f"TensorBoard  {where}",
     ]
 

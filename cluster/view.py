@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import re
 import shutil
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec
 
 from cluster import goodput, pace, tensorboard, twin
-from cluster.files import read_json
+from cluster.files import open_file, read_json
 from cluster.processes import describe_exit
 from cluster.runs import RunFolder
-from cluster.words import counted
+from cluster.words import counted, plain
+
+_COLOUR = re.compile(r"(\x1b\[[0-9;]*m)")
+
+
+def harmless(text: str) -> str:
+    """Return a line that somebody's program printed, with its colours and tabs, but nothing that moves or asks."""
+    parts = _COLOUR.split(text)
+    return "".join(part if at % 2 else "\t".join(map(plain, part.split("\t"))) for at, part in enumerate(parts)) + (
+        "\x1b[m" if len(parts) > 1 else ""
+    )
+
+
+P = ParamSpec("P")
+
+
+def _plain(lines: Callable[P, list[str]]) -> Callable[P, list[str]]:
+    """Have the lines of a function made harmless: run folders hold what the tasks' programs wrote."""
+
+    @functools.wraps(lines)
+    def wrapped(*arguments: P.args, **options: P.kwargs) -> list[str]:
+        return [plain(line) for line in lines(*arguments, **options)]
+
+    return wrapped
 
 
 def status(run: RunFolder) -> dict[str, Any]:
@@ -47,6 +74,7 @@ def _checkpoint(run: RunFolder) -> dict[str, Any] | None:
     return {"step": saved[-1]["step"], "age_s": round(time.time() - saved[-1]["time"], 1)} if saved else None
 
 
+@_plain
 def table(value: dict[str, Any]) -> list[str]:
     """Return a status as lines of text."""
     if value["script"]:
@@ -78,6 +106,7 @@ def _script_table(value: dict[str, Any]) -> list[str]:
     return lines
 
 
+@_plain
 def plan(value: dict[str, Any]) -> list[str]:
     """Return a plan as lines of text."""
     replicas = counted(value["replicas"], "replica")
@@ -95,6 +124,7 @@ def plan(value: dict[str, Any]) -> list[str]:
     return [*lines, *value.get("notes", [])]
 
 
+@_plain
 def findings(value: dict[str, Any]) -> list[str]:
     """Return what the doctor found as lines of text."""
     lines = []
@@ -145,10 +175,10 @@ class Live:
             states = {beat["task"]: beat["state"] for beat in value["tasks"]}
             settled = {name: state for name, state in states.items() if state not in ("saving", "evaluating")}
             if any(self._states.get(name) != state for name, state in settled.items()):
-                print("  ".join(f"{name} {state}" for name, state in states.items()), flush=True)
+                print(plain("  ".join(f"{name} {state}" for name, state in states.items())), flush=True)
                 self._states |= settled
             if value["step"] and time.monotonic() - self._told_at > self.LINE_EVERY_S:
-                print(progress(value), flush=True)
+                print(plain(progress(value)), flush=True)
                 self._told_at = time.monotonic()
         sys.stdout.flush()
 
@@ -159,6 +189,7 @@ class Live:
             self._drawn = 0
 
 
+@_plain
 def ended(run: RunFolder, shown_path: str) -> list[str]:
     """Return the last lines of a run that has a summary: how it ended, where it is, what to do next."""
     summary = read_json(run.summary)
@@ -192,21 +223,26 @@ def ended(run: RunFolder, shown_path: str) -> list[str]:
 
 
 def logs(run: RunFolder, names: list[str], follow: bool) -> None:
-    """Print what some tasks' programs printed, each line behind its task's name where there are several."""
+    """Print what some tasks' programs printed, each line behind its task's name where there are several.
+
+    In a terminal their colours are kept, and nothing else that would steer it; another program gets what they printed.
+    """
+    terminal = sys.stdout.isatty()
     width = max(len(name) for name in names)
     offsets = dict.fromkeys(names, 0)
     while True:
         ended = run.summary.exists()  # before reading: what was printed until then is still shown
         for name in names:
-            if not run.log(name).exists():
+            if not os.path.lexists(run.log(name)):
                 continue
-            with run.log(name).open("rb") as log:
+            with open_file(run.log(name), "rb") as log:
                 log.seek(offsets[name])
                 whole = log.read().rpartition(b"\n")[0]
             if whole:
                 offsets[name] += len(whole) + 1
             for line in whole.decode(errors="replace").splitlines():
-                print(f"{name:<{width}} | {line}" if len(names) > 1 else line)
+                said = harmless(line) if terminal else line
+                print(f"{name:<{width}} | {said}" if len(names) > 1 else said)
         sys.stdout.flush()
         if ended or not follow:
             return

@@ -141,6 +141,37 @@ def test_the_chief_alone_gets_no_tf_config(config: Config) -> None:
     assert "TF_CONFIG" not in config(workers=0)["services"]["chief"]["environment"]
 
 
+def test_hostile_words_stay_words(config: Config, tmp_path: Path) -> None:
+    nasty = [
+        "${X:-y}",
+        "$$",
+        "\n- privileged: true",
+        "'\" \\",
+        "# no comment",
+        "!!int 1",
+        "a: b",
+        "\x1b[2J",
+        "\t",
+        "{}",
+        "*a",
+        "~",
+    ]
+    environment = {f"V{at}": word for at, word in enumerate(nasty)}
+    task = config(nasty, data_dir="a:b ${X:-y} '\"#", brought={"environment": environment}, workers=0)["services"][
+        "chief"
+    ]
+    assert nasty == [word.replace("$$", "$") for word in task["command"]]
+    assert environment.items() <= {name: word.replace("$$", "$") for name, word in task["environment"].items()}.items()
+    assert f"{tmp_path}/a:b ${{X:-y}} '\"#" == task["volumes"][1]["source"].replace("$$", "$")
+    assert "privileged" not in task
+
+
+def test_a_colon_in_a_folder_s_name_mounts_no_other(compose_cli: None) -> None:
+    read = read_config(compose.tensorboard(Path("/a:/b"), 6007, "config", "--format", "json"))
+    (runs,) = read["services"]["tensorboard"]["volumes"]
+    assert ("/a:/b", "/runs", True) == (runs["source"], runs["target"], runs["read_only"])
+
+
 def test_a_dollar_sign_is_no_variable(config: Config, tmp_path: Path) -> None:
     task = config(["--", "sh", "-c", "echo $HOME ${X}"], data_dir="$HOME", workers=0)["services"]["chief"]
     # What `config` prints can be read again, so a dollar sign is doubled there.
@@ -177,7 +208,7 @@ def test_a_script_gets_its_folders_read_only_and_a_way_out(
         assert not {"ports", "privileged", "cap_add", "devices", "network_mode", "pid", "ipc"} & set(task), name
         assert (True, ["ALL"]) == (task["read_only"], task["cap_drop"])
         more = {v["target"]: (v["source"], v.get("read_only", False)) for v in task["volumes"][2:]}
-        shared = {"/tmp": (str(tmp_path / "runs" / "a-run" / "work" / "tmp"), False)}
+        shared = {"/tmp": (str(tmp_path / "runs" / ".scratch" / "a-run"), False)}
         assert {"/script": ("/theirs", True), "/packages": ("/packages/kept", True)} | shared == more
         assert ["/var/tmp:mode=1777,size=1g"] == task["tmpfs"], name  # scratch and downloads are each task's own
         environment = task["environment"]

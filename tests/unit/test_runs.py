@@ -169,14 +169,14 @@ def test_a_reopened_run_has_no_end_and_keeps_its_history(run: RunFolder) -> None
 def test_a_full_disk_leaves_room_for_the_outcome(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run()
     reserve = run.path / RESERVE
-    write_text = Path.write_text
+    open_as_ever = os.open
 
-    def write_on_a_full_disk(path: Path, *arguments: Any) -> int:
-        if reserve.exists():
+    def open_on_a_full_disk(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
+        if flags & os.O_CREAT and reserve.exists():
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        return write_text(path, *arguments)
+        return open_as_ever(path, flags, *arguments, **options)
 
-    monkeypatch.setattr(Path, "write_text", write_on_a_full_disk)
+    monkeypatch.setattr(os, "open", open_on_a_full_disk)
     assert run.end("failed", error="the disk is full")
     assert run.outcome is not None
     assert "the disk is full" == run.outcome["error"]

@@ -65,7 +65,7 @@ CHIEF = {"type": "chief", "index": 0}
         (json.dumps({"cluster": {"chief": ["chief"]}, "task": CHIEF}), "'chief' is not host:port"),
         (json.dumps({"cluster": {"chief": ["chief:0"]}, "task": CHIEF}), "'chief:0' is not host:port"),
         (json.dumps({"cluster": {"chief": ["chief:70000"]}, "task": CHIEF}), "'chief:70000' is not host:port"),
-        (json.dumps({"cluster": {"chief": ["chief:http"]}, "task": CHIEF}), "invalid literal"),
+        (json.dumps({"cluster": {"chief": ["chief:http"]}, "task": CHIEF}), "'chief:http' is not host:port"),
     ],
 )
 def test_anything_else_is_refused_with_an_example(text: str, told: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster import health, summary, tensorboard, view, watch
+from cluster import health, rerun, summary, tensorboard, trace, view, watch
 from cluster.errors import TimedOut
 from cluster.files import read_json, write_json
 from cluster.runs import RunFolder
@@ -319,3 +319,51 @@ def test_findings_end_with_their_fix(tmp_path: Path) -> None:
         "ok       python            3.11.2",
         "warning  data              none; invoke data.prepare",
     ] == view.findings({"ok": True, "findings": found})
+
+
+# What a terminal obeys
+
+
+HOSTILE = "\x1b]0;title\x07\x1b[2J\nroot cause: none \u202e\x9b2J"
+
+
+def lines_of(run: RunFolder) -> list[str]:
+    """Return everything that is told of a run that failed."""
+    value = view.status(run)
+    return [*view.table(value), *view.ended(run, "runs/demo"), *view.table(value | {"script": HOSTILE})]
+
+
+def test_nothing_that_a_task_tells_steers_the_terminal(run: RunFolder) -> None:
+    beat(run, "chief", "training", role=HOSTILE)
+    beat(run, "worker-0", HOSTILE)
+    run.event("chief", "checkpoint", step=1)
+    end(run, "failed", task="chief", exit_code=1, error=f"loss {HOSTILE}")
+    told = lines_of(run)
+    assert all(line.isprintable() for line in told)
+    assert r"\x1b]0;title\x07\x1b[2J\nroot cause: none \u202e\x9b2J" in "\n".join(told)  # and it can still be read
+    assert not [line for line in told if line.startswith("root cause: none")]
+    assert HOSTILE in read_json(run.summary)["cause"]["error"]  # what is kept stays as it was
+
+
+def test_neither_does_a_run_that_is_watched(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    beat(run, "chief", HOSTILE, step=1)
+    view.Live().show(view.status(run))
+    assert all(line.isprintable() for line in capsys.readouterr().out.split("\n"))
+
+
+def test_neither_do_a_comparison_and_a_trace(run: RunFolder) -> None:
+    verdict = rerun.Verdict("different", 1, 0.5, 1, same_weights=False, differences=[f"code.commit: {HOSTILE} there"])
+    answer = {"task": HOSTILE, "first": 1, "last": 2}
+    assert all(line.isprintable() for line in [*rerun.lines(run, verdict), *trace.told(run, answer, 2)])
+
+
+def test_logs_keep_colours_in_a_terminal_and_everything_elsewhere(
+    run: RunFolder, capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end(run, "succeeded")
+    run.log("chief").write_bytes(b"\x1b[31mred\x1b[m\tand \x1b[2J\x1b]52;c;aWQ=\x07 gone\n")
+    view.logs(run, ["chief"], follow=False)
+    assert b"\x1b[31mred\x1b[m\tand \x1b[2J\x1b]52;c;aWQ=\x07 gone\n" == capsysbinary.readouterr().out
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    view.logs(run, ["chief"], follow=False)
+    assert b"\x1b[31mred\x1b[m\tand \\x1b[2J\\x1b]52;c;aWQ=\\x07 gone\x1b[m\n" == capsysbinary.readouterr().out
