@@ -18,6 +18,8 @@ from cluster.files import read_json, write_json
 
 RESULTS = ROOT / "benchmarks" / "results.json"
 DOCUMENTS = (ROOT / "README.md",)
+KEPT = ("README.md", "benchmarks/results.json", "benchmarks/plots")
+"""What a measurement changes: the next one is of the same code."""
 BEGIN = documents.begin("invoke bench --write")
 
 Row = dict[str, Any]
@@ -28,7 +30,7 @@ def conditions() -> dict[str, Any]:
     """Return what a figure depends on, but for what is measured."""
     return {
         "hardware": {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "memory_gib": round(_memory_gib(), 1)},
-        "commit": checkout.revision(),
+        "commit": checkout.revision(*KEPT),
         "tensorflow": _tensorflow(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }

@@ -15,9 +15,15 @@ def commit() -> str:
     return _git("rev-parse", "HEAD").decode().strip()
 
 
-def revision() -> str:
-    """Return the commit, with `-dirty` behind it where files differ from it; empty outside of a git checkout."""
-    return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").decode().strip()
+def revision(*apart: str) -> str:
+    """Return the commit, with `-dirty` behind it where files differ from it; empty outside of a git checkout.
+
+    Args:
+        apart: files and folders that may differ.
+    """
+    others = [f":(exclude){name}" for name in apart]
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", *others)
+    return commit() + ("-dirty" if changed else "")
 
 
 def commit_time_s() -> int:

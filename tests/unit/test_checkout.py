@@ -39,6 +39,7 @@ def test_the_commit_and_its_time_are_told_and_whether_files_differ(committed: Pa
     assert (40, commit, 86400) == (len(commit), checkout.revision(), checkout.commit_time_s())
     committed.write_text("2")
     assert (commit, f"{commit}-dirty", 86400) == (checkout.commit(), checkout.revision(), checkout.commit_time_s())
+    assert (commit, f"{commit}-dirty") == (checkout.revision("train"), checkout.revision("train/other.py"))
 
 
 def test_what_differs_from_the_commit_is_told_by_a_hash(folder: Path, committed: Path) -> None:
