@@ -27,6 +27,8 @@ def ask(*words: str, timeout_s: float = ANSWER_TIMEOUT_S) -> tuple[int, str]:
         done = subprocess.run(["docker", *words], capture_output=True, text=True, timeout=timeout_s, check=False)
     except FileNotFoundError:
         return 127, "docker is not installed"
+    except PermissionError:
+        return 126, "docker may not be run by this user"
     except subprocess.TimeoutExpired:
         return 124, f"docker {words[0]} did not answer in {timeout_s:g} s"
     told = done.stdout.strip() if done.returncode == 0 else done.stderr.strip() or done.stdout.strip()
