@@ -57,8 +57,8 @@ def measure(bench: Bench) -> list[Figure]:
 def compressed_bytes(archive: Path) -> int:
     """Return the bytes of an image's layers when each is compressed, from an archive of `docker image save`."""
     with tarfile.open(archive) as opened:
-        manifest = json.load(_member(opened, "manifest.json"))
-        return sum(_compressed(_member(opened, name)) for name in manifest[0]["Layers"])
+        manifest = json.load(contents.member(opened, "manifest.json"))
+        return sum(_compressed(contents.member(opened, name)) for name in manifest[0]["Layers"])
 
 
 def _tags(name: str) -> dict[str, str]:
@@ -92,12 +92,6 @@ def _weight(bench: Bench, image: str, tag: str) -> Figure:
     with contents.archive(tag, lambda command: bench.call(["bash", "-c", command])) as path:
         size_mb = compressed_bytes(path) / 1e6
     return Figure(f"image-{image}", title, "MB", {title: [size_mb]}, goal=Goal(goal_mb, at_least=False))
-
-
-def _member(archive: tarfile.TarFile, name: str) -> IO[bytes]:
-    stream = archive.extractfile(name)
-    assert stream is not None, name
-    return stream
 
 
 def _compressed(layer: IO[bytes]) -> int:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.baselines.common import EVERY
 from cluster import engine, launch, local, processes
 from cluster.errors import RunFailed, TimedOut
 from cluster.files import read_json, read_json_lines
@@ -24,8 +25,6 @@ from cluster.runs import RunFolder
 ROOT = Path(__file__).resolve().parent.parent
 DATASET = "fashion_mnist"
 GLOBAL_BATCH = 192
-EVERY = 25
-"""Steps between two rows of ours, as of the baselines."""
 TRAINING = ("--epochs=1000", f"--steps-per-loop={EVERY}", f"--log-every={EVERY}", "--evaluate-every=1000000")
 QUICK_STEPS = 3 * EVERY
 ENDLESS = 100_000

@@ -7,9 +7,8 @@ import json
 import time
 from pathlib import Path
 
+from benchmarks.runs import GLOBAL_BATCH
 from train.data import shards, stream
-
-GLOBAL_BATCH = 192
 
 
 def main() -> None:

@@ -117,14 +117,14 @@ def read(path: Path) -> Image:
     """
     try:
         with tarfile.open(path) as archive:
-            manifest = json.load(_member(archive, "manifest.json"))
+            manifest = json.load(member(archive, "manifest.json"))
             if len(manifest) != 1:
                 raise UsageError(f"{path} holds {len(manifest)} images, expected one; save it alone")
-            text = _member(archive, manifest[0]["Config"]).read()
+            text = member(archive, manifest[0]["Config"]).read()
             config = json.loads(text)
             claimed = config["rootfs"]["diff_ids"]
             layers = [
-                Layer(digest, dict(_entries(_member(archive, name))))
+                Layer(digest, dict(_entries(member(archive, name))))
                 for digest, name in zip(claimed, manifest[0]["Layers"], strict=True)
             ]
     except (tarfile.TarError, KeyError, TypeError, ValueError, EOFError, OSError, zlib.error) as error:
@@ -132,7 +132,12 @@ def read(path: Path) -> Image:
     return Image(f"sha256:{hashlib.sha256(text).hexdigest()}", config, tuple(layers))
 
 
-def _member(archive: tarfile.TarFile, name: str) -> IO[bytes]:
+def member(archive: tarfile.TarFile, name: str) -> IO[bytes]:
+    """Return a file of an archive, to be read.
+
+    Raises:
+        ValueError: it is none.
+    """
     stream = archive.extractfile(name)
     if stream is None:
         raise ValueError(f"{name} is no file")

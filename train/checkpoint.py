@@ -87,6 +87,14 @@ def newest_good(folder: Path, warn: Callable[[str], None] = print) -> Saved | No
     return None
 
 
+def diverged(what: str) -> RunFailed:
+    """Return the error of a training whose numbers are not finite any more, with what to do."""
+    return RunFailed(
+        f"{what}; lower --optimizer.learning-rate or look at the data, then start again (the checkpoints before it are "
+        "kept)"
+    )
+
+
 class Checkpoint:
     """Saves and restores the training state.
 
@@ -171,10 +179,7 @@ class Checkpoint:
         try:
             assert self._copy is not None
             if broken := self._copy.not_finite(self._model.trainable_variables):
-                raise RunFailed(
-                    f"{broken} is not finite after step {step}; lower --optimizer.learning-rate or look at the data, "
-                    "then start again (the checkpoints before it are kept)"
-                )
+                raise diverged(f"{broken} is not finite after step {step}")
             write(self._copy.checkpoint, Saved(self._folder, step))
             for old in finished(self._folder)[self._keep :]:
                 old.remove()

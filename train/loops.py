@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 from cluster.errors import RunFailed
+from train.checkpoint import diverged
 from train.steps import LoopResult
 
 Inner = Callable[[int, int, bool], LoopResult]
@@ -133,10 +134,7 @@ def _check_finite(progress: Progress) -> None:
 
 def not_finite(loss: float, step: int) -> RunFailed:
     """Return the error of a loss that is no number."""
-    return RunFailed(
-        f"loss is {loss} at step {step}; lower --optimizer.learning-rate or look at the data, then start again (the "
-        "checkpoints before it are kept)"
-    )
+    return diverged(f"loss is {loss} at step {step}")
 
 
 def weights_sha256(model: keras.Model) -> str:
