@@ -11,6 +11,7 @@ import sys
 
 import tensorflow as tf
 
+from benchmarks.baselines.cnn import create_model, create_strategy
 from benchmarks.baselines.common import arguments, tell, train_arrays
 
 
@@ -32,19 +33,7 @@ class Tell(tf.keras.callbacks.Callback):
 
 def build_and_compile_cnn_model(learning_rate: float) -> tf.keras.Model:
     """Return the two-conv CNN, ready to fit."""
-    model = tf.keras.Sequential(
-        [
-            tf.keras.layers.InputLayer((28, 28, 1)),
-            tf.keras.layers.Rescaling(1 / 255),
-            tf.keras.layers.Conv2D(32, 3, activation="relu"),
-            tf.keras.layers.MaxPooling2D(),
-            tf.keras.layers.Conv2D(64, 3, activation="relu"),
-            tf.keras.layers.MaxPooling2D(),
-            tf.keras.layers.Flatten(),
-            tf.keras.layers.Dense(64, activation="relu"),
-            tf.keras.layers.Dense(10),
-        ]
-    )
+    model = create_model()
     model.compile(
         loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         optimizer=tf.keras.optimizers.Adam(learning_rate=learning_rate),
@@ -56,11 +45,7 @@ def build_and_compile_cnn_model(learning_rate: float) -> tf.keras.Model:
 def main() -> None:
     """Train."""
     options = arguments()
-    tf.config.threading.set_intra_op_parallelism_threads(options.threads)
-    if "TF_CONFIG" in os.environ:
-        strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    else:
-        strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
+    strategy = create_strategy(options.threads)
 
     train_images, train_labels = train_arrays(options.arrays)
     train_dataset = (
