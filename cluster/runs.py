@@ -223,9 +223,16 @@ class RunFolder:
 
         A run that is being scaled is not silent, although for a moment none of its tasks lives.
         """
-        return not self.scaling and all(
-            time.time() - beat["updated_at"] > LOST_AFTER_S for beat in self.heartbeats().values()
-        )
+        if self.scaling:
+            return False
+        silence_s = self.silence_s
+        return silence_s is None or silence_s > LOST_AFTER_S
+
+    @property
+    def silence_s(self) -> float | None:
+        """Seconds since the newest sign of life of any task; None before the first."""
+        now = time.time()
+        return min((now - beat["updated_at"] for beat in self.heartbeats().values()), default=None)
 
     # Events
 

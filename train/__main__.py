@@ -54,8 +54,9 @@ def main(arguments: list[str]) -> int:
 
 def train(run: RunFolder) -> int:
     """Run this task's part of the run; return the exit code that tells the agent what to do next."""
-    variables.set_defaults()
-    if config.TrainConfig.from_json(read_json(run.config)).needs_tf_keras(run.load_cluster().strategy):
+    trained = config.TrainConfig.from_json(read_json(run.config))
+    variables.set_defaults(trained.onednn)
+    if trained.needs_tf_keras(run.load_cluster().strategy):
         os.environ["TF_USE_LEGACY_KERAS"] = "1"  # read when TensorFlow is imported: tf.keras is tf_keras then
     with imports.quick():
         from train import program  # TensorFlow is imported here, while the agents meet at the start barrier

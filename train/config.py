@@ -18,6 +18,7 @@ from cluster.errors import ClusterError, UsageError, nearest
 from train import references
 
 LOOPS = ("custom", "fit")
+ONEDNN = ("auto", "on", "off")
 SOURCES = ("memory", "stream")
 DATASETS = ("fashion_mnist", "mnist")
 MODELS = ("two_conv_cnn",)
@@ -94,6 +95,11 @@ class TrainConfig:
     """Threads that one operation may use in each task. 0: as many as the machine has cores. Sums are split up among
     them, so the bits depend on it: with `deterministic` the number is written down when a run begins, and stays."""
 
+    onednn: str = "auto"
+    """`on` or `off`: whether the CPU computes with oneDNN's kernels, which for convolutions can be twice as fast.
+    `auto`: `on` for the built-in models, whose bits were seen to repeat; with `deterministic` `off` for others, and
+    otherwise as TensorFlow chooses by the processor. Written down when a run begins, see docs/reproducibility.md."""
+
     bitwise_elastic: int = 0
     """Virtual shards into which the global batch is cut, so that any number of replicas up to this gives the same bits,
     also when it changes on the way; the global batch must be divisible by it. 0: none, a shard a replica."""
@@ -157,6 +163,7 @@ class TrainConfig:
         _check_choice("optimizer.name", self.optimizer.name, ("adam", "sgd"))
         _check_choice("loop", self.loop, LOOPS)
         _check_choice("source", self.source, SOURCES)
+        _check_choice("onednn", self.onednn, ONEDNN)
         self._check_bitwise_elastic()
         return self
 
@@ -171,11 +178,14 @@ class TrainConfig:
             )
         spec.check_global_batch(self.global_batch, self.bitwise_elastic, "virtual shards")
 
-    def pin_threads(self) -> TrainConfig:
-        """Return this configuration with the number of threads written down, where bits depend on it."""
-        if self.threads or not self.deterministic:
-            return self
-        return dataclasses.replace(self, threads=len(os.sched_getaffinity(0)))
+    def pin(self) -> TrainConfig:
+        """Return this configuration with what depends on the machine written down, where bits depend on it."""
+        threads, onednn = self.threads, self.onednn
+        if self.deterministic:
+            threads = threads or len(os.sched_getaffinity(0))
+        if onednn == "auto" and (self.deterministic or self.model in MODELS):
+            onednn = "on" if self.model in MODELS else "off"
+        return dataclasses.replace(self, threads=threads, onednn=onednn)
 
     def check_references(self) -> TrainConfig:
         """Return this configuration if everything that it names is there: on the host, before anything is started.
@@ -254,7 +264,7 @@ def resolve(preset: str, overrides: Sequence[str], base: TrainConfig | None = No
         option = word.split("=", 1)[0].replace("_", "-")
         if word.startswith("--") and option not in known and not _negates(option, known):
             raise UsageError(f"override {word!r} is not an option of the training config{nearest(option, known)}")
-    return _parse(base, overrides).check().check_references().pin_threads()
+    return _parse(base, overrides).check().check_references().pin()
 
 
 def _own_preset(preset: str) -> Any:

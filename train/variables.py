@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 
-DEFAULTS = {
-    "TF_CPP_MIN_LOG_LEVEL": "2",
-    "KERAS_BACKEND": "tensorflow",
-    # TensorFlow leaves oneDNN's kernels off on processors without AVX-512, where a convolution's step takes half as
-    # long with them. They give the same bits again, and a run records the setting (`train/environment.py`).
-    "TF_ENABLE_ONEDNN_OPTS": "1",
-}
+DEFAULTS = {"TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow"}
+ONEDNN = {"on": "1", "off": "0"}
+"""`TF_ENABLE_ONEDNN_OPTS` for each setting of the training configuration but `auto`, which leaves it to TensorFlow."""
 
 
-def set_defaults() -> None:
-    """Set those that are not set. Call before TensorFlow is imported."""
+def set_defaults(onednn: str = "auto") -> None:
+    """Set those that are not set. Call before TensorFlow is imported.
+
+    Args:
+        onednn: as in the training configuration.
+    """
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
+    if onednn in ONEDNN:
+        os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", ONEDNN[onednn])

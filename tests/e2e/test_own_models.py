@@ -66,6 +66,12 @@ def test_two_replicas_must_learn_the_same_resnet_wherever_they_are(own: Clusters
     assert max(abs(mirrored[step] / loss - 1) for step, loss in multi_worker.items() if step <= 10) < 1e-5
 
 
+@pytest.mark.long
+def test_a_resnet_must_give_the_same_bits_again(own: Clusters) -> None:
+    """Of branches that are computed at once, and of convolutions which not every library computes the same twice."""
+    own.rerun("small_resnet-MirroredStrategy", "--runtime=local")
+
+
 @pytest.mark.parametrize(
     "strategy",
     [

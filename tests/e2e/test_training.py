@@ -52,7 +52,7 @@ def test_a_run_must_leave_everything_that_the_contract_lists(three: RunFolder) -
     assert ("worker-1", "worker", "done", STEPS) == tuple(heartbeat[key] for key in ("task", "role", "state", "step"))
     row = next(read_json_lines(three.metrics("chief")))
     assert {"step", "epoch", "loss", "accuracy", "examples_per_s", "time"} == set(row)
-    assert set(variables.DEFAULTS) <= set(read_json(three.environment)["variables"])
+    assert {*variables.DEFAULTS, "TF_ENABLE_ONEDNN_OPTS"} <= set(read_json(three.environment)["variables"])
 
 
 def test_every_task_must_log_the_same_loss(three: RunFolder) -> None:

@@ -57,7 +57,7 @@ def test_a_preset_is_complete_and_in_range(preset: str) -> None:
     ],
 )
 def test_an_override_changes_that_value_alone(overrides: list[str], name: str, value: object) -> None:
-    expected = dataclasses.replace(config.fashion_mnist(), **{name: value}).pin_threads()
+    expected = dataclasses.replace(config.fashion_mnist(), **{name: value}).pin()
     assert expected == config.resolve("fashion_mnist", overrides)
 
 
@@ -201,7 +201,7 @@ def test_a_preset_of_the_users_own_is_a_base_like_any_other(own: Callable[[str],
     folder = own("def mine(): return TrainConfig(seed=7, global_batch=96, model='own_parts:net')\ndef net(s, k): pass")
     resolved = config.resolve("own_parts:mine", ["--seed", "8"])
     expected = TrainConfig(preset="own_parts:mine", seed=8, global_batch=96, model="own_parts:net")
-    assert expected.pin_threads() == resolved
+    assert expected.pin() == resolved
     assert [folder] == resolved.code_dirs()
 
 
@@ -256,7 +256,7 @@ def test_a_resumed_run_keeps_its_own_parts_and_checks_them_again(own: Callable[[
 
 
 def test_a_resumed_run_needs_its_preset_no_more() -> None:
-    saved = TrainConfig(preset="gone:preset", seed=7, threads=3)
+    saved = TrainConfig(preset="gone:preset", seed=7, threads=3, onednn="off")
     assert saved == config.resolve("fashion_mnist", [], saved)
 
 
@@ -276,6 +276,23 @@ def test_a_deterministic_run_keeps_the_threads_that_it_began_with(monkeypatch: p
     assert 6 == config.resolve("fashion_mnist", ["--epochs", "6"], begun).threads
     assert 64 == config.resolve("fashion_mnist", ["--threads", "0"], begun).threads
     assert 0 == config.resolve("fashion_mnist", ["--no-deterministic"]).threads
+
+
+@pytest.mark.parametrize(
+    ("asked", "model", "deterministic", "written"),
+    [
+        ("auto", "two_conv_cnn", True, "on"),
+        ("auto", "two_conv_cnn", False, "on"),
+        ("auto", "mine:model", True, "off"),  # its gradient of a 1x1 convolution with stride 2 never repeats
+        ("auto", "mine:model", False, "auto"),
+        ("on", "mine:model", True, "on"),
+        ("off", "two_conv_cnn", True, "off"),
+    ],
+)
+def test_onednn_is_on_for_models_whose_bits_repeat_with_it(
+    asked: str, model: str, deterministic: bool, written: str
+) -> None:
+    assert written == TrainConfig(model=model, deterministic=deterministic, onednn=asked).pin().onednn
 
 
 @pytest.mark.parametrize(
@@ -320,5 +337,5 @@ def test_printing_the_configuration_does_not_import_tensorflow() -> None:
         "import sys; from train import __main__ as m; m.main(['--print-config']); print(*sys.modules, file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", lines], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert {"config": config.fashion_mnist().pin_threads().to_json(), "code_dirs": []} == json.loads(done.stdout)
+    assert {"config": config.fashion_mnist().pin().to_json(), "code_dirs": []} == json.loads(done.stdout)
     assert not {"tensorflow", "keras", "numpy"} & set(done.stderr.split())

@@ -399,6 +399,16 @@ def test_watchers_are_patient_with_a_generation_that_has_just_begun(make_run: Ma
     assert run.outcome is None
 
 
+def test_a_first_sign_of_life_may_come_between_two_looks(
+    training: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = training(workers=1)
+    looks = [{}, run.heartbeats()]
+    monkeypatch.setattr(RunFolder, "heartbeats", lambda run: looks.pop(0) if len(looks) > 1 else looks[0])
+    watch._notice_silence(run, began=time.time())
+    assert run.outcome is None
+
+
 def test_a_run_may_be_scaled_before_it_trains(training: Callable[..., RunFolder]) -> None:
     run = training(workers=1)
     (run.path / "status" / "worker-0.json").unlink()

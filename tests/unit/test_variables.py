@@ -8,17 +8,26 @@ import pytest
 
 from train import variables
 
+ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 
-@pytest.mark.parametrize("name", variables.DEFAULTS)
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*variables.DEFAULTS, ONEDNN):
+        monkeypatch.setenv(name, "")  # so that what is set meanwhile is taken away after the test
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("name", [*variables.DEFAULTS, ONEDNN])
 def test_what_the_user_has_set_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`TF_ENABLE_ONEDNN_OPTS=0 invoke up` must go without."""
-    for other in variables.DEFAULTS:
-        monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(name, "0")
-    variables.set_defaults()
-    assert {other: os.environ[other] for other in variables.DEFAULTS} == {**variables.DEFAULTS, name: "0"}
+    variables.set_defaults("on")
+    expected = variables.DEFAULTS | {ONEDNN: "1"} | {name: "0"}
+    assert expected == {other: os.environ[other] for other in expected}
 
 
-def test_onednn_is_on() -> None:
-    """A step takes twice as long without, on processors for which TensorFlow leaves it off."""
-    assert variables.DEFAULTS["TF_ENABLE_ONEDNN_OPTS"] == "1"
+@pytest.mark.parametrize(("setting", "value"), [("on", "1"), ("off", "0"), ("auto", None)])
+def test_onednn_is_as_it_is_configured(setting: str, value: str | None) -> None:
+    variables.set_defaults(setting)
+    assert value == os.environ.get(ONEDNN)
