@@ -79,7 +79,7 @@ class Agent:
     def _notice_own_death(self) -> None:
         """An agent that finds itself already in this generation was brought back by the engine: the task died."""
         beat = read_json(self.run.status(self.task.name), None)
-        if not beat or beat["generation"] != self.run.generation:
+        if not beat or beat["generation"] != self.run.generation or "importing" in beat:
             return
         finished = beat["state"] in ("done", "stopped")
         self.exit_code = beat.get("exit_code", 0 if finished else as_exit_code(-signal.SIGKILL))

@@ -16,15 +16,16 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster import processes, summary, tf_config
+from cluster import nursery, processes, summary, tf_config
 from cluster.errors import PrerequisiteError, TimedOut
 from cluster.files import open_file, read_json, write_json
 from cluster.placement import NO_DEVICE, Placement
-from cluster.runs import RunFolder
+from cluster.runs import Heartbeat, RunFolder
 from cluster.spec import ClusterSpec
 from cluster.words import counted
 
@@ -33,6 +34,9 @@ PORTS = range(20000, 32000)
 
 TASK_MEMORY_BYTES = 600 * 2**20
 """What a TensorFlow process holds before it trains anything."""
+
+PRELOAD = "train.preload"
+"""The module that imports what the tasks of the built-in trainer share."""
 
 MAX_AGENT_RESTARTS = 20
 POLL_S = 0.05
@@ -96,17 +100,22 @@ def processes_of(
         gpus: each task's; without, none sees any.
     """
     given = {name: value for name, value in (more or {}).items() if value is not None}
+    gpus = gpus or Placement()
     tasks = {}
     for task in spec.tasks:
         environment = {"RUN_DIR": str(run_dir), "DATA_DIR": str(data_dir), "TASK": task.name, **given}
-        environment |= visible(gpus or Placement(), task.name)
+        environment |= visible(gpus, task.name)
         if text := tf_config.dumps(spec, task):
             environment["TF_CONFIG"] = text
         tasks[task.name] = {
             "command": [sys.executable, "-m", "cluster.agent", *command],
             "environment": environment,
         }
-    return {"runtime": "local", "tasks": tasks}
+    found: dict[str, Any] = {"runtime": "local", "tasks": tasks}
+    # An accelerator's library must be new in the process that uses it.
+    accelerated = spec.strategy == "tpu" or any(gpus.of(task.name) for task in spec.tasks)
+    wanted = os.environ.get("SHARED_IMPORT", "1") != "0"
+    return found | {"preload": PRELOAD} if wanted and not command and not accelerated else found
 
 
 def visible(gpus: Placement, task: str) -> dict[str, str]:
@@ -128,7 +137,7 @@ def start(run: RunFolder) -> None:
         supervisor = subprocess.Popen(
             [sys.executable, "-m", "cluster.local", str(run.path)],
             cwd=root,
-            env=os.environ | {"RUN_DIR": str(run.path)},
+            env=os.environ | _shared_environment(run) | {"RUN_DIR": str(run.path)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -140,6 +149,12 @@ def start(run: RunFolder) -> None:
         if supervisor.poll() is not None or time.monotonic() > deadline:
             raise TimedOut(f"the supervisor of {run.name} did not start its tasks; see {run.log('supervisor')}")
         time.sleep(POLL_S)
+
+
+def _shared_environment(run: RunFolder) -> dict[str, str]:
+    """Return the variables that are the same in every task: with these the supervisor imports for all of them."""
+    environments = [task["environment"].items() for task in read_json(run.compose).get("tasks", {}).values()]
+    return dict(set(environments[0]).intersection(*environments[1:])) if environments else {}
 
 
 def running(run: RunFolder) -> bool:
@@ -166,13 +181,17 @@ class Supervisor:
 
     def __init__(self, run: RunFolder) -> None:
         self.run = run
-        self.tasks: dict[str, Any] = read_json(run.compose)["tasks"]
-        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        how = read_json(run.compose)
+        self.preload: str = how.get("preload", "")
+        self.tasks: dict[str, Any] = how["tasks"]
+        self.agents: dict[str, subprocess.Popen[bytes] | nursery.Copy] = {}
         self.restarts = dict.fromkeys(self.tasks, 0)
 
     def main(self) -> None:
         """Return when every agent has ended for good."""
         signal.signal(signal.SIGTERM, lambda *_: self.run.request_stop("supervisor"))
+        if self.preload:
+            self._preload()
         for name in self.tasks:
             self._start(name)
         while self.agents:
@@ -185,10 +204,25 @@ class Supervisor:
             self.run.end("failed", error="the agents ended without an outcome; see logs/")
             summary.write(self.run, settle_s=0)
 
+    def _preload(self) -> None:
+        """Import once what every task needs; its agent and its program are then copies of this process."""
+        spec = self.run.load_cluster()
+        beats = [Heartbeat(self.run, spec.task(name), self.run.generation) for name in self.tasks]
+        for beat in beats:
+            beat.values["importing"] = True
+            beat.start()
+        try:
+            nursery.preload(self.preload, self.run)
+        except Exception:  # each task will come upon it by itself, and its log and its agent tell of it
+            traceback.print_exc()
+        finally:
+            for beat in beats:
+                beat.stop()
+
     def _start(self, name: str) -> None:
         task = self.tasks[name]
         with open_file(self.run.log(name), "ab") as log:
-            self.agents[name] = subprocess.Popen(
+            self.agents[name] = nursery.start(
                 task["command"],
                 env=os.environ | task["environment"],
                 stdin=subprocess.DEVNULL,

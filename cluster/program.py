@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import IO
 
+from cluster import nursery
 from cluster.files import open_file
 from cluster.processes import die_with_parent
 
@@ -37,14 +38,14 @@ class Program(ABC):
         self._scratch = tempfile.TemporaryDirectory(prefix="tf-cluster-", ignore_cleanup_errors=True)
         self._environment = environment | {"TMPDIR": self._scratch.name}
         self._log = log
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | nursery.Copy | None = None
         self._pump: threading.Thread | None = None
         self._lines: list[str] = []
         self._asked_to_end = False
 
     def _start(self, folder: Path | None = None, descriptors: tuple[int, ...] = ()) -> None:
         """Start the process, its output appended to its log and passed on."""
-        self._process = subprocess.Popen(
+        self._process = nursery.start(
             self._command,
             cwd=folder,
             env=self._environment,

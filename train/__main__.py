@@ -22,7 +22,7 @@ from pathlib import Path
 from cluster.errors import EXIT_PEER_LOST, ClusterError
 from cluster.files import read_json
 from cluster.runs import RunFolder
-from train import config, imports, variables
+from train import config, preload
 
 EXIT_BUG = 70
 """An error that we do not know (EX_SOFTWARE of sysexits.h): the agent tries again."""
@@ -54,12 +54,8 @@ def main(arguments: list[str]) -> int:
 
 def train(run: RunFolder) -> int:
     """Run this task's part of the run; return the exit code that tells the agent what to do next."""
-    trained = config.TrainConfig.from_json(read_json(run.config))
-    variables.set_defaults(trained.onednn)
-    if trained.needs_tf_keras(run.load_cluster().strategy):
-        os.environ["TF_USE_LEGACY_KERAS"] = "1"  # read when TensorFlow is imported: tf.keras is tf_keras then
-    with imports.quick():
-        from train import program  # TensorFlow is imported here, while the agents meet at the start barrier
+    preload.load(run)  # TensorFlow is imported here, unless this process is a copy of one that has done it
+    from train import program
 
     if "SPARE" in os.environ:
         program.rehearse(run)

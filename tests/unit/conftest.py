@@ -26,7 +26,8 @@ def start_gang(make_run: Callable[..., RunFolder], tmp_path: Path) -> Iterator[S
     """Starts a cluster whose every task runs the given lines of Python.
 
     `imports` goes before the lines; `absent` tasks are in the cluster but never started; `stopped` asks the run to stop
-    before it starts; the other options are `spec.build`'s.
+    before it starts; `preload` names a module with whose `load` the supervisor begins; the other options are
+    `spec.build`'s.
     """
     started = []
 
@@ -36,12 +37,14 @@ def start_gang(make_run: Callable[..., RunFolder], tmp_path: Path) -> Iterator[S
         absent: tuple[str, ...] = (),
         stopped: bool = False,
         hang_timeout_s: float = 60,
+        preload: str = "",
         **topology: Any,
     ) -> Gang:
         run = make_run(**topology)
         program = [sys.executable, "-c", f"{imports}\n{lines}"]
         how = local.processes_of(run.load_cluster(), run.path, tmp_path / "data", ["--", *program])
-        write_json(run.compose, how | {"tasks": {n: task for n, task in how["tasks"].items() if n not in absent}})
+        how |= {"tasks": {n: task for n, task in how["tasks"].items() if n not in absent}}
+        write_json(run.compose, how | ({"preload": preload} if preload else {}))
         started_as = read_json(run.control / "started.json") | {"hang_timeout_s": hang_timeout_s}
         write_json(run.control / "started.json", started_as)
         if stopped:

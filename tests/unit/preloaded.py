@@ -1,0 +1,19 @@
+"""What a supervisor imports before its tasks begin as its copies, in tests."""
+
+from __future__ import annotations
+
+import os
+
+from cluster.runs import RunFolder
+from tests.waiting import wait_for
+
+loaded_by: list[int] = []
+"""The process that called `load`, in itself and in its copies; none in others."""
+
+
+def load(run: RunFolder) -> None:
+    """Take as long as the test wants, and fail where it wants."""
+    wait_for(lambda: not (run.path / "import-lasts").exists(), "the end of the import")
+    if (run.path / "import-fails").exists():
+        raise ImportError("no such library")
+    loaded_by.append(os.getpid())

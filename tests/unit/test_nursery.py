@@ -1,0 +1,242 @@
+"""Tasks that begin as copies of their supervisor: to everybody else they are like any others."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster import local, processes, spec, teardown
+from cluster.files import read_json
+from cluster.placement import Placement
+from cluster.runs import RunFolder
+from tests.unit.gang import Gang, StartGang
+from tests.waiting import wait_for
+
+LOADED = """
+from tests.unit import preloaded
+(run.path / f"{NAME}.{GENERATION}.loaded").write_text(str(preloaded.loaded_by))
+"""
+
+
+@pytest.fixture
+def start(start_gang: StartGang) -> StartGang:
+    return partial(start_gang, preload="tests.unit.preloaded")
+
+
+def supervisor(gang: Gang) -> int:
+    return read_json(gang.run.control / "supervisor.json")["pid"]
+
+
+def loaded_by(gang: Gang, generation: int = 0) -> dict[str, str]:
+    """Return for every task which process had imported what it needs."""
+    return {path.name.split(".")[0]: path.read_text() for path in gang.run.path.glob(f"*.{generation}.loaded")}
+
+
+def test_every_program_is_a_copy_of_the_supervisor(start: StartGang) -> None:
+    gang = start(f"{LOADED}\ntrain(2), meet(), finish()", workers=1)
+    summary = gang.summary()
+    assert ("succeeded", {"chief": 0, "worker-0": 0}) == (summary["state"], summary["tasks"])
+    assert dict.fromkeys(("chief", "worker-0"), f"[{supervisor(gang)}]") == loaded_by(gang)
+    assert not gang.run.log("supervisor").read_text()
+
+
+def test_a_killed_program_begins_again_as_a_copy(start: StartGang) -> None:
+    gang = start(f"{LOADED}\ntrain(3)\nif not GENERATION: work()\ntrain(4), meet(), finish()", workers=1)
+    gang.await_step("worker-0", 3)
+    os.kill(gang.pid("worker-0"), signal.SIGKILL)
+    summary = gang.summary()
+    assert ("succeeded", 1) == (summary["state"], len(summary["restarts"]))
+    assert dict.fromkeys(("chief", "worker-0"), f"[{supervisor(gang)}]") == loaded_by(gang, generation=1)
+
+
+def test_a_killed_agent_takes_its_program_with_it_and_comes_back(start: StartGang) -> None:
+    gang = start("train(3)\nif not GENERATION: work()\ntrain(4), meet(), finish()", workers=1)
+    for task in ("chief", "worker-0"):
+        gang.await_step(task, 3)
+    program = processes.identity(gang.pid("worker-0"))
+    os.kill(gang.pid("worker-0", "agent"), signal.SIGKILL)
+    summary = gang.summary()
+    assert "succeeded" == summary["state"]
+    assert ["the whole task was killed"] == [restart["cause"] for restart in summary["restarts"]]
+    assert not processes.alive(program)
+
+
+def test_everything_dies_with_the_supervisor(start: StartGang) -> None:
+    gang = start("train(2), work()", workers=1)
+    for task in ("chief", "worker-0"):
+        gang.await_step(task, 2)
+    assert 5 == len(local.processes_left(gang.run))
+    os.kill(supervisor(gang), signal.SIGKILL)
+    wait_for(lambda: not local.processes_left(gang.run), "the end of all processes", timeout_s=3)
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "error"),
+    [
+        ("sys.exit('no such option')", 1, "no such option"),
+        ("sys.exit(2)", 2, "about to end"),
+        ("print('error: the value', file=sys.stderr), sys.exit(3)", 3, "the value"),
+    ],
+)
+def test_how_a_copy_ended_is_told(start: StartGang, line: str, code: int, error: str) -> None:
+    gang = start(f"train(2), print('about to end', flush=True), {line}", workers=0)
+    cause = gang.summary()["cause"]
+    assert ("failed", code, error) == (gang.summary()["state"], cause["exit_code"], cause["error"])
+
+
+def test_an_error_that_nobody_knows_ends_a_copy_with_its_traceback(start: StartGang) -> None:
+    gang = start("train(2), [][1]", workers=0)
+    assert "IndexError: list index out of range" == gang.summary()["cause"]["error"]
+    assert "Traceback (most recent call last)" in gang.run.log("chief").read_text()
+
+
+def test_stop_reaches_a_copy(start: StartGang) -> None:
+    gang = start("train(2), work()", workers=1)
+    for task in ("chief", "worker-0"):
+        gang.await_step(task, 2)
+    gang.run.request_stop("a test")
+    assert ("stopped", {"chief": 0, "worker-0": 0}) == (gang.summary()["state"], gang.summary()["tasks"])
+
+
+def test_a_run_is_under_way_while_it_imports_and_can_be_stopped(
+    start: StartGang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = local.start
+
+    def begin_slowly(run: RunFolder) -> None:
+        (run.path / "import-lasts").touch()
+        begin(run)
+
+    monkeypatch.setattr(local, "start", begin_slowly)
+    gang = start("train(2), finish()", workers=1)
+    assert {"chief": "starting", "worker-0": "starting"} == {
+        name: beat["state"] for name, beat in gang.run.heartbeats().items()
+    }
+    assert teardown.in_progress(gang.run)
+    os.kill(supervisor(gang), signal.SIGTERM)
+    wait_for(lambda: gang.run.stop_requested, "the request to stop")
+    (gang.run.path / "import-lasts").unlink()
+    assert ("stopped", []) == (gang.summary()["state"], gang.summary()["restarts"])
+
+
+def test_where_the_import_fails_each_task_meets_the_error_by_itself(
+    start: StartGang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = local.start
+
+    def begin_badly(run: RunFolder) -> None:
+        (run.path / "import-fails").touch()
+        begin(run)
+
+    monkeypatch.setattr(local, "start", begin_badly)
+    gang = start(f"{LOADED}\ntrain(2), meet(), finish()", workers=1)
+    assert "succeeded" == gang.summary()["state"]
+    assert {"chief": "[]", "worker-0": "[]"} == loaded_by(gang)
+    assert gang.run.log("supervisor").read_text().endswith("ImportError: no such library\n")
+
+
+def test_only_tasks_of_the_built_in_trainer_without_accelerator_are_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan(command: list[str], gpus: Placement | None = None, **topology: Any) -> str | None:
+        cluster = spec.build(workers=0, ports=(7001,), **topology)
+        return local.processes_of(cluster, Path("/runs/r"), Path("/data"), command, gpus=gpus).get("preload")
+
+    assert "train.preload" == plan([])
+    assert plan(["--script", "/theirs.py"]) is None
+    assert plan([], Placement({"chief": ("0",)})) is None
+    assert plan([], strategy="tpu") is None
+    monkeypatch.setenv("SHARED_IMPORT", "0")
+    assert plan([]) is None
+
+
+# A copy by itself. The process that is copied is a new one: the one that runs the tests has threads.
+
+COPY = """
+import json, os, signal, subprocess, sys, threading
+from cluster import nursery
+import types
+sys.modules["nothing"] = types.SimpleNamespace(load=lambda: None)
+nursery.preload("nothing")
+signal.signal(signal.SIGTERM, lambda *_: print("the parent's handler"))
+os.environ["ONLY_THE_PARENTS"] = "1"
+kept, other = os.pipe(), os.pipe()
+def begin(code, **more):
+    how = dict(env={"GIVEN": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) | more
+    return nursery.start([sys.executable, "-c", code, "word"], **how)
+"""
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> Callable[[str], Any]:
+    """Runs lines in a process that may be copied; returns what they printed, as JSON."""
+
+    def run(lines: str) -> Any:
+        done = subprocess.run(
+            [sys.executable, "-c", f"{COPY}\n{lines}"], capture_output=True, text=True, timeout=60, check=True
+        )
+        assert not done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+def test_a_copy_has_the_environment_files_and_words_it_was_given(parent: Callable[[str], Any]) -> None:
+    told = parent('''
+code = """
+import json, os, sys
+files = sorted(int(name) for name in os.listdir("/proc/self/fd"))
+open_ones = [number for number in files if os.path.exists(f"/proc/self/fd/{number}")]
+print(json.dumps([dict(os.environ), open_ones, sys.argv, os.readlink("/proc/self/fd/0"), __name__, os.getsid(0)]))
+"""
+copy = begin(code, pass_fds=(kept[0],), start_new_session=True)
+said = json.loads(copy.stdout.read())
+print(json.dumps([said, kept[0], copy.pid, copy.wait(10), type(copy).__name__]))
+''')
+    (environment, files, words, standard_input, name, session), kept, pid, code, kind = told
+    assert ({"GIVEN": "1"}, ["-c", "word"], "/dev/null") == (environment, words, standard_input)
+    assert [0, 1, 2, kept] == files
+    assert ("__main__", pid, 0, "Copy") == (name, session, code, kind)
+
+
+@pytest.mark.parametrize(
+    ("code", "ended"),
+    [
+        ("import sys; sys.exit(7)", 7),
+        ("raise SystemExit", 0),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
+        ("import os; os._exit(5)", 5),
+    ],
+)
+def test_a_copy_ends_as_a_new_process_would(parent: Callable[[str], Any], code: str, ended: int) -> None:
+    assert ended == parent(f"print(begin({code!r}).wait(10))")
+
+
+def test_a_copy_that_goes_on_is_waited_for_no_longer_than_said(parent: Callable[[str], Any]) -> None:
+    told = parent("""
+copy = begin("import signal; signal.pause()", process_group=0)
+try:
+    copy.wait(0.05)
+except subprocess.TimeoutExpired as error:
+    late = error.timeout
+before = copy.poll()
+assert os.getpgid(copy.pid) == copy.pid
+copy.send_signal(signal.SIGTERM)
+print(json.dumps([late, before, copy.wait(10), copy.poll()]))
+""")
+    assert [0.05, None, -signal.SIGTERM, -signal.SIGTERM] == told
+
+
+def test_what_is_no_python_is_a_new_process(parent: Callable[[str], Any]) -> None:
+    assert "Popen" == parent("""
+new = nursery.start(["true"], env={}, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+new.wait(10)
+print(json.dumps(type(new).__name__))
+""")
