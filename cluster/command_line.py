@@ -1,10 +1,12 @@
-"""What every task of `tasks.py` needs of invoke: positional arguments that may be left out, errors told in one line."""
+"""What every task needs of invoke: positional arguments that may be left out, errors told in one line, shown values."""
 
 from __future__ import annotations
 
 import functools
+import json
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from invoke import Context, Exit
@@ -20,8 +22,10 @@ from cluster.errors import (
     EXIT_USAGE,
     ClusterError,
 )
+from cluster.request import Request
 from cluster.words import plain
 
+JSON_HELP = "print as JSON (default: no)"
 KNOWN_CODES = (EXIT_USAGE, EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_INTERRUPTED)
 
 _handle, _complete_context = ParseMachine.handle, ParseMachine.complete_context
@@ -75,11 +79,36 @@ def told(body: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def shell(c: Context, *, aside: bool = False) -> Callable[[str], object]:
-    """Return what runs a command in the checkout and shows what it prints; `aside`, because a program reads stdout."""
+def request(c: Context, options: dict[str, Any]) -> Request:
+    """Return what a task's options and the words after `--` ask for."""
+    asked = {name: value for name, value in options.items() if name in Request.__dataclass_fields__}
+    typed = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
+    # invoke joins the words and loses their quotes.
+    words = typed if " ".join(typed) == c.remainder else shlex.split(c.remainder)
+    return Request(**asked, overrides=tuple(words))
+
+
+def show(value: Any, lines: Callable[[Any], Sequence[str]], *, as_json: bool) -> None:
+    """Print a value for programs, or as lines of text."""
+    if as_json:
+        print(json.dumps(value, indent=2))
+    elif text := lines(value):
+        print("\n".join(text))
+
+
+def shell(c: Context, *, aside: bool = False, quiet: bool = False) -> Callable[[str], object]:
+    """Return what runs a command in the checkout and shows what it prints.
+
+    Args:
+        c: the task's.
+        aside: show it on stderr, because a program reads stdout.
+        quiet: show what it prints alone, and not the command, because a program may read that.
+    """
 
     def sh(command: str) -> object:
         with c.cd(str(launch.ROOT)):
-            return c.run(command, echo=False, out_stream=sys.stderr) if aside else c.run(command)
+            if aside:
+                return c.run(command, echo=False, out_stream=sys.stderr)
+            return c.run(command, echo=False) if quiet else c.run(command)
 
     return sh
