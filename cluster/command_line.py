@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from invoke import Context, Exit
-from invoke.exceptions import UnexpectedExit
+from invoke.exceptions import ThreadException, UnexpectedExit
 from invoke.parser.parser import ParseMachine
 
 from cluster import launch
@@ -19,6 +20,7 @@ from cluster.errors import (
     EXIT_INTERRUPTED,
     EXIT_PREREQUISITE,
     EXIT_TIMEOUT,
+    EXIT_UNREAD,
     EXIT_USAGE,
     ClusterError,
 )
@@ -58,25 +60,52 @@ def told(body: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(body)
     def wrapped(*arguments: Any, **options: Any) -> None:
-        try:
-            body(*arguments, **options)
-        except ClusterError as error:
-            raise Exit(f"error: {plain(str(error))}", code=error.exit_code) from None
-        except UnexpectedExit as error:
-            code = error.result.exited if error.result.exited in KNOWN_CODES else EXIT_FAILED
-            own = (
-                error.result.stderr.strip().rpartition("\n")[2].startswith("error: ")
-            )  # ours tell their errors themselves
-            said = None if own else f"error: {error.result.command!r} ended with exit code {error.result.exited}"
-            raise Exit(said, code=code) from None
-        except OSError as error:
-            raise Exit(
-                f"error: {plain(str(error.filename))}: {error.strerror}; mend that and try again", code=EXIT_FAILED
-            ) from None
-        except KeyboardInterrupt:
-            raise Exit("interrupted", code=EXIT_INTERRUPTED) from None
+        ended = _ended(body, arguments, options)
+        if _unread() and not (ended and ended.message):
+            ended = Exit(code=EXIT_UNREAD)
+        if ended:
+            raise ended
 
     return wrapped
+
+
+def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Exit | None:
+    """Run a task; return how it ended, if it says so."""
+    said = None
+    try:
+        body(*arguments, **options)
+        return None
+    except Exit as ended:
+        return ended
+    except ClusterError as error:
+        said, code = f"error: {plain(str(error))}", error.exit_code
+    except UnexpectedExit as error:
+        code = error.result.exited if error.result.exited in KNOWN_CODES else EXIT_FAILED
+        if not error.result.stderr.strip().rpartition("\n")[2].startswith("error: "):  # ours tell theirs themselves
+            said = f"error: {error.result.command!r} ended with exit code {error.result.exited}"
+    except BrokenPipeError:
+        code = EXIT_UNREAD
+    except ThreadException as error:  # from what shows a command's output
+        if any(each.type is not BrokenPipeError for each in error.exceptions):
+            raise
+        code = EXIT_UNREAD
+    except OSError as error:
+        said, code = f"error: {plain(str(error.filename))}: {error.strerror}; mend that and try again", EXIT_FAILED
+    except KeyboardInterrupt:
+        said, code = "interrupted", EXIT_INTERRUPTED
+    return Exit(said, code=code)
+
+
+def _unread() -> bool:
+    """Return whether nobody reads what is printed; then the rest goes nowhere, or Python would complain at its end."""
+    unread = False
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            unread = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return unread
 
 
 def request(c: Context, options: dict[str, Any]) -> Request:
