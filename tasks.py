@@ -1,38 +1,30 @@
-"""The tasks: `invoke --list` shows them, `invoke --help TASK` one of them. What they do lives in `cluster/`."""
+"""The tasks: `invoke --list` shows them, `invoke --help TASK` one of them. What they do lives in `cluster/`.
+
+Here are those without a namespace; `image.build` and the like are in `cluster/commands/`.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import shlex
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
-from invoke import Collection, Context, Exit, task
+from invoke import Collection, Exit, task
 
-from cluster import bandwidth as allreduce
 from cluster import chaos as injection
-from cluster import configuration, files, images, launch, locks, reproduction, scaling, spec, startup, teardown, view
+from cluster import configuration, launch, saved, scaling, spec, startup, teardown, view
 from cluster import doctor as checks
 from cluster import rerun as repeating
-from cluster import sbom as bill
 from cluster import storm as storming
 from cluster import tensorboard as board
 from cluster import trace as tracing
 from cluster import verify as verification
 from cluster import watch as watching
-from cluster.command_line import shell, told
-from cluster.errors import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_PREREQUISITE,
-    TimedOut,
-    UsageError,
-)
-from cluster.request import Request
+from cluster.command_line import JSON_HELP, request, shell, show, told
+from cluster.commands import data, image, requirements
+from cluster.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, UsageError
 from cluster.words import counted
 
 TASK_HELP = "task such as chief or worker-0 (default: every task)"
@@ -64,21 +56,8 @@ UP_HELP = {
     "tensorboard-port": "port of TensorBoard on 127.0.0.1; 0: none (default: 6006)",
     "detach": "return once every task is training (default: stay until the end)",
     "dry": "only print the commands (default: no)",
-    "json": "print as JSON (default: no)",
+    "json": JSON_HELP,
 }
-
-
-def _request(c: Context, options: dict[str, Any]) -> Request:
-    """Return what a task's options and the words after `--` ask for."""
-    asked = {name: value for name, value in options.items() if name in Request.__dataclass_fields__}
-    typed = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
-    # invoke joins the words and loses their quotes.
-    words = typed if " ".join(typed) == c.remainder else shlex.split(c.remainder)
-    return Request(**asked, overrides=tuple(words))
-
-
-def _dumps(value: object) -> str:
-    return json.dumps(value, indent=2)
 
 
 @task(auto_shortflags=False, help={name: text for name, text in UP_HELP.items() if name != "json"})
@@ -91,7 +70,7 @@ def up(
 ):  # fmt: skip
     """Bring up a cluster and train; overrides follow --, such as: invoke up -- --epochs 1."""
     began = time.time()
-    asked = _request(c, locals())
+    asked = request(c, locals())
     if asked.asks_for_help:
         print(configuration.options(asked))
         return
@@ -114,17 +93,16 @@ def plan(
     tensorboard_port=str(board.PORT), json=False,
 ):  # fmt: skip
     """Show what `up` would start with the same options, and start nothing."""
-    asked = _request(c, locals())
+    asked = request(c, locals())
     if asked.asks_for_help:
         print(configuration.options(asked))
         return
-    value = launch.plan(asked).to_json()
-    print(_dumps(value) if json else "\n".join(view.plan(value)))
+    show(launch.plan(asked).to_json(), view.plan, as_json=json)
 
 
 @task(
     auto_shortflags=False,
-    help={"run": RUN_HELP, "watch": "redraw until the run ends (default: no)", "json": UP_HELP["json"]},
+    help={"run": RUN_HELP, "watch": "redraw until the run ends (default: no)", "json": JSON_HELP},
 )
 @told
 def status(c, run="", watch=False, json=False):
@@ -134,8 +112,7 @@ def status(c, run="", watch=False, json=False):
         live = view.Live()
         watching.follow(folder, live.show)
         live.clear()
-    value = view.status(folder)
-    print(_dumps(value) if json else "\n".join(view.table(value)))
+    show(view.status(folder), view.table, as_json=json)
 
 
 @task(
@@ -225,38 +202,24 @@ def down(c, run=None, timeout="15"):
     sh = shell(c)
     bound = spec.parse_count("timeout", timeout, 0, 10**9)
     for folder in [launch.find_run(run)] if run else teardown.leftovers(launch.runs_dir()):
-        if teardown.in_progress(folder):
-            with contextlib.suppress(TimedOut):  # a run that cannot stop is ended all the same
-                watching.stop(folder, "invoke down", bound)
-        teardown.remove(folder, sh)
+        watching.end(folder, "invoke down", bound, sh)
         print(f"{folder.name} is down; its folder is {launch.shown(folder.path)}")
     if not run and board.stop(launch.runs_dir(), sh):
         print("TensorBoard is down")
 
 
-def _saved(c: Context, verb: str, run: str | None, *words: str) -> None:
-    """Run a command of `python -m train.saved` on a run."""
-    folder = launch.find_run(run or "")
-    for part in (folder.checkpoints, folder.export, folder.path / "metrics"):
-        files.refuse_links(part)  # TensorFlow would follow them
-    data = ["--data-dir", str(launch.data_dir())]
-    command = [sys.executable, "-m", "train.saved", verb, "--run-dir", str(folder.path), *data, *words]
-    with c.cd(str(launch.ROOT)):
-        c.run(shlex.join(command), echo=False)  # what it prints may be read by a program
-
-
-@task(auto_shortflags=False, positional=["run"], optional=["run"], help={"run": RUN_HELP, "json": UP_HELP["json"]})
+@task(auto_shortflags=False, positional=["run"], optional=["run"], help={"run": RUN_HELP, "json": JSON_HELP})
 @told
 def evaluate(c, run=None, json=False):
     """Evaluate a run's newest checkpoint on the whole test split, in one process without a strategy."""
-    _saved(c, "evaluate", run, *(["--json"] if json else []))
+    shell(c, quiet=True)(saved.command("evaluate", launch.find_run(run), *(["--json"] if json else [])))
 
 
 @task(auto_shortflags=False, positional=["run"], optional=["run"], help={"run": RUN_HELP})
 @told
 def export(c, run=None):
     """Write a run's newest checkpoint as a SavedModel to its folder export/."""
-    _saved(c, "export", run)
+    shell(c, quiet=True)(saved.command("export", launch.find_run(run)))
 
 
 @task(
@@ -270,7 +233,7 @@ def predict(c, run=None, image=""):
     """Say what a run's exported model makes of an image."""
     if not image:
         raise UsageError("--image is missing: name an image file, such as --image boot.png")
-    _saved(c, "predict", run, "--image", str(Path(image).absolute()))
+    shell(c, quiet=True)(saved.command("predict", launch.find_run(run), "--image", str(Path(image).absolute())))
 
 
 @task(auto_shortflags=False, help={"port": UP_HELP["tensorboard-port"], "runtime": UP_HELP["runtime"]})
@@ -287,19 +250,14 @@ def tensorboard(c, port=str(board.PORT), runtime="auto"):
     help={
         "bandwidth": "also measure the all-reduce between GPUs, which takes a minute (default: no)",
         "gpus": "with --bandwidth, which: all, how many, or ids such as 0,1 (default: all)",
-        "json": UP_HELP["json"],
+        "json": JSON_HELP,
     },
 )
 @told
 def doctor(c, bandwidth=False, gpus="", json=False):
     """Check what this machine has and lacks, each with its fix; exit code 3 where something must be mended."""
-    if gpus and not bandwidth:
-        raise UsageError(
-            f"--gpus {gpus} without --bandwidth: it says between which to measure; add it, or leave both out"
-        )
-    measured = [allreduce.examine(gpus)] if bandwidth else []
-    value = checks.report([*checks.examine(), *measured])
-    print(_dumps(value) if json else "\n".join(view.findings(value)))
+    value = checks.look(bandwidth=bandwidth, gpus=gpus)
+    show(value, view.findings, as_json=json)
     raise Exit(code=0 if value["ok"] else EXIT_PREREQUISITE)
 
 
@@ -307,7 +265,7 @@ def doctor(c, bandwidth=False, gpus="", json=False):
     auto_shortflags=False,
     help={
         "write": "renew the table in README.md and docs/strategies.md, if no row failed (default: no)",
-        "json": UP_HELP["json"],
+        "json": JSON_HELP,
     },
 )
 @told
@@ -315,8 +273,7 @@ def verify(c, write=False, json=False):
     """Train shortly with every strategy and both loops, and compare; exit code 1 where one failed."""
     shell(c, aside=True)(startup.data_command("prepare", verification.DATASET))
     rows = verification.examine(lambda line: print(line, file=sys.stderr if json else sys.stdout, flush=True))
-    if json:
-        print(_dumps({"rows": rows}))
+    show({"rows": rows}, lambda _: [], as_json=json)
     if write:
         print(f"renewed {' and '.join(verification.write(rows))}", file=sys.stderr)
     raise Exit(code=EXIT_FAILED if verification.failed(rows) else EXIT_DONE)
@@ -331,7 +288,7 @@ def verify(c, write=False, json=False):
         "peers": "measure PyTorch and Ray, too; see benchmarks/README.md (default: no)",
         "quick": "only try everything, with few steps, and keep nothing (default: no)",
         "write": "renew the table in README.md, too (default: no)",
-        "json": UP_HELP["json"],
+        "json": JSON_HELP,
     },
 )
 @told
@@ -341,7 +298,7 @@ def bench(c, only="", rounds="5", runtime="auto", peers=False, quick=False, writ
 
     count = spec.parse_count("rounds", rounds, 1, 1000)
     code, found = command.main(only, count, write=write, quick=quick, peers=peers, runtime=runtime, tell=command.stderr)
-    print(results.dumps(found) if json else "\n".join(results.lines(found)))
+    show({"figures": found}, lambda _: results.lines(found), as_json=json)
     raise Exit(code=code)
 
 
@@ -353,7 +310,7 @@ def bench(c, only="", rounds="5", runtime="auto", peers=False, quick=False, writ
         "run": RUN_HELP,
         "runtime": "auto, docker or local (default: the run's own)",
         "tolerance": "largest relative difference between two losses that passes for equal (default: 0)",
-        "json": UP_HELP["json"],
+        "json": JSON_HELP,
     },
 )
 @told
@@ -361,7 +318,7 @@ def rerun(c, run=None, runtime="", tolerance="0", json=False):
     """Make a run once more and compare every logged loss and the final weights; exit code 0 where they are the same."""
     folder = launch.find_run(run or "")
     again, verdict = repeating.rerun(folder, runtime, repeating.parse_tolerance(tolerance), shell(c, aside=json))
-    print(_dumps(repeating.to_json(again, verdict)) if json else "\n".join(repeating.lines(again, verdict)))
+    show(repeating.to_json(again, verdict), lambda _: repeating.lines(again, verdict), as_json=json)
     raise Exit(code=repeating.exit_code(verdict))
 
 
@@ -375,7 +332,7 @@ CHAOS_HELP = {
     "kinds": "of a storm, such as kill,pause (default: all that this run can outlive)",
     "timeout": "seconds to wait for the step, and for the recovery (default: 300)",
     "run": RUN_HELP,
-    "json": UP_HELP["json"],
+    "json": JSON_HELP,
 }
 
 
@@ -395,7 +352,7 @@ def chaos(
     fault = injection.Fault(kind, task or "chief", spec.parse_count("at-step", at_step, 0, 10**12), whole)
     injection.check(folder, fault)
     result = injection.inflict(folder, fault, spec.parse_count("timeout", timeout, 1, 10**9))
-    print(_dumps(dataclasses.asdict(result)) if json else f"{fault} at step {result.step}: {result.told}")
+    show(dataclasses.asdict(result), lambda _: [f"{fault} at step {result.step}: {result.told}"], as_json=json)
     raise Exit(code=EXIT_DONE if result.as_it_should else EXIT_FAILED)
 
 
@@ -418,105 +375,9 @@ def test(c, all=False, select=""):
 @told
 def golden(c):
     """Renew the golden losses in tests/golden/, after a change of numerics that is meant; `test` compares with them."""
-    with c.cd(str(launch.ROOT)):
-        c.run(startup.data_command("prepare", "fashion_mnist"), echo=False)
-        c.run(shlex.join([sys.executable, "-m", "tests.golden.losses"]), echo=False)
-
-
-@task(
-    auto_shortflags=False,
-    help={"accelerator": "cpu or gpu (default: cpu)", "base": "image to build on (default: the pinned python image)"},
-)
-@told
-def build(c, accelerator="cpu", base=""):
-    """Build the training image and the TensorBoard image."""
-    images.train_image(accelerator)  # refuses a typo before any engine or registry is asked for the base
-    for command in images.build_commands(accelerator, images.default_base(base)):
-        shell(c)(command)
-
-
-@task
-@told
-def base(c):
-    """Make a Debian base image from Debian's packages, on a machine that can pull none."""
-    for command in images.base_commands():
-        shell(c)(command)
-
-
-IMAGE_HELP = {"accelerator": "cpu or gpu (default: cpu)", "image": "train or tensorboard (default: train)"}
-
-
-@task(
-    auto_shortflags=False,
-    help={
-        **IMAGE_HELP,
-        "image": "train, tensorboard or both (default: train)",
-        "against": "compare one build with this image, by name, id or archive (default: with a second build)",
-        "json": UP_HELP["json"],
-    },
-)
-@told
-def reproduce(c, accelerator="cpu", image="train", against="", json=False):
-    """Build an image from nothing, twice, and compare every file; exit code 0 where they are identical."""
-    sh = shell(c, aside=json)
-    verdicts = [reproduction.examine(each, accelerator, against, sh) for each in reproduction.chosen(image, against)]
-    if json:
-        print(_dumps([verdict.to_json() for verdict in verdicts]))
-    else:
-        print("\n".join(line for verdict in verdicts for line in verdict.lines()))
-    raise Exit(code=EXIT_DONE if all(verdict.identical for verdict in verdicts) else EXIT_FAILED)
-
-
-@task(
-    auto_shortflags=False,
-    help={**IMAGE_HELP, "output": "file to write (default: dist/sbom-IMAGE.cdx.json)"},
-)
-@told
-def sbom(c, accelerator="cpu", image="train", output=""):
-    """List every package of an image with its version and hash as CycloneDX JSON."""
-    path = bill.output(output, image, accelerator)
-    print(f"{launch.shown(path)}: {bill.write(path, image, accelerator, shell(c))}")
-
-
-@task(
-    auto_shortflags=False,
-    help={
-        "name": "any TFDS dataset, or package.module:function (default: fashion_mnist)",
-        "shards": "files of each split (default: as many as there are already, or 8)",
-        "size": "resize images to this height and width in pixels (default: as they are)",
-        "fresh": "write them again (default: no)",
-    },
-)
-@told
-def shard(c, name="fashion_mnist", shards="", size="", fresh=False):
-    """Write a dataset as TFRecord shards, to be streamed: invoke up -- --source stream."""
-    words = [*(["--shards", shards] if shards else []), *(["--size", size] if size else [])]
-    shell(c)(startup.data_command("shard", name, *words, *(["--fresh"] if fresh else [])))
-
-
-NAME_HELP = {"name": "fashion_mnist or mnist (default: fashion_mnist)"}
-
-
-@task(auto_shortflags=False, help={**NAME_HELP, "fresh": "prepare it again, even if it is (default: no)"})
-@told
-def prepare(c, name="fashion_mnist", fresh=False):
-    """Get a dataset: as prepared before, else from TFDS, else from Debian's package."""
-    shell(c)(startup.data_command("prepare", name, *(["--fresh"] if fresh else [])))
-
-
-@task(auto_shortflags=False, help=NAME_HELP)
-@told
-def verify_data(c, name="fashion_mnist"):
-    """Check every prepared file of a dataset against its recorded sha256."""
-    shell(c)(startup.data_command("verify", name))
-
-
-@task(auto_shortflags=False, help={"upgrade": "take the newest versions that the requirements allow (default: no)"})
-@told
-def lock(c, upgrade=False):
-    """Renew requirements/*.lock from requirements/*.in."""
-    for command in locks.lock_commands(upgrade=upgrade):
-        shell(c)(shlex.join(command))
+    sh = shell(c, quiet=True)
+    sh(startup.data_command("prepare", "fashion_mnist"))
+    sh(shlex.join([sys.executable, "-m", "tests.golden.losses"]))
 
 
 ns = Collection(
@@ -541,6 +402,6 @@ ns = Collection(
     test,
     golden,
 )
-ns.add_collection(Collection("image", build, base, reproduce, sbom))
-ns.add_collection(Collection("data", prepare, shard, verify=verify_data))
-ns.add_collection(Collection("requirements", lock))
+ns.add_collection(Collection("image", image.build, image.base, image.reproduce, image.sbom))
+ns.add_collection(Collection("data", data.prepare, data.shard, data.verify))
+ns.add_collection(Collection("requirements", requirements.lock))

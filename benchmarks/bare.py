@@ -9,10 +9,11 @@ import os
 import sys
 from pathlib import Path
 
-from cluster import runs
+from cluster import heartbeat
+from cluster.runs import RunFolder
 
 if __name__ == "__main__":
-    runs.HEARTBEAT_S = 10**6
+    heartbeat.HEARTBEAT_S = 10**6
     from train.__main__ import train
 
-    os._exit(train(runs.RunFolder(Path(sys.argv[1]))))
+    os._exit(train(RunFolder(Path(sys.argv[1]))))

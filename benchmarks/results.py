@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -155,8 +154,3 @@ def _tensorflow() -> str:
         except PackageNotFoundError:
             continue
     return "-"
-
-
-def dumps(found: Sequence[Row]) -> str:
-    """Return the rows as the text of `invoke bench --json`."""
-    return json.dumps({"figures": list(found)}, indent=2)

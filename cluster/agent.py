@@ -30,10 +30,11 @@ from pathlib import Path
 from cluster import barrier, restarts, summary, tf_config
 from cluster.errors import EXIT_FAILED, EXIT_PEER_LOST, EXIT_TIMEOUT, ClusterError, UsageError
 from cluster.files import read_json, write_json
+from cluster.heartbeat import Heartbeat
 from cluster.processes import as_exit_code, describe_exit, identity
 from cluster.program import Program, Trainer
 from cluster.restarts import SAME_STEP_LIMIT
-from cluster.runs import Heartbeat, RunFolder
+from cluster.runs import RunFolder
 from cluster.spare import Spare
 from cluster.spec import Role, Task
 from cluster.watchdog import FROZEN_S, Finding, Watchdog

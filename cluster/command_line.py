@@ -1,14 +1,17 @@
-"""What every task of `tasks.py` needs of invoke: positional arguments that may be left out, errors told in one line."""
+"""What every task needs of invoke: positional arguments that may be left out, errors told in one line, shown values."""
 
 from __future__ import annotations
 
 import functools
+import json
+import os
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from invoke import Context, Exit
-from invoke.exceptions import UnexpectedExit
+from invoke.exceptions import ThreadException, UnexpectedExit
 from invoke.parser.parser import ParseMachine
 
 from cluster import launch
@@ -17,11 +20,14 @@ from cluster.errors import (
     EXIT_INTERRUPTED,
     EXIT_PREREQUISITE,
     EXIT_TIMEOUT,
+    EXIT_UNREAD,
     EXIT_USAGE,
     ClusterError,
 )
+from cluster.request import Request
 from cluster.words import plain
 
+JSON_HELP = "print as JSON (default: no)"
 KNOWN_CODES = (EXIT_USAGE, EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_INTERRUPTED)
 
 _handle, _complete_context = ParseMachine.handle, ParseMachine.complete_context
@@ -54,32 +60,84 @@ def told(body: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(body)
     def wrapped(*arguments: Any, **options: Any) -> None:
-        try:
-            body(*arguments, **options)
-        except ClusterError as error:
-            raise Exit(f"error: {plain(str(error))}", code=error.exit_code) from None
-        except UnexpectedExit as error:
-            code = error.result.exited if error.result.exited in KNOWN_CODES else EXIT_FAILED
-            own = (
-                error.result.stderr.strip().rpartition("\n")[2].startswith("error: ")
-            )  # ours tell their errors themselves
-            said = None if own else f"error: {error.result.command!r} ended with exit code {error.result.exited}"
-            raise Exit(said, code=code) from None
-        except OSError as error:
-            raise Exit(
-                f"error: {plain(str(error.filename))}: {error.strerror}; mend that and try again", code=EXIT_FAILED
-            ) from None
-        except KeyboardInterrupt:
-            raise Exit("interrupted", code=EXIT_INTERRUPTED) from None
+        ended = _ended(body, arguments, options)
+        if _unread() and not (ended and ended.message):
+            ended = Exit(code=EXIT_UNREAD)
+        if ended:
+            raise ended
 
     return wrapped
 
 
-def shell(c: Context, *, aside: bool = False) -> Callable[[str], object]:
-    """Return what runs a command in the checkout and shows what it prints; `aside`, because a program reads stdout."""
+def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Exit | None:
+    """Run a task; return how it ended, if it says so."""
+    said = None
+    try:
+        body(*arguments, **options)
+        return None
+    except Exit as ended:
+        return ended
+    except ClusterError as error:
+        said, code = f"error: {plain(str(error))}", error.exit_code
+    except UnexpectedExit as error:
+        code = error.result.exited if error.result.exited in KNOWN_CODES else EXIT_FAILED
+        if not error.result.stderr.strip().rpartition("\n")[2].startswith("error: "):  # ours tell theirs themselves
+            said = f"error: {error.result.command!r} ended with exit code {error.result.exited}"
+    except BrokenPipeError:
+        code = EXIT_UNREAD
+    except ThreadException as error:  # from what shows a command's output
+        if any(each.type is not BrokenPipeError for each in error.exceptions):
+            raise
+        code = EXIT_UNREAD
+    except OSError as error:
+        said, code = f"error: {plain(str(error.filename))}: {error.strerror}; mend that and try again", EXIT_FAILED
+    except KeyboardInterrupt:
+        said, code = "interrupted", EXIT_INTERRUPTED
+    return Exit(said, code=code)
+
+
+def _unread() -> bool:
+    """Return whether nobody reads what is printed; then the rest goes nowhere, or Python would complain at its end."""
+    unread = False
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            unread = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return unread
+
+
+def request(c: Context, options: dict[str, Any]) -> Request:
+    """Return what a task's options and the words after `--` ask for."""
+    asked = {name: value for name, value in options.items() if name in Request.__dataclass_fields__}
+    typed = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
+    # invoke joins the words and loses their quotes.
+    words = typed if " ".join(typed) == c.remainder else shlex.split(c.remainder)
+    return Request(**asked, overrides=tuple(words))
+
+
+def show(value: Any, lines: Callable[[Any], Sequence[str]], *, as_json: bool) -> None:
+    """Print a value for programs, or as lines of text."""
+    if as_json:
+        print(json.dumps(value, indent=2))
+    elif text := lines(value):
+        print("\n".join(text))
+
+
+def shell(c: Context, *, aside: bool = False, quiet: bool = False) -> Callable[[str], object]:
+    """Return what runs a command in the checkout and shows what it prints.
+
+    Args:
+        c: the task's.
+        aside: show it on stderr, because a program reads stdout.
+        quiet: show what it prints alone, and not the command, because a program may read that.
+    """
 
     def sh(command: str) -> object:
         with c.cd(str(launch.ROOT)):
-            return c.run(command, echo=False, out_stream=sys.stderr) if aside else c.run(command)
+            if aside:
+                return c.run(command, echo=False, out_stream=sys.stderr)
+            return c.run(command, echo=False) if quiet else c.run(command)
 
     return sh

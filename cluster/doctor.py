@@ -10,8 +10,9 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+from cluster import bandwidth as allreduce
 from cluster import engine, gpu_host, launch, local, locks, tensorboard
-from cluster.errors import ClusterError
+from cluster.errors import ClusterError, UsageError
 from cluster.findings import Finding
 
 LOCKS = ("host", "train-cpu", "tensorboard")
@@ -23,8 +24,26 @@ def examine(port: int = tensorboard.PORT) -> list[Finding]:
     return [*machine, *gpu_host.examine()]
 
 
+def look(*, bandwidth: bool = False, gpus: str = "") -> dict[str, Any]:
+    """Return what this machine has and lacks, as `invoke doctor --json` shows it.
+
+    Args:
+        bandwidth: whether the all-reduce between GPUs is measured, too.
+        gpus: between which; empty for all.
+
+    Raises:
+        UsageError: GPUs are named, and nothing is measured between them.
+    """
+    if gpus and not bandwidth:
+        raise UsageError(
+            f"--gpus {gpus} without --bandwidth: it says between which to measure; add it, or leave both out"
+        )
+    measured = [allreduce.examine(gpus)] if bandwidth else []
+    return report([*examine(), *measured])
+
+
 def report(findings: list[Finding]) -> dict[str, Any]:
-    """Return the findings as `invoke doctor --json` shows them."""
+    """Return the findings, and whether none must be mended."""
     return {"ok": all(f.state != "failed" for f in findings), "findings": [asdict(f) for f in findings]}
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from dataclasses import dataclass
 
+from cluster import processes
 from cluster.errors import PrerequisiteError, UsageError, nearest
 
 RUNTIMES = ("auto", "docker", "local")
@@ -23,16 +23,8 @@ class Answer:
 
 def ask(*words: str, timeout_s: float = ANSWER_TIMEOUT_S) -> tuple[int, str]:
     """Run a docker command; return its exit code and its output, or the reason why there is none."""
-    try:
-        done = subprocess.run(["docker", *words], capture_output=True, text=True, timeout=timeout_s, check=False)
-    except FileNotFoundError:
-        return 127, "docker is not installed"
-    except PermissionError:
-        return 126, "docker may not be run by this user"
-    except subprocess.TimeoutExpired:
-        return 124, f"docker {words[0]} did not answer in {timeout_s:g} s"
-    told = done.stdout.strip() if done.returncode == 0 else done.stderr.strip() or done.stdout.strip()
-    return done.returncode, told
+    code, printed, complained = processes.ask(["docker", *words], timeout_s, f"docker {words[0]}")
+    return code, printed.strip() if code == 0 else complained.strip() or printed.strip()
 
 
 def probe() -> Answer:

@@ -1,7 +1,7 @@
 """Errors that users see: the value, what was expected, what to do next; and the exit code they end with.
 
 Exit codes are the same everywhere: 0 done, 1 the run failed, 2 wrong usage, 3 a prerequisite is missing, 4 timed out,
-130 interrupted.
+130 interrupted, 141 nobody reads what is printed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ EXIT_USAGE = 2
 EXIT_PREREQUISITE = 3
 EXIT_TIMEOUT = 4
 EXIT_INTERRUPTED = 130
+EXIT_UNREAD = 141
+"""As of any program that `| head` has seen enough of: SIGPIPE ends it."""
 
 EXIT_PEER_LOST = 75
 """Between a program and its agent: it ended because another task did (EX_TEMPFAIL of sysexits.h), try again."""

@@ -6,11 +6,10 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from cluster import compose, engine, gpus, images, toolkit
+from cluster import compose, engine, gpus, images, processes, toolkit
 from cluster.errors import PrerequisiteError
 from cluster.findings import Finding
 from cluster.words import counted
@@ -311,13 +310,10 @@ def ways() -> list[str]:
 
 def _toolkit_version() -> str:
     """Return the version of NVIDIA's container toolkit; empty where it is not installed."""
-    try:
-        done = subprocess.run(
-            ["nvidia-ctk", "--version"], capture_output=True, text=True, timeout=gpus.ANSWER_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
+    code, printed, _ = processes.ask(["nvidia-ctk", "--version"], gpus.ANSWER_TIMEOUT_S)
+    if code in (124, 126, 127):
         return ""
-    match = re.search(r"version (\S+)", done.stdout)
+    match = re.search(r"version (\S+)", printed)
     return match[1] if match else "of unknown version"
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from cluster import processes
 from cluster.errors import ClusterError, PrerequisiteError
 
 QUERY = ("--query-gpu=index,uuid,name,memory.total,mig.mode.current", "--format=csv,noheader,nounits")
@@ -61,15 +61,8 @@ class Machine:
 
 def ask(*words: str) -> tuple[int, str]:
     """Run `nvidia-smi`; return its exit code and output, or the reason why there is none."""
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", *words], capture_output=True, text=True, timeout=ANSWER_TIMEOUT_S, check=False
-        )
-    except OSError:
-        return 127, "nvidia-smi is not installed"
-    except subprocess.TimeoutExpired:
-        return 124, f"nvidia-smi did not answer in {ANSWER_TIMEOUT_S:g} s"
-    return done.returncode, done.stdout if done.returncode == 0 else (done.stdout.strip() or done.stderr.strip())
+    code, printed, complained = processes.ask(["nvidia-smi", *words], ANSWER_TIMEOUT_S)
+    return code, printed if code == 0 else printed.strip() or complained.strip()
 
 
 def machine(what: str, *, with_instances: bool = False) -> Machine:

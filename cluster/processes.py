@@ -1,4 +1,4 @@
-"""Operating-system processes: how one ended in words, which one a recorded id still means, who dies with whom."""
+"""Operating-system processes: what one answers, how it ended in words, which one a recorded id means, who dies when."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.errors import TimedOut
@@ -21,6 +23,31 @@ _MEANINGS = {
     "SIGTERM": "asked to end",
     "SIGBUS": "bus error, disk or shared memory full?",
 }
+
+
+def ask(command: Sequence[str], timeout_s: float, name: str = "") -> tuple[int, str, str]:
+    """Run a program that may be missing, may not be allowed, or may hang.
+
+    Args:
+        command: the program and its words.
+        timeout_s: after which it is ended.
+        name: what it is called where it does not answer in time; empty: the program.
+
+    Returns:
+        Its exit code, and what it printed on stdout and on stderr. Where it has none, what a shell would give, and on
+        stderr why.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except FileNotFoundError:
+        return 127, "", f"{command[0]} is not installed"
+    except PermissionError:
+        return 126, "", f"{command[0]} may not be run by this user"
+    except OSError as error:
+        return 126, "", f"{command[0]} cannot be run: {error.strerror}"
+    except subprocess.TimeoutExpired:
+        return 124, "", f"{name or command[0]} did not answer in {timeout_s:g} s"
+    return done.returncode, done.stdout, done.stderr
 
 
 def die_with_parent() -> None:

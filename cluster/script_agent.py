@@ -21,11 +21,12 @@ from pathlib import Path
 from cluster import tf_config
 from cluster.agent import PEER_LOST_PATIENCE_S, POLL_S, Agent
 from cluster.errors import EXIT_FAILED
+from cluster.heartbeat import Heartbeat
 from cluster.payload import CHIEF_AS_WORKER
 from cluster.processes import as_exit_code, describe_exit
 from cluster.program import Program, Script
 from cluster.restarts import SAME_STEP_LIMIT
-from cluster.runs import FINAL_STATES, LOST_AFTER_S, Heartbeat
+from cluster.runs import FINAL_STATES, LOST_AFTER_S
 from cluster.spec import Role, Task
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -70,6 +71,14 @@ def stop(run: RunFolder, by: str, timeout_s: float = STOP_TIMEOUT_S) -> dict[str
         return follow(run, lambda value: None, timeout_s)
     except TimedOut:
         raise TimedOut(f"run {run.name} did not stop in {timeout_s:g} s; `invoke down` ends it at once") from None
+
+
+def end(run: RunFolder, by: str, timeout_s: float, sh: startup.Shell) -> None:
+    """Ask a run to save and stop if it is in progress, and end whatever is left of it."""
+    if teardown.in_progress(run):
+        with contextlib.suppress(TimedOut):  # a run that cannot stop is ended all the same
+            stop(run, by, timeout_s)
+    teardown.remove(run, sh)
 
 
 def attend(run: RunFolder, runtime: str, port: int, detach: bool, sh: startup.Shell) -> int:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import tensorflow as tf
 from tensorflow import keras
 
-from cluster.runs import Heartbeat, RunFolder
+from cluster.heartbeat import Heartbeat
+from cluster.runs import RunFolder
 from cluster.spec import ClusterSpec, Role, Task
 from train import checkpoint, optimizers, steps
 from train.config import TrainConfig

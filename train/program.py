@@ -12,7 +12,8 @@ from tensorflow import keras
 
 from cluster.errors import ClusterError, PrerequisiteError, RunFailed
 from cluster.files import DISK_FULL, read_json
-from cluster.runs import Heartbeat, RunFolder
+from cluster.heartbeat import Heartbeat
+from cluster.runs import RunFolder
 from cluster.spec import Role, Task
 from train import custom, environment, evaluator, fit, guards, models, objectives, rehearsal, sources, strategy
 from train.assignment import Assignment

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from cluster.files import write_json
-from cluster.runs import HEARTBEAT_S
+from cluster.heartbeat import HEARTBEAT_S
 from train import export, loops
 from train.assignment import Assignment
 from train.data import memory

@@ -17,7 +17,8 @@ from tensorflow import keras
 
 from cluster.errors import UsageError
 from cluster.files import read_json, read_json_lines
-from cluster.runs import Heartbeat, RunFolder
+from cluster.heartbeat import Heartbeat
+from cluster.runs import RunFolder
 from train import callbacks, custom, objectives, sources
 from train.assignment import Assignment
 from train.config import Optimizer, TrainConfig

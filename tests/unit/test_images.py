@@ -60,7 +60,7 @@ def test_an_unknown_accelerator_must_be_refused() -> None:
 def test_an_unknown_accelerator_must_be_refused_before_any_engine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "ask", lambda *words, **_: pytest.fail(f"asked: docker {words}"))
     with pytest.raises(Exit, match="'xyz' has no image") as ended:
-        tasks.build(MockContext(), accelerator="xyz")
+        tasks.ns["image.build"](MockContext(), accelerator="xyz")
     assert EXIT_USAGE == ended.value.code
 
 

@@ -13,8 +13,9 @@ from invoke import Context, Exit
 
 import tasks
 from cluster import chaos, compose, files, launch, local, spec, startup, view
+from cluster.heartbeat import Heartbeat
 from cluster.request import Request
-from cluster.runs import Heartbeat, RunFolder
+from cluster.runs import RunFolder
 from tests.unit.launching import Commands
 
 MakeRun = Callable[..., RunFolder]

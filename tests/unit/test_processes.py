@@ -26,6 +26,28 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.parametrize(
+    ("command", "answer"),
+    [
+        (["sh", "-c", "echo yes; echo no >&2; exit 3"], (3, "yes\n", "no\n")),
+        (["absent-program"], (127, "", "absent-program is not installed")),
+        (["/"], (126, "", "/ may not be run by this user")),
+        (["/bin/sleep", "60"], (124, "", "/bin/sleep did not answer in 0.2 s")),
+    ],
+)
+def test_a_program_that_gives_no_answer_is_told_as_a_shell_would(
+    command: list[str], answer: tuple[int, str, str]
+) -> None:
+    assert answer == processes.ask(command, 0.2 if "60" in command else 30)
+
+
+def test_what_cannot_be_run_is_no_answer(tmp_path: Path) -> None:
+    program = tmp_path / "garbage"
+    program.write_bytes(b"\0")
+    program.chmod(0o755)
+    assert (126, "", f"{program} cannot be run: Exec format error") == processes.ask([str(program)], 30)
+
+
+@pytest.mark.parametrize(
     ("code", "told"),
     [
         (0, "exit code 0"),

@@ -14,6 +14,7 @@ from invoke import Exit, MockContext
 
 import tasks
 from cluster import contents, engine, images, reproduction
+from cluster.commands import image
 from cluster.engine import Answer
 from cluster.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, EXIT_USAGE, UsageError
 from tests.unit.saved_image import Layer, archive, packed
@@ -203,7 +204,7 @@ def test_only_the_first_differences_must_be_printed(tmp_path: Path) -> None:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, second: list[Layer], **options: Any) -> int:
-    monkeypatch.setattr(tasks, "shell", lambda c, **_: Shell([ENTRIES], second))
+    monkeypatch.setattr(image, "shell", lambda c, **_: Shell([ENTRIES], second))
     with pytest.raises(Exit) as ended:
         tasks.ns["image.reproduce"](MockContext(), **options)
     return int(ended.value.code)

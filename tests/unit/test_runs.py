@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from cluster import runs
+from cluster import heartbeat
 from cluster.errors import PrerequisiteError
 from cluster.files import RESERVE, read_json, write_json
-from cluster.runs import Heartbeat, RunFolder
+from cluster.heartbeat import Heartbeat
+from cluster.runs import RunFolder
 from tests.unit.together import together
 from tests.waiting import wait_for
 
@@ -62,7 +63,7 @@ def test_a_heartbeat_holds_what_the_contract_lists(run: RunFolder) -> None:
 
 
 def test_a_heartbeat_goes_on_by_itself_until_it_is_stopped(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.02)
     beat = Heartbeat(run, run.load_cluster().task("chief"), generation=0).start()
     first = read_json(run.status("chief"))["updated_at"]
     wait_for(lambda: read_json(run.status("chief"))["updated_at"] > first, "the next heartbeat")
@@ -77,7 +78,7 @@ def test_a_heartbeat_goes_on_by_itself_until_it_is_stopped(run: RunFolder, monke
 def test_a_heartbeat_that_was_handed_over_goes_on_until_its_new_owner_writes(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.02)
     task = run.load_cluster().task("chief")
     agents = Heartbeat(run, task, generation=0).start()
     agents.update(state="waiting")
@@ -113,7 +114,7 @@ def test_a_full_disk_does_not_end_the_task_that_reports_it(run: RunFolder, monke
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(runs, "write_json", full)
+    monkeypatch.setattr(heartbeat, "write_json", full)
     Heartbeat(run, run.load_cluster().task("chief"), generation=0).update(state="training")
     assert {} == run.heartbeats()
 

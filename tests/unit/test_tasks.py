@@ -14,10 +14,13 @@ from typing import Any
 
 import pytest
 from invoke import Config, Context, Exit, MockContext, Result, Task
+from invoke.exceptions import ThreadException
+from invoke.util import ExceptionWrapper
 
 import tasks
 from cluster import configuration, doctor, engine, images, launch, local, locks, startup, teardown, watch
 from cluster import tensorboard as board
+from cluster.command_line import told
 from cluster.errors import PrerequisiteError, TimedOut
 from cluster.files import write_json
 from cluster.findings import Finding
@@ -186,6 +189,41 @@ def test_an_error_is_one_line_with_its_exit_code(tmp_path: Path, words: list[str
     assert (code, 1, "") == (done.returncode, len(done.stderr.splitlines()), done.stdout)
     assert done.stderr.startswith(told)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "unbuffered", "ends"),
+    [
+        ("plan --runtime local --json", "", (141, 0)),
+        ("plan --runtime local --json", "1", (141, 0)),
+        ("status", "1", (2, 1)),  # what is wrong is told all the same
+    ],
+)
+def test_a_command_whose_output_nobody_reads_ends_quietly(words: str, unbuffered: str, ends: tuple[int, int]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as output:
+        done = subprocess.run(
+            [sys.executable, "-m", "invoke", *words.split()],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert ends == (done.returncode, len(done.stderr.splitlines())), done.stderr
+
+
+def test_a_command_that_shows_another_s_output_to_nobody_ends_quietly() -> None:
+    def show(error: Exception) -> None:
+        raise ThreadException([ExceptionWrapper({}, type(error), error, None)])
+
+    with pytest.raises(Exit) as ended:
+        told(show)(BrokenPipeError())
+    assert (141, None) == (ended.value.code, ended.value.message)
+    with pytest.raises(ThreadException):
+        told(show)(UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"))
 
 
 @pytest.mark.parametrize(

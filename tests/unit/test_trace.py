@@ -13,7 +13,8 @@ import pytest
 from cluster import digest, tensorboard, trace
 from cluster.errors import RunFailed, TimedOut, UsageError
 from cluster.files import read_json, write_json
-from cluster.runs import Heartbeat, RunFolder
+from cluster.heartbeat import Heartbeat
+from cluster.runs import RunFolder
 from tests.waiting import wait_for
 
 MakeRun = Callable[..., RunFolder]

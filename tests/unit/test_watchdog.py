@@ -12,7 +12,8 @@ import pytest
 
 from cluster import watchdog
 from cluster.files import read_json, write_json
-from cluster.runs import Heartbeat, RunFolder
+from cluster.heartbeat import Heartbeat
+from cluster.runs import RunFolder
 from cluster.spec import Role
 from tests.unit.gang import StartGang
 from tests.waiting import wait_for

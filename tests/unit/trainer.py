@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from cluster.files import read_json, write_json
-from cluster.runs import Heartbeat, RunFolder
+from cluster.heartbeat import Heartbeat
+from cluster.runs import RunFolder
 
 __all__ = [
     "GENERATION", "NAME", "RESTARTS",

@@ -1,0 +1,26 @@
+"""What `train.saved` is asked to do with a run's checkpoint or export, in a process that may import TensorFlow."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+
+from cluster import files, launch
+from cluster.runs import RunFolder
+
+
+def command(verb: str, run: RunFolder, *words: str) -> str:
+    """Return the command that evaluates, exports or predicts; run it from the root.
+
+    Args:
+        verb: a command of `python -m train.saved`.
+        run: whose checkpoint or export is read.
+        words: more options of that command.
+
+    Raises:
+        OSError: there is a link in what it reads or writes.
+    """
+    for part in (run.checkpoints, run.export, run.path / "metrics"):
+        files.refuse_links(part)  # TensorFlow would follow them
+    data = ["--data-dir", str(launch.data_dir())]
+    return shlex.join([sys.executable, "-m", "train.saved", verb, "--run-dir", str(run.path), *data, *words])
