@@ -24,8 +24,9 @@ from typing import Any
 from cluster import nursery, processes, summary, tf_config
 from cluster.errors import PrerequisiteError, TimedOut
 from cluster.files import open_file, read_json, write_json
+from cluster.heartbeat import Heartbeat
 from cluster.placement import NO_DEVICE, Placement
-from cluster.runs import Heartbeat, RunFolder
+from cluster.runs import RunFolder
 from cluster.spec import ClusterSpec
 from cluster.words import counted
 
