@@ -14,7 +14,7 @@ import pytest
 from cluster import doctor, gpu_host
 from cluster.findings import Finding
 from cluster.gpu_host import settings
-from tests.unit.conftest import NVIDIA
+from tests.conftest import NVIDIA
 
 Docker = Callable[[str], Path]
 Host = Callable[[str], None]
