@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from cluster.errors import PrerequisiteError, UsageError, nearest
 
 RUNTIMES = ("auto", "docker", "local")
 ANSWER_TIMEOUT_S = 10.0
+_ADVICE = re.compile(r"\s*(Run|See) 'docker [^']*--help'[^\n]*$")
+"""What the client says last, after the reason that is wanted."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,9 @@ def ask(*words: str, timeout_s: float = ANSWER_TIMEOUT_S) -> tuple[int, str]:
         return 126, "docker may not be run by this user"
     except subprocess.TimeoutExpired:
         return 124, f"docker {words[0]} did not answer in {timeout_s:g} s"
-    told = done.stdout.strip() if done.returncode == 0 else done.stderr.strip() or done.stdout.strip()
-    return done.returncode, told
+    if done.returncode:
+        return done.returncode, _ADVICE.sub("", done.stderr.strip()) or done.stdout.strip()
+    return 0, done.stdout.strip()
 
 
 def probe() -> Answer:
