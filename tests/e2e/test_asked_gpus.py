@@ -40,15 +40,13 @@ def noted(unavailable: Callable[[str], NoReturn]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters]:
+def clusters(tmp_path_factory: pytest.TempPathFactory) -> Clusters:
     """Commands on a fresh folder of runs, without prepared data."""
-    cluster = Clusters(tmp_path_factory.mktemp("asked"))
-    yield cluster
-    cluster.invoke("down")
+    return Clusters(tmp_path_factory.mktemp("asked"))
 
 
 @pytest.fixture
-def host(clusters: Clusters, nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> Context:
+def host(clusters: Clusters, nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> Iterator[Context]:
     """A host with eight GPUs, and the CPU image in place of the GPU image; what its commands run with."""
     nvidia_smi("8-h100-nvswitch")
     monkeypatch.setenv("RUNS_DIR", str(clusters.runs_dir))
@@ -59,7 +57,10 @@ def host(clusters: Clusters, nvidia_smi: Callable[[str], None], monkeypatch: pyt
     launch.data_dir().mkdir()
     context = Context(Config(overrides={"run": {"in_stream": False}}))
     context._set(remainder="")
-    return context
+    yield context
+    for run in teardown.leftovers(clusters.runs_dir):
+        teardown.kill(run, shell(context))
+    clusters.invoke("down")
 
 
 def asked(noted: Path, container: str) -> dict[str, list[str]]:
@@ -96,7 +97,6 @@ def test_each_task_must_ask_for_the_gpus_of_its_plan_and_the_others_for_none(
         _, board = engine.ask("ps", "--quiet", "--filter", f"publish={port}")
         assert board
         assert {} == asked(noted, board)
-    clusters.invoke("down")
 
 
 @pytest.mark.parametrize("way", placement.HANDOVERS)
@@ -110,8 +110,6 @@ def test_an_evaluator_must_ask_for_none(
     startup.start(planned, shell(host), began=0.0)
     found = {task: asked(noted, each["Id"]) for task, each in containers(planned.run).items()}
     assert {"chief": {way: ["5"]}, "evaluator": {}} == found
-    teardown.kill(planned.run, shell(host))
-    teardown.remove(planned.run, shell(host))
 
 
 def test_the_doctor_must_find_every_way_that_the_engine_can(noted: Path) -> None:
@@ -132,3 +130,8 @@ def test_the_doctor_s_container_must_ask_for_the_gpus_that_it_looks_at(
 ) -> None:
     code, name = gpu_host.run(way, ids, {}, "-c", "import socket; print(socket.gethostname())", timeout_s=60)
     assert (0, {way: expected}) == (code, asked(noted, name))
+
+
+def test_the_doctor_must_tell_why_its_container_does_not_start(noted: Path, host: Context) -> None:
+    finding = gpu_host.inside(*gpu_host.run("cdi", ("9",), {}, "-c", "", timeout_s=60), count=1)
+    assert "unresolvable CDI devices nvidia.com/gpu=9" in finding.detail
