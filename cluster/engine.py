@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 
 from cluster import processes
@@ -10,6 +11,8 @@ from cluster.errors import PrerequisiteError, UsageError, nearest
 
 RUNTIMES = ("auto", "docker", "local")
 ANSWER_TIMEOUT_S = 10.0
+_ADVICE = re.compile(r"\s*(Run|See) 'docker [^']*--help'[^\n]*$")
+"""What the client says last, after the reason that is wanted."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Answer:
 def ask(*words: str, timeout_s: float = ANSWER_TIMEOUT_S) -> tuple[int, str]:
     """Run a docker command; return its exit code and its output, or the reason why there is none."""
     code, printed, complained = processes.ask(["docker", *words], timeout_s, f"docker {words[0]}")
-    return code, printed.strip() if code == 0 else complained.strip() or printed.strip()
+    return code, printed.strip() if code == 0 else _ADVICE.sub("", complained.strip()) or printed.strip()
 
 
 def probe() -> Answer:

@@ -49,6 +49,7 @@ MIN_SHARED_BYTES = 2**30
 INSIDE_TIMEOUT_S = 120.0
 """Loading cuDNN from a cold disk and waking GPUs without persistence mode take tens of seconds."""
 BUILD = "invoke image.build --accelerator gpu"
+UNCONFINE = "use an engine that may lift limits: a rootless one, or one without CAP_SYS_RESOURCE, may not"
 INSIDE = """
 import ctypes, glob, json, os
 shm = os.statvfs("/dev/shm")
@@ -229,7 +230,8 @@ def inside(code: int, text: str, count: int) -> Finding:
     """
     check, last = "gpu image", text.splitlines()[-1] if text else "no output"
     if code:
-        return Finding(check, "failed", f"no container with all GPUs starts: {last}", toolkit.CONFIGURE)
+        fix = UNCONFINE if "setting rlimit" in last else toolkit.CONFIGURE
+        return Finding(check, "failed", f"no container with all GPUs starts: {last}", fix)
     try:
         told = json.loads(last)
         missing, shared = told["missing"], told["shared_bytes"]

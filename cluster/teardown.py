@@ -23,16 +23,13 @@ def is_docker(run: RunFolder) -> bool:
 def kill(run: RunFolder, sh: Callable[[str], object]) -> None:
     """End every task of a run at once, without saving."""
     run.end("stopped", task="user")
-    if is_docker(run):
-        sh(compose.command(run.compose, "kill"))
-    else:
-        local.kill(run)
+    remove(run, sh, grace_s=0)  # Compose's own `kill` fails where an agent has seen the outcome and ended first
 
 
-def remove(run: RunFolder, sh: Callable[[str], object]) -> None:
+def remove(run: RunFolder, sh: Callable[[str], object], *, grace_s: int = 10) -> None:
     """End and remove every process, container and network of a run. Its folder stays."""
     if is_docker(run):
-        sh(compose.command(run.compose, "down", "--timeout", "10", "--volumes", "--remove-orphans"))
+        sh(compose.command(run.compose, "down", "--timeout", str(grace_s), "--volumes", "--remove-orphans"))
     else:
         local.kill(run)
 

@@ -13,6 +13,7 @@ from cluster.errors import PrerequisiteError
 
 HOOK = "nvidia-container-runtime-hook"
 CONFIGURE = "`nvidia-ctk runtime configure --runtime=docker` and restart the engine"
+ENABLE = '`"features": {"cdi": true}`'
 SPECIFY = "`nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml`"
 
 
@@ -28,8 +29,8 @@ def check_engine(handover: str) -> None:
     if handover == "cdi":
         if not _specified(info):
             raise PrerequisiteError(
-                f"--gpu-runtime cdi: the engine knows no CDI device of NVIDIA's; install NVIDIA's container toolkit, "
-                f"run {SPECIFY}, and have CDI on in the engine"
+                "--gpu-runtime cdi: the engine knows no CDI device of NVIDIA's; install NVIDIA's container toolkit, "
+                f"run {SPECIFY}, have CDI on in the engine: before Docker Engine 28.2 by {ENABLE} in its daemon.json"
             )
     elif not has_runtime and not (handover == "reserve" and shutil.which(HOOK)):
         raise PrerequisiteError(

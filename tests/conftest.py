@@ -12,11 +12,12 @@ from typing import Any, NoReturn
 
 import pytest
 
-from cluster import engine, local, spec
+from cluster import engine, gpu_host, gpus, local, spec
 from cluster.files import write_json
 from cluster.runs import RunFolder
 
 LAST_LINES = 15
+NVIDIA = Path(__file__).parent / "unit" / "nvidia"
 
 # A shell that runs the suite in the background has it ignore SIGINT, and whatever it starts would, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -58,6 +59,28 @@ def make_run(tmp_path: Path) -> Callable[..., RunFolder]:
         return run
 
     return make
+
+
+# What a machine may have
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts an `nvidia-smi` on the PATH that says what is recorded of a host; see `nvidia/README.md`."""
+
+    def put(host: str) -> None:
+        recorded, program = NVIDIA / host, tmp_path / host / "nvidia-smi"
+        program.parent.mkdir()
+        program.write_text(
+            f'#!/bin/sh\ncase "$*" in\n"{" ".join(gpus.QUERY)}") exec /bin/cat {recorded}/query.csv;;\n'
+            f'"--query-gpu={",".join(gpu_host.FIELDS)} --format=csv,nounits") exec /bin/cat {recorded}/settings.csv;;\n'
+            f'"topo -m") exec /bin/cat {recorded}/topo.txt;;\n"-L") exec /bin/cat {recorded}/list.txt;;\n'
+            '*) echo "Invalid combination of input arguments." >&2; exit 2;;\nesac\n'
+        )
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+
+    return put
 
 
 # What a machine may lack

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -12,13 +11,11 @@ from typing import Any
 
 import pytest
 
-from cluster import configuration, gpu_host, gpus, local
+from cluster import configuration, local
 from cluster.files import read_json, write_json
 from cluster.runs import RunFolder
 from tests.unit.gang import Gang, StartGang
 from tests.unit.launching import CONFIG
-
-NVIDIA = Path(__file__).parent / "nvidia"
 
 
 @pytest.fixture
@@ -77,24 +74,5 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], P
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
         monkeypatch.setenv("PATH", str(program.parent))
         return calls
-
-    return put
-
-
-@pytest.fixture
-def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Puts an `nvidia-smi` on the PATH that says what is recorded of a host; see `nvidia/README.md`."""
-
-    def put(host: str) -> None:
-        recorded, program = NVIDIA / host, tmp_path / host / "nvidia-smi"
-        program.parent.mkdir()
-        program.write_text(
-            f'#!/bin/sh\ncase "$*" in\n"{" ".join(gpus.QUERY)}") exec /bin/cat {recorded}/query.csv;;\n'
-            f'"--query-gpu={",".join(gpu_host.FIELDS)} --format=csv,nounits") exec /bin/cat {recorded}/settings.csv;;\n'
-            f'"topo -m") exec /bin/cat {recorded}/topo.txt;;\n"-L") exec /bin/cat {recorded}/list.txt;;\n'
-            '*) echo "Invalid combination of input arguments." >&2; exit 2;;\nesac\n'
-        )
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
 
     return put

@@ -14,7 +14,7 @@ import pytest
 from cluster import doctor, gpu_host
 from cluster.findings import Finding
 from cluster.gpu_host import settings
-from tests.unit.conftest import NVIDIA
+from tests.conftest import NVIDIA
 
 Docker = Callable[[str], Path]
 Host = Callable[[str], None]
@@ -282,6 +282,12 @@ def test_a_container_that_tells_nothing_is_a_failure(code: int, text: str, detai
     found = gpu_host.inside(code, text, 1)
     assert "failed" == found.state
     assert detail in found.detail
+
+
+def test_an_engine_that_may_not_lift_limits_is_not_told_to_be_configured() -> None:
+    text = "docker: Error response from daemon: error setting rlimit type 8: operation not permitted: unknown"
+    assert "CAP_SYS_RESOURCE" in gpu_host.inside(125, text, 1).fix
+    assert "nvidia-ctk" in gpu_host.inside(125, "docker: no device driver", 1).fix
 
 
 def test_what_runs_inside_tells_of_a_place_without_cuda_too() -> None:

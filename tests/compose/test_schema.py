@@ -1,0 +1,99 @@
+"""Every Compose file of ours against the Compose Specification's own schema, which asks no Docker of this machine.
+
+Compose itself reads leniently where its release knows less or more; the specification is what any engine goes by. Its
+schema comes with check-jsonschema, which keeps a copy of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+from ruamel.yaml import YAML
+
+from cluster import compose, spec
+from cluster.compose import FILES, Containers
+from cluster.payload import Payload
+from cluster.placement import HANDOVERS, Placement
+
+TOPOLOGIES = {
+    "chief alone": {"workers": 0},
+    "synchronous": {"workers": 2},
+    "parameter servers": {"workers": 1, "ps": 2, "evaluator": True},
+}
+SCRIPT = Payload(Path("/theirs/train.py"), ("--epochs", "1"), (), None, Path("/packages/kept"))
+
+
+@pytest.fixture(scope="module")
+def validator() -> Draft202012Validator:
+    """The specification's schema."""
+    vendored = resources.files("check_jsonschema.builtin_schemas") / "vendor" / "compose-spec.json"
+    schema = json.loads(vendored.read_bytes())
+    assert "Compose Specification" == schema["title"]
+    Draft202012Validator.check_schema(schema)
+    return Draft202012Validator(schema)
+
+
+def complaints(validator: Draft202012Validator, document: Any) -> list[str]:
+    """Return where a document is not what the specification says, each with the reason."""
+    return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(document)]
+
+
+def overlay(topology: dict[str, Any], handover: str = "", *, scripted: bool = False) -> dict[str, Any]:
+    """Return what a run's `compose.json` holds: a task with GPUs has two, where there is a way to hand them over."""
+    cluster = spec.build(**topology)
+    named = [task.name for task in cluster.tasks if handover and task.role.value in ("chief", "worker")]
+    gpus = Placement({name: (str(2 * at), str(2 * at + 1)) for at, name in enumerate(named)}, "all", handover)
+    brought = (SCRIPT.mounts(), SCRIPT.environment(cluster, contained=True), True) if scripted else ()
+    containers = Containers(
+        Path("/runs/a-run"), Path("/data"), "tf-cluster/train:gpu", "1000:1000", *brought, gpus=gpus
+    )
+    words = SCRIPT.command(contained=True) if scripted else []
+    made = {"x-runtime": "docker", **compose.overlay(cluster, containers, words)} | gpus.record()
+    return json.loads(json.dumps(made))
+
+
+@pytest.mark.parametrize("path", sorted(FILES.iterdir()), ids=lambda path: path.name)
+def test_a_file_of_the_checkout_is_what_the_specification_says(validator: Draft202012Validator, path: Path) -> None:
+    assert [] == complaints(validator, YAML(typ="safe").load(path))  # JSON is YAML
+
+
+@pytest.mark.parametrize("scripted", [False, True], ids=["trainer", "script"])
+@pytest.mark.parametrize("handover", ["", *HANDOVERS], ids=["cpu", *HANDOVERS])
+@pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
+def test_an_overlay_is_what_the_specification_says(
+    validator: Draft202012Validator, topology: dict[str, Any], handover: str, scripted: bool
+) -> None:
+    assert [] == complaints(validator, overlay(topology, handover, scripted=scripted))
+
+
+def reservation(task: dict[str, Any]) -> dict[str, Any]:
+    return task["deploy"]["resources"]["reservations"]["devices"][0]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda task: task.update(device_ids=["0"]),
+        lambda task: task.update(runtime=["nvidia"]),
+        lambda task: task["ulimits"].update(memlock=True),
+        lambda task: reservation(task).pop("capabilities"),
+        lambda task: reservation(task).update(device_id=["0"]),
+        lambda task: reservation(task).update(device_ids="0"),
+    ],
+    ids=["a key of no service", "runtimes", "no limit", "no capabilities", "no such key of a device", "no list"],
+)
+def test_the_specification_says_enough(
+    validator: Draft202012Validator, spoil: Callable[[dict[str, Any]], object]
+) -> None:
+    made = overlay({"workers": 0}, "reserve")
+    spoilt = copy.deepcopy(made)
+    spoil(spoilt["services"]["chief"])
+    assert [] == complaints(validator, made)
+    assert complaints(validator, spoilt)

@@ -1,0 +1,137 @@
+"""Which GPUs containers ask an engine for, whose NVIDIA toolkit is a stand-in that only notes it (`.ci/nvidia/`).
+
+The plans are those of a recorded host with eight GPUs, and the CPU image stands in for that with CUDA: there is no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from invoke import Config, Context, Exit
+
+import tasks
+from cluster import compose, engine, gpu_host, images, launch, local, placement, startup, teardown
+from cluster.command_line import shell
+from cluster.files import read_json
+from cluster.payload import Payload
+from cluster.request import Request
+from tests.e2e.scenario import Clusters
+from tests.e2e.test_containers import containers
+
+pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("require_engine", "images")]
+
+CPU_IMAGE = images.train_image("cpu")
+FAKE = "FAKE_GPU_"
+"""What the stand-in's CDI devices put into a container's environment begins with it."""
+
+
+@pytest.fixture(scope="module")
+def noted(unavailable: Callable[[str], NoReturn]) -> Path:
+    """The folder where the engine's stand-in keeps what containers ask for: WAY/ID.json."""
+    _, text = engine.ask("info", "--format", "{{json .Runtimes}}")
+    folder = Path(json.loads(text).get("nvidia", {}).get("path", "/absent/runtime")).parent / "asked"
+    if not folder.is_absolute() or not folder.is_dir():
+        unavailable("the engine has no stand-in for NVIDIA's toolkit; .ci/engine gives one to an engine that it starts")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def clusters(tmp_path_factory: pytest.TempPathFactory) -> Clusters:
+    """Commands on a fresh folder of runs, without prepared data."""
+    return Clusters(tmp_path_factory.mktemp("asked"))
+
+
+@pytest.fixture
+def host(clusters: Clusters, nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> Iterator[Context]:
+    """A host with eight GPUs, and the CPU image in place of the GPU image; what its commands run with."""
+    nvidia_smi("8-h100-nvswitch")
+    monkeypatch.setenv("RUNS_DIR", str(clusters.runs_dir))
+    monkeypatch.setattr(images, "train_image", lambda accelerator: CPU_IMAGE)
+    monkeypatch.setattr(startup, "build_images", lambda sh, accelerator="cpu": None)  # a fixture has built both
+    # No engine may lift memlock without CAP_SYS_RESOURCE, which a machine for tests may lack.
+    monkeypatch.setattr(compose, "GPU_LIMITS", {"stack": compose.GPU_LIMITS["stack"]})
+    launch.data_dir().mkdir()
+    context = Context(Config(overrides={"run": {"in_stream": False}}))
+    context._set(remainder="")
+    yield context
+    for run in teardown.leftovers(clusters.runs_dir):
+        teardown.kill(run, shell(context))
+    clusters.invoke("down")
+
+
+def asked(noted: Path, container: str) -> dict[str, list[str]]:
+    """Return the GPUs that a container asked for, by the way in which it did; the beginning of its id is enough."""
+    found = {}
+    for record in noted.glob(f"*/{container}*.json"):
+        environment = dict(entry.split("=", 1) for entry in read_json(record)["process"]["env"])
+        devices = sorted(name.removeprefix(FAKE) for name in environment if name.startswith(FAKE))
+        named = environment.get("NVIDIA_VISIBLE_DEVICES", "").split(",")
+        found[record.parent.name] = devices if record.parent.name == "cdi" else named
+    return found
+
+
+@pytest.mark.parametrize("way", placement.HANDOVERS)
+def test_each_task_must_ask_for_the_gpus_of_its_plan_and_the_others_for_none(
+    clusters: Clusters, noted: Path, host: Context, tmp_path: Path, way: str
+) -> None:
+    script = tmp_path / "theirs" / "pause.py"
+    script.parent.mkdir()
+    script.parent.chmod(0o755)
+    script.write_text("import signal\n\nsignal.pause()\n")
+    port = local.free_ports(1)[0] if way == placement.HANDOVER else 0  # TensorBoard knows of no way: once is enough
+    with pytest.raises(Exit) as ended:
+        tasks.ns["up"](
+            host, name=f"asked-{way}", script=str(script), workers="1", ps="1", gpus="2,3,6,7", gpu_runtime=way,
+            runtime="docker", tensorboard_port=str(port), detach=True,
+        )  # fmt: skip
+    assert 0 == ended.value.code
+    run = clusters.run(f"asked-{way}")
+    expected = {"chief": {way: ["2", "3"]}, "worker-0": {way: ["6", "7"]}, "ps-0": {}}
+    assert expected == {task: asked(noted, found["Id"]) for task, found in containers(run).items()}
+    assert {"chief": ["2", "3"], "worker-0": ["6", "7"]} == read_json(run.compose)[placement.RECORD]
+    if port:
+        _, board = engine.ask("ps", "--quiet", "--filter", f"publish={port}")
+        assert board
+        assert {} == asked(noted, board)
+
+
+@pytest.mark.parametrize("way", placement.HANDOVERS)
+def test_an_evaluator_must_ask_for_none(
+    clusters: Clusters, noted: Path, host: Context, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(Payload, "command", lambda payload, *, contained: ["--", "sleep", "infinity"])
+    monkeypatch.setattr(startup, "_data_commands", lambda plan: [])
+    asked_for = {"gpus": "5,", "gpu_runtime": way, "runtime": "docker", "tensorboard_port": "0"}
+    planned = launch.plan(Request(name=f"evaluated-{way}", workers="0", evaluator=True, **asked_for))
+    startup.start(planned, shell(host), began=0.0)
+    found = {task: asked(noted, each["Id"]) for task, each in containers(planned.run).items()}
+    assert {"chief": {way: ["5"]}, "evaluator": {}} == found
+
+
+def test_the_doctor_must_find_every_way_that_the_engine_can(noted: Path) -> None:
+    assert set(placement.HANDOVERS) == set(gpu_host.ways())
+
+
+@pytest.mark.parametrize(
+    ("way", "ids", "expected"),
+    [
+        ("reserve", ("2", "3"), ["2", "3"]),
+        ("reserve", (), ["all"]),
+        ("cdi", ("2", "3"), ["2", "3"]),
+        ("cdi", (), list("01234567")),
+    ],
+)
+def test_the_doctor_s_container_must_ask_for_the_gpus_that_it_looks_at(
+    noted: Path, host: Context, way: str, ids: tuple[str, ...], expected: list[str]
+) -> None:
+    code, name = gpu_host.run(way, ids, {}, "-c", "import socket; print(socket.gethostname())", timeout_s=60)
+    assert (0, {way: expected}) == (code, asked(noted, name))
+
+
+def test_the_doctor_must_tell_why_its_container_does_not_start(noted: Path, host: Context) -> None:
+    finding = gpu_host.inside(*gpu_host.run("cdi", ("9",), {}, "-c", "", timeout_s=60), count=1)
+    assert "unresolvable CDI devices nvidia.com/gpu=9" in finding.detail
