@@ -153,9 +153,18 @@ def _read_only(source: Path, target: str) -> dict[str, Any]:
 
 
 def command(overlay_path: Path, *words: str) -> str:
-    """Return a `docker compose` command on a run's services."""
+    """Return a `docker compose` command on a run's services, as its overlay says."""
     files = ["-f", str(FILES / "compose.yaml"), "-f", str(overlay_path)]
     return shlex.join(["docker", "compose", "--progress=quiet", "--project-directory", str(ROOT), *files, *words])
+
+
+def ending(run_dir: Path, *words: str) -> str:
+    """Return a `docker compose` command that ends what a run started.
+
+    By the labels that the engine keeps, without the overlay: tasks can rewrite that, and Compose would do on the host,
+    and with other projects, what it then says.
+    """
+    return shlex.join(["docker", "compose", "--progress=quiet", "--project-name", project(run_dir), *words])
 
 
 def up(overlay_path: Path, spec: ClusterSpec) -> str:

@@ -24,7 +24,7 @@ def kill(run: RunFolder, sh: Callable[[str], object]) -> None:
     """End every task of a run at once, without saving."""
     run.end("stopped", task="user")
     if is_docker(run):
-        sh(compose.command(run.compose, "kill"))
+        sh(compose.ending(run.path, "kill"))
     else:
         local.kill(run)
 
@@ -32,7 +32,7 @@ def kill(run: RunFolder, sh: Callable[[str], object]) -> None:
 def remove(run: RunFolder, sh: Callable[[str], object]) -> None:
     """End and remove every process, container and network of a run. Its folder stays."""
     if is_docker(run):
-        sh(compose.command(run.compose, "down", "--timeout", "10", "--volumes", "--remove-orphans"))
+        sh(compose.ending(run.path, "down", "--timeout", "10", "--volumes", "--remove-orphans"))
     else:
         local.kill(run)
 

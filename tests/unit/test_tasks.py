@@ -16,7 +16,7 @@ import pytest
 from invoke import Config, Context, Exit, MockContext, Result, Task
 
 import tasks
-from cluster import configuration, doctor, engine, images, launch, local, locks, startup, teardown, watch
+from cluster import compose, configuration, doctor, engine, images, launch, local, locks, startup, teardown, watch
 from cluster import tensorboard as board
 from cluster.errors import PrerequisiteError, TimedOut
 from cluster.files import write_json
@@ -295,8 +295,9 @@ def test_an_engine_that_stops_half_way_leaves_nothing_behind(
     assert 1 == code
     assert message.startswith(f"error: 'cd {ROOT} && docker compose ")
     up, down = calls.read_text().splitlines()[-2:]
-    overlay = str(tmp_path / "runs" / "one" / "compose.json")
-    assert [True, True] == [overlay in up, overlay in down]
+    run_dir = tmp_path / "runs" / "one"
+    assert str(run_dir / "compose.json") in up
+    assert f" --project-name {compose.project(run_dir)} " in down
     assert down.endswith(" down --timeout 10 --volumes --remove-orphans")
 
 
