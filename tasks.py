@@ -15,7 +15,20 @@ from invoke import Collection, Context, Exit, task
 
 from cluster import bandwidth as allreduce
 from cluster import chaos as injection
-from cluster import configuration, files, images, launch, locks, reproduction, scaling, spec, startup, teardown, view
+from cluster import (
+    configuration,
+    files,
+    images,
+    launch,
+    locks,
+    reproduction,
+    scaling,
+    seal,
+    spec,
+    startup,
+    teardown,
+    view,
+)
 from cluster import doctor as checks
 from cluster import rerun as repeating
 from cluster import sbom as bill
@@ -37,6 +50,7 @@ from cluster.words import counted
 
 TASK_HELP = "task such as chief or worker-0 (default: every task)"
 RUN_HELP = "run folder's name (default: the current run)"
+TRUST_HELP = "take a run that this user did not start here, or that was changed since (default: no)"
 
 
 UP_HELP = {
@@ -60,6 +74,7 @@ UP_HELP = {
     "hang-timeout": "seconds without a new step after which every task starts again (default: 60)",
     "name": "name of the run (default: preset, date and time)",
     "resume": "go on with this run, on its own topology unless another is given (default: start a new run)",
+    "trust": TRUST_HELP,
     "fresh": "start a run of this --name again, its old folder is deleted (default: no)",
     "tensorboard-port": "port of TensorBoard on 127.0.0.1; 0: none (default: 6006)",
     "detach": "return once every task is training (default: stay until the end)",
@@ -86,7 +101,7 @@ def _dumps(value: object) -> str:
 def up(
     c, workers="", ps="", evaluator=False, preset="", loop="", script="", chief_as_worker=False, requirements="",
     strategy="", devices="", runtime="auto", gpus="", gpus_per_task="", gpu_runtime="", nccl_debug="",
-    bitwise_elastic="", checkpoint_every="", hang_timeout="", name="", resume="", fresh=False,
+    bitwise_elastic="", checkpoint_every="", hang_timeout="", name="", resume="", trust=False, fresh=False,
     tensorboard_port=str(board.PORT), detach=False, dry=False,
 ):  # fmt: skip
     """Bring up a cluster and train; overrides follow --, such as: invoke up -- --epochs 1."""
@@ -110,7 +125,7 @@ def up(
 def plan(
     c, workers="", ps="", evaluator=False, preset="", loop="", script="", chief_as_worker=False, requirements="",
     strategy="", devices="", runtime="auto", gpus="", gpus_per_task="", gpu_runtime="", nccl_debug="",
-    bitwise_elastic="", checkpoint_every="", hang_timeout="", name="", resume="", fresh=False,
+    bitwise_elastic="", checkpoint_every="", hang_timeout="", name="", resume="", trust=False, fresh=False,
     tensorboard_port=str(board.PORT), json=False,
 ):  # fmt: skip
     """Show what `up` would start with the same options, and start nothing."""
@@ -202,12 +217,13 @@ def stop(c, run=None):
         "workers": "worker tasks beside the chief; 0: the chief alone (default: as many as now)",
         "ps": "parameter servers (default: as many as now)",
         "run": RUN_HELP,
+        "trust": TRUST_HELP,
     },
 )
 @told
-def scale(c, workers="", ps="", run=""):
+def scale(c, workers="", ps="", run="", trust=False):
     """Go on with more or fewer workers: save at the same step on every task, and train on from there at once."""
-    raise Exit(code=scaling.scale(launch.find_run(run), workers, ps, shell(c)))
+    raise Exit(code=scaling.scale(launch.find_run(run), workers, ps, shell(c), trust=trust))
 
 
 @task(
@@ -234,9 +250,11 @@ def down(c, run=None, timeout="15"):
         print("TensorBoard is down")
 
 
-def _saved(c: Context, verb: str, run: str | None, *words: str) -> None:
+def _saved(c: Context, verb: str, run: str | None, trust: bool, *words: str) -> None:
     """Run a command of `python -m train.saved` on a run."""
     folder = launch.find_run(run or "")
+    if not trust:
+        seal.check(folder)
     for part in (folder.checkpoints, folder.export, folder.path / "metrics"):
         files.refuse_links(part)  # TensorFlow would follow them
     data = ["--data-dir", str(launch.data_dir())]
@@ -245,32 +263,35 @@ def _saved(c: Context, verb: str, run: str | None, *words: str) -> None:
         c.run(shlex.join(command), echo=False)  # what it prints may be read by a program
 
 
-@task(auto_shortflags=False, positional=["run"], optional=["run"], help={"run": RUN_HELP, "json": UP_HELP["json"]})
+SAVED_HELP = {"run": RUN_HELP, "trust": TRUST_HELP}
+
+
+@task(auto_shortflags=False, positional=["run"], optional=["run"], help={**SAVED_HELP, "json": UP_HELP["json"]})
 @told
-def evaluate(c, run=None, json=False):
+def evaluate(c, run=None, trust=False, json=False):
     """Evaluate a run's newest checkpoint on the whole test split, in one process without a strategy."""
-    _saved(c, "evaluate", run, *(["--json"] if json else []))
+    _saved(c, "evaluate", run, trust, *(["--json"] if json else []))
 
 
-@task(auto_shortflags=False, positional=["run"], optional=["run"], help={"run": RUN_HELP})
+@task(auto_shortflags=False, positional=["run"], optional=["run"], help=SAVED_HELP)
 @told
-def export(c, run=None):
+def export(c, run=None, trust=False):
     """Write a run's newest checkpoint as a SavedModel to its folder export/."""
-    _saved(c, "export", run)
+    _saved(c, "export", run, trust)
 
 
 @task(
     auto_shortflags=False,
     positional=["run"],
     optional=["run"],
-    help={"run": RUN_HELP, "image": "image file, resized to what the model takes (default: none, it must be named)"},
+    help={**SAVED_HELP, "image": "image file, resized to what the model takes (default: none, it must be named)"},
 )
 @told
-def predict(c, run=None, image=""):
+def predict(c, run=None, image="", trust=False):
     """Say what a run's exported model makes of an image."""
     if not image:
         raise UsageError("--image is missing: name an image file, such as --image boot.png")
-    _saved(c, "predict", run, "--image", str(Path(image).absolute()))
+    _saved(c, "predict", run, trust, "--image", str(Path(image).absolute()))
 
 
 @task(auto_shortflags=False, help={"port": UP_HELP["tensorboard-port"], "runtime": UP_HELP["runtime"]})
@@ -353,14 +374,16 @@ def bench(c, only="", rounds="5", runtime="auto", peers=False, quick=False, writ
         "run": RUN_HELP,
         "runtime": "auto, docker or local (default: the run's own)",
         "tolerance": "largest relative difference between two losses that passes for equal (default: 0)",
+        "trust": TRUST_HELP,
         "json": UP_HELP["json"],
     },
 )
 @told
-def rerun(c, run=None, runtime="", tolerance="0", json=False):
+def rerun(c, run=None, runtime="", tolerance="0", trust=False, json=False):
     """Make a run once more and compare every logged loss and the final weights; exit code 0 where they are the same."""
     folder = launch.find_run(run or "")
-    again, verdict = repeating.rerun(folder, runtime, repeating.parse_tolerance(tolerance), shell(c, aside=json))
+    bound, sh = repeating.parse_tolerance(tolerance), shell(c, aside=json)
+    again, verdict = repeating.rerun(folder, runtime, bound, sh, trust=trust)
     print(_dumps(repeating.to_json(again, verdict)) if json else "\n".join(repeating.lines(again, verdict)))
     raise Exit(code=repeating.exit_code(verdict))
 

@@ -16,6 +16,7 @@ from cluster import (
     local,
     packages,
     placement,
+    seal,
     spec,
     tensorboard,
     tf_config,
@@ -51,6 +52,8 @@ class Plan:
     resumes: bool
     replaces: bool
     gpus: Placement
+    trusts: bool
+    """Whether its run may go on though this user did not seal it."""
 
     @property
     def contained(self) -> bool:
@@ -144,6 +147,8 @@ def plan(request: Request, *, stops_first: bool = False) -> Plan:
     """
     check_together(request, scripted=bool(request.script))
     base = find_run(request.resume or request.again) if request.resume or request.again else None
+    if base and not request.trust:
+        seal.check(base)  # before anything is believed that it says
     if base and base.script:
         check_together(request, scripted=True)
     topology = topology_of(request, base.load_cluster() if base else None)
@@ -165,7 +170,19 @@ def plan(request: Request, *, stops_first: bool = False) -> Plan:
     how = (_containers if contained else _processes)(run, cluster, payload, given) | given.record()
     replaces = request.fresh and run.path.exists()
     return Plan(
-        run, cluster, config, payload, runtime, why, how, port, patience_s, bool(request.resume), replaces, given
+        run,
+        cluster,
+        config,
+        payload,
+        runtime,
+        why,
+        how,
+        port,
+        patience_s,
+        bool(request.resume),
+        replaces,
+        given,
+        request.trust,
     )
 
 
@@ -229,8 +246,9 @@ def _processes(run: RunFolder, cluster: spec.ClusterSpec, payload: Payload, give
 
 
 def _containers(run: RunFolder, cluster: spec.ClusterSpec, payload: Payload, given: Placement) -> dict[str, Any]:
-    """Return `compose.json` for containers, which must be able to read the payload."""
+    """Return `compose.json` for containers, which must be able to read the payload, and not our key."""
     check_readable(payload, compose.task_user())
+    seal.check_hidden([run.path.parent, data_dir(), *(folder for folder, _ in payload.mounts())])
     containers = compose.Containers(
         run.path,
         data_dir(),

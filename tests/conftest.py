@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from cluster import engine, local, spec
+from cluster import engine, local, seal, spec
 from cluster.files import write_json
 from cluster.runs import RunFolder
 
@@ -21,6 +21,14 @@ LAST_LINES = 15
 # A shell that runs the suite in the background has it ignore SIGINT, and whatever it starts would, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A key of the tests' own, to seal runs with."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +63,7 @@ def make_run(tmp_path: Path) -> Callable[..., RunFolder]:
         write_json(run.compose, {"runtime": "local", "tasks": {}})
         write_json(run.control / "started.json", {"time": time.time(), "runtime": "local"})
         run.begin_generation(0, resumed=False)
+        seal.write(run)
         return run
 
     return make

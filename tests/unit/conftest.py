@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cluster import configuration, gpu_host, gpus, local
+from cluster import configuration, gpu_host, gpus, local, seal
 from cluster.files import read_json, write_json
 from cluster.runs import RunFolder
 from tests.unit.gang import Gang, StartGang
@@ -44,6 +44,7 @@ def start_gang(make_run: Callable[..., RunFolder], tmp_path: Path) -> Iterator[S
         write_json(run.compose, how | {"tasks": {n: task for n, task in how["tasks"].items() if n not in absent}})
         started_as = read_json(run.control / "started.json") | {"hang_timeout_s": hang_timeout_s}
         write_json(run.control / "started.json", started_as)
+        seal.write(run)
         if stopped:
             run.request_stop("a test")
         started.append(run)
