@@ -43,6 +43,8 @@ class Containers:
     image: str
     user: str
     """`uid:gid`."""
+    memory_bytes: int
+    """What each of them may use of the machine's memory."""
     mounts: Sequence[tuple[Path, str]] = ()
     """Folders of the host that the tasks read, and where."""
     environment: Mapping[str, str | None] = field(default_factory=dict)
@@ -102,6 +104,8 @@ def _service(spec: ClusterSpec, task: Task, containers: Containers, command: lis
         "image": containers.image,
         "hostname": task.host,
         "user": containers.user,
+        "mem_limit": containers.memory_bytes,
+        "memswap_limit": containers.memory_bytes,  # of both together: no swap
         "environment": environment,
         "volumes": [
             {"type": "bind", "source": str(containers.run_dir), "target": run},

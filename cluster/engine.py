@@ -6,6 +6,7 @@ import json
 import subprocess
 from dataclasses import dataclass
 
+from cluster import processes
 from cluster.errors import PrerequisiteError, UsageError, nearest
 
 RUNTIMES = ("auto", "docker", "local")
@@ -50,6 +51,12 @@ def probe() -> Answer:
     if code != 0:
         return Answer(False, f"Docker Engine {version} has no Compose plugin (`docker compose version` fails)")
     return Answer(True, f"Docker Engine {version}, Compose {compose_version}")
+
+
+def memory_bytes() -> int:
+    """Return the memory of the engine's machine, perhaps a virtual one; where it does not tell, of this one."""
+    code, text = ask("info", "--format", "{{.MemTotal}}")
+    return int(text) if code == 0 and text.isdecimal() and int(text) else processes.total_bytes()
 
 
 def demand(what: str) -> None:

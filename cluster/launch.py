@@ -13,6 +13,7 @@ from cluster import (
     engine,
     gpus,
     images,
+    limits,
     local,
     packages,
     placement,
@@ -23,6 +24,7 @@ from cluster import (
 )
 from cluster.errors import UsageError, nearest
 from cluster.files import read_json
+from cluster.limits import Memory
 from cluster.payload import Payload, check_path, check_readable, check_script
 from cluster.placement import Placement
 from cluster.request import Request, check_together, check_tpu
@@ -52,6 +54,7 @@ class Plan:
     resumes: bool
     replaces: bool
     gpus: Placement
+    memory: Memory
     trusts: bool
     """Whether its run may go on though this user did not seal it."""
 
@@ -166,8 +169,12 @@ def plan(request: Request, *, stops_first: bool = False) -> Plan:
     if payload.script is None:
         _check_sharing(config, asked)
     contained = runtime != "local"
+    memory = _memory(request, base, len(asked.tasks), contained=contained)
     cluster = asked if contained else spec.build(**topology, ports=local.free_ports(len(asked.tasks)))
-    how = (_containers if contained else _processes)(run, cluster, payload, given) | given.record()
+    if contained:
+        how = _containers(run, cluster, payload, given, memory) | given.record()
+    else:
+        how = _processes(run, cluster, payload, given) | given.record()
     replaces = request.fresh and run.path.exists()
     return Plan(
         run,
@@ -182,8 +189,25 @@ def plan(request: Request, *, stops_first: bool = False) -> Plan:
         bool(request.resume),
         replaces,
         given,
+        memory,
         request.trust,
     )
+
+
+def _memory(request: Request, base: RunFolder | None, num_tasks: int, *, contained: bool) -> Memory:
+    """Return what each task may use of the machine's memory, as asked for now or when the run was started.
+
+    Raises:
+        UsageError: it was asked for where there can be none, or is no amount.
+    """
+    limits.parse(request.memory)  # a typo is told first
+    if request.memory and not contained:
+        raise UsageError(
+            f"--memory {request.memory}: local processes have no limit; leave it out, or use --runtime docker"
+        )
+    had = read_json(base.control / "started.json", {}).get("memory", "") if base else ""
+    wanted = request.memory or str(had)
+    return limits.of_containers(wanted, num_tasks, engine.memory_bytes()) if contained else Memory(wanted)
 
 
 def _place(request: Request, run: RunFolder, base: RunFolder | None, cluster: spec.ClusterSpec) -> Placement:
@@ -245,7 +269,9 @@ def _processes(run: RunFolder, cluster: spec.ClusterSpec, payload: Payload, give
     return local.processes_of(cluster, run.path, data_dir(), payload.command(contained=False), more, given)
 
 
-def _containers(run: RunFolder, cluster: spec.ClusterSpec, payload: Payload, given: Placement) -> dict[str, Any]:
+def _containers(
+    run: RunFolder, cluster: spec.ClusterSpec, payload: Payload, given: Placement, memory: Memory
+) -> dict[str, Any]:
     """Return `compose.json` for containers, which must be able to read the payload, and not our key."""
     check_readable(payload, compose.task_user())
     seal.check_hidden([run.path.parent, data_dir(), *(folder for folder, _ in payload.mounts())])
@@ -254,6 +280,7 @@ def _containers(run: RunFolder, cluster: spec.ClusterSpec, payload: Payload, giv
         data_dir(),
         images.train_image(given.accelerator),
         compose.task_user(),
+        memory.task_bytes,
         payload.mounts(),
         payload.environment(cluster, contained=True),
         way_out=payload.script is not None,

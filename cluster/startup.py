@@ -95,8 +95,10 @@ def check_machine(plan: Plan, ending: int = 0) -> None:
         local.check_memory(len(plan.cluster.tasks), ending)
         if plan.gpus.ids:
             toolkit.check_here()
-    elif plan.gpus.ids:
-        toolkit.check_engine(plan.gpus.handover)
+    else:
+        plan.memory.check(len(plan.cluster.tasks))
+        if plan.gpus.ids:
+            toolkit.check_engine(plan.gpus.handover)
     seal.key()
     try:
         runs_dir().mkdir(parents=True, exist_ok=True)
@@ -182,7 +184,7 @@ def _write_folder(plan: Plan, began: float) -> None:
     files.write_json(plan.run.config, plan.config)
     requirements = str(plan.payload.requirements) if plan.payload.requirements else ""
     started = {"time": began, "runtime": plan.runtime, "requirements": requirements}
-    started |= {"hang_timeout_s": plan.hang_timeout_s, "gpus": plan.gpus.to_json()}
+    started |= {"hang_timeout_s": plan.hang_timeout_s, "gpus": plan.gpus.to_json(), "memory": plan.memory.asked}
     files.write_json(plan.run.control / "started.json", started)
     _begin_life(plan)
     (runs_dir() / ".current").write_text(plan.run.name + "\n")

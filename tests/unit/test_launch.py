@@ -329,7 +329,8 @@ def test_a_container_start_builds_images_then_brings_up_every_task(
     assert commands[2].endswith("up --detach --no-build --pull never chief worker-0")
     assert f"-f {planned.run.compose}" in commands[2]
     asked = [call.split() for call in calls.read_text().splitlines()]
-    assert [["info", "--format", "{{json", ".ServerVersion}}"], ["compose", "version", "--short"]] == asked
+    probed = [["info", "--format", "{{json", ".ServerVersion}}"], ["compose", "version", "--short"]]
+    assert [*probed, ["info", "--format", "{{.MemTotal}}"]] == asked
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
