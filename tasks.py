@@ -29,6 +29,7 @@ from cluster.words import counted
 
 TASK_HELP = "task such as chief or worker-0 (default: every task)"
 RUN_HELP = "run folder's name (default: the current run)"
+TRUST_HELP = "take a run that this user did not start here, or that was changed since (default: no)"
 
 
 UP_HELP = {
@@ -47,11 +48,13 @@ UP_HELP = {
     "gpus-per-task": "GPUs of each of these tasks (default: --gpus shared out evenly)",
     "gpu-runtime": "how containers get them: reserve, cdi, or the older nvidia (default: reserve)",
     "nccl-debug": "what NCCL tells in the logs: VERSION, WARN, INFO or TRACE (default: WARN)",
+    "memory": "what each container may use, such as 8GiB; at that it is killed (default: its share of the machine's)",
     "bitwise-elastic": "virtual shards V: any number of replicas up to V gives the same bits (default: 0, none)",
     "checkpoint-every": "optimizer steps, or seconds such as 30s, between two checkpoints (default: 200)",
     "hang-timeout": "seconds without a new step after which every task starts again (default: 60)",
     "name": "name of the run (default: preset, date and time)",
     "resume": "go on with this run, on its own topology unless another is given (default: start a new run)",
+    "trust": TRUST_HELP,
     "fresh": "start a run of this --name again, its old folder is deleted (default: no)",
     "tensorboard-port": "port of TensorBoard on 127.0.0.1; 0: none (default: 6006)",
     "detach": "return once every task is training (default: stay until the end)",
@@ -65,7 +68,7 @@ UP_HELP = {
 def up(
     c, workers="", ps="", evaluator=False, preset="", loop="", script="", chief_as_worker=False, requirements="",
     strategy="", devices="", runtime="auto", gpus="", gpus_per_task="", gpu_runtime="", nccl_debug="",
-    bitwise_elastic="", checkpoint_every="", hang_timeout="", name="", resume="", fresh=False,
+    memory="", bitwise_elastic="", checkpoint_every="", hang_timeout="", name="", resume="", trust=False, fresh=False,
     tensorboard_port=str(board.PORT), detach=False, dry=False,
 ):  # fmt: skip
     """Bring up a cluster and train; overrides follow --, such as: invoke up -- --epochs 1."""
@@ -89,7 +92,7 @@ def up(
 def plan(
     c, workers="", ps="", evaluator=False, preset="", loop="", script="", chief_as_worker=False, requirements="",
     strategy="", devices="", runtime="auto", gpus="", gpus_per_task="", gpu_runtime="", nccl_debug="",
-    bitwise_elastic="", checkpoint_every="", hang_timeout="", name="", resume="", fresh=False,
+    memory="", bitwise_elastic="", checkpoint_every="", hang_timeout="", name="", resume="", trust=False, fresh=False,
     tensorboard_port=str(board.PORT), json=False,
 ):  # fmt: skip
     """Show what `up` would start with the same options, and start nothing."""
@@ -179,12 +182,13 @@ def stop(c, run=None):
         "workers": "worker tasks beside the chief; 0: the chief alone (default: as many as now)",
         "ps": "parameter servers (default: as many as now)",
         "run": RUN_HELP,
+        "trust": TRUST_HELP,
     },
 )
 @told
-def scale(c, workers="", ps="", run=""):
+def scale(c, workers="", ps="", run="", trust=False):
     """Go on with more or fewer workers: save at the same step on every task, and train on from there at once."""
-    raise Exit(code=scaling.scale(launch.find_run(run), workers, ps, shell(c)))
+    raise Exit(code=scaling.scale(launch.find_run(run), workers, ps, shell(c), trust=trust))
 
 
 @task(
@@ -208,32 +212,37 @@ def down(c, run=None, timeout="15"):
         print("TensorBoard is down")
 
 
-@task(auto_shortflags=False, positional=["run"], optional=["run"], help={"run": RUN_HELP, "json": JSON_HELP})
+SAVED_HELP = {"run": RUN_HELP, "trust": TRUST_HELP}
+
+
+@task(auto_shortflags=False, positional=["run"], optional=["run"], help={**SAVED_HELP, "json": JSON_HELP})
 @told
-def evaluate(c, run=None, json=False):
+def evaluate(c, run=None, trust=False, json=False):
     """Evaluate a run's newest checkpoint on the whole test split, in one process without a strategy."""
-    shell(c, quiet=True)(saved.command("evaluate", launch.find_run(run), *(["--json"] if json else [])))
+    shell(c, quiet=True)(saved.command("evaluate", launch.find_run(run), *(["--json"] if json else []), trust=trust))
 
 
-@task(auto_shortflags=False, positional=["run"], optional=["run"], help={"run": RUN_HELP})
+@task(auto_shortflags=False, positional=["run"], optional=["run"], help=SAVED_HELP)
 @told
-def export(c, run=None):
+def export(c, run=None, trust=False):
     """Write a run's newest checkpoint as a SavedModel to its folder export/."""
-    shell(c, quiet=True)(saved.command("export", launch.find_run(run)))
+    shell(c, quiet=True)(saved.command("export", launch.find_run(run), trust=trust))
 
 
 @task(
     auto_shortflags=False,
     positional=["run"],
     optional=["run"],
-    help={"run": RUN_HELP, "image": "image file, resized to what the model takes (default: none, it must be named)"},
+    help={**SAVED_HELP, "image": "image file, resized to what the model takes (default: none, it must be named)"},
 )
 @told
-def predict(c, run=None, image=""):
+def predict(c, run=None, image="", trust=False):
     """Say what a run's exported model makes of an image."""
     if not image:
         raise UsageError("--image is missing: name an image file, such as --image boot.png")
-    shell(c, quiet=True)(saved.command("predict", launch.find_run(run), "--image", str(Path(image).absolute())))
+    shell(c, quiet=True)(
+        saved.command("predict", launch.find_run(run), "--image", str(Path(image).absolute()), trust=trust)
+    )
 
 
 @task(auto_shortflags=False, help={"port": UP_HELP["tensorboard-port"], "runtime": UP_HELP["runtime"]})
@@ -310,14 +319,16 @@ def bench(c, only="", rounds="5", runtime="auto", peers=False, quick=False, writ
         "run": RUN_HELP,
         "runtime": "auto, docker or local (default: the run's own)",
         "tolerance": "largest relative difference between two losses that passes for equal (default: 0)",
+        "trust": TRUST_HELP,
         "json": JSON_HELP,
     },
 )
 @told
-def rerun(c, run=None, runtime="", tolerance="0", json=False):
+def rerun(c, run=None, runtime="", tolerance="0", trust=False, json=False):
     """Make a run once more and compare every logged loss and the final weights; exit code 0 where they are the same."""
     folder = launch.find_run(run or "")
-    again, verdict = repeating.rerun(folder, runtime, repeating.parse_tolerance(tolerance), shell(c, aside=json))
+    bound, sh = repeating.parse_tolerance(tolerance), shell(c, aside=json)
+    again, verdict = repeating.rerun(folder, runtime, bound, sh, trust=trust)
     show(repeating.to_json(again, verdict), lambda _: repeating.lines(again, verdict), as_json=json)
     raise Exit(code=repeating.exit_code(verdict))
 

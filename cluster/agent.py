@@ -27,7 +27,7 @@ import sys
 import time
 from pathlib import Path
 
-from cluster import barrier, restarts, summary, tf_config
+from cluster import barrier, cgroup, restarts, summary, tf_config
 from cluster.errors import EXIT_FAILED, EXIT_PEER_LOST, EXIT_TIMEOUT, ClusterError, UsageError
 from cluster.files import read_json, write_json
 from cluster.heartbeat import Heartbeat
@@ -65,6 +65,7 @@ class Agent:
         self.resumes = False
         self.exit_code: int | None = None
         self.spare = Spare(self._program, self.spec.tasks.index(self.task), len(self.spec.tasks))
+        self._kills_before = cgroup.kills()
 
     def main(self) -> int:
         """Live generation after generation until the run has an outcome."""
@@ -102,6 +103,7 @@ class Agent:
         life = {"GENERATION": str(generation), "RESTARTS": str(again)}
         self.run.programs(self.task.name).unlink(missing_ok=True)  # those of the life before
         program = self.spare.take() or self._program(os.environ | life)
+        self._kills_before = cgroup.kills()
         try:
             if self._meet(program, heartbeat, generation):
                 self._begin(program, heartbeat, life)
@@ -224,7 +226,7 @@ class Agent:
             self.run.end("stopped", task=finding.task)  # it cannot save any more; the newest checkpoint stays
         elif finding.kind == "frozen" and self.alone:
             program.end(0.0)
-            self._restart_alone(-signal.SIGKILL, finding.cause)
+            self._restart_alone(describe_exit(-signal.SIGKILL), finding.cause)
         else:
             self._begin_next(generation, finding.cause, None, failed_at=since, task=finding.task)
 
@@ -234,7 +236,9 @@ class Agent:
 
     def _act_on_exit(self, program: Program, generation: int) -> None:
         """Apply the failure policy to an ended program."""
-        code, error = program.wait(), program.last_line
+        code = program.wait()
+        cause = self._describe(code)
+        error = cause if self._ran_out_of_memory(code) else program.last_line  # which then was of something else
         if self.run.outcome:
             return  # whatever ends after the run changes nothing
         ended = read_json(self.run.status(self.task.name))["state"] in ("done", "stopped")
@@ -246,9 +250,9 @@ class Agent:
         elif self.run.stop_requested:
             self.run.end("stopped", task=self.task.name)
         elif self.alone:
-            self._restart_alone(code, error)
+            self._restart_alone(cause, error)
         elif code != EXIT_PEER_LOST:
-            self._begin_next(generation, describe_exit(code), error)
+            self._begin_next(generation, cause, error)
         elif not self._wait_until_over(generation, PEER_LOST_PATIENCE_S):
             self._begin_next(generation, "lost contact with the cluster", error)
 
@@ -269,11 +273,21 @@ class Agent:
             time.sleep(POLL_S)
         return self._over(generation)
 
-    def _restart_alone(self, code: int, error: str) -> None:
+    def _describe(self, code: int) -> str:
+        """Return why the program ended."""
+        if not self._ran_out_of_memory(code):
+            return describe_exit(code)
+        return f"killed for memory: the task may use {cgroup.limit_bytes() / 2**30:.1f} GiB, see --memory of up"
+
+    def _ran_out_of_memory(self, code: int) -> bool:
+        """Whether the kernel killed the program because its container had no memory left, and not the spare alone."""
+        return code == -signal.SIGKILL and cgroup.kills() > self._kills_before + int(self.spare.killed)
+
+    def _restart_alone(self, cause: str, error: str) -> None:
         """Start only this task's program again, unless it keeps dying at the same step."""
         step = self.run.newest_step
         if restarts.same_step([e["step"] for e in restarts.alone(self.run, self.task.name)], step):
-            told = self._told_of_last(step, describe_exit(code), error)
+            told = self._told_of_last(step, cause, error)
             if self.task.role != Role.EVALUATOR:
                 self.run.end("failed", task=self.task.name, exit_code=EXIT_FAILED, step=step, error=told)
                 return
@@ -281,7 +295,7 @@ class Agent:
             self.run.event(self.task.name, "gave up", step=step, error=told)
             self._wait_until_over(self.run.generation, float("inf"))
             return
-        self._restarted(step, describe_exit(code), error, time.time())
+        self._restarted(step, cause, error, time.time())
 
     def _restarted(self, step: int, cause: str, error: str | None, failed_at: float) -> None:
         self.run.event(self.task.name, "restarted", step=step, cause=cause, error=error, failed_at=failed_at)

@@ -43,6 +43,8 @@ class Containers:
     image: str
     user: str
     """`uid:gid`."""
+    memory_bytes: int
+    """What each of them may use of the machine's memory."""
     mounts: Sequence[tuple[Path, str]] = ()
     """Folders of the host that the tasks read, and where."""
     environment: Mapping[str, str | None] = field(default_factory=dict)
@@ -102,6 +104,8 @@ def _service(spec: ClusterSpec, task: Task, containers: Containers, command: lis
         "image": containers.image,
         "hostname": task.host,
         "user": containers.user,
+        "mem_limit": containers.memory_bytes,
+        "memswap_limit": containers.memory_bytes,  # of both together: no swap
         "environment": environment,
         "volumes": [
             {"type": "bind", "source": str(containers.run_dir), "target": run},
@@ -153,9 +157,18 @@ def _read_only(source: Path, target: str) -> dict[str, Any]:
 
 
 def command(overlay_path: Path, *words: str) -> str:
-    """Return a `docker compose` command on a run's services."""
+    """Return a `docker compose` command on a run's services, as its overlay says."""
     files = ["-f", str(FILES / "compose.yaml"), "-f", str(overlay_path)]
     return shlex.join(["docker", "compose", "--progress=quiet", "--project-directory", str(ROOT), *files, *words])
+
+
+def ending(run_dir: Path, *words: str) -> str:
+    """Return a `docker compose` command that ends what a run started.
+
+    By the labels that the engine keeps, without the overlay: tasks can rewrite that, and Compose would do on the host,
+    and with other projects, what it then says.
+    """
+    return shlex.join(["docker", "compose", "--progress=quiet", "--project-name", project(run_dir), *words])
 
 
 def up(overlay_path: Path, spec: ClusterSpec) -> str:

@@ -47,6 +47,12 @@ def probe() -> Answer:
     return Answer(True, f"Docker Engine {version}, Compose {compose_version}")
 
 
+def memory_bytes() -> int:
+    """Return the memory of the engine's machine, perhaps a virtual one; where it does not tell, of this one."""
+    code, text = ask("info", "--format", "{{.MemTotal}}")
+    return int(text) if code == 0 and text.isdecimal() and int(text) else processes.total_bytes()
+
+
 def demand(what: str) -> None:
     """Refuse what needs an engine where none answers.
 

@@ -205,10 +205,11 @@ class ContainerMeans(Means):
         # cgroup v2's file, else v1's.
         files = "/sys/fs/cgroup/memory.current /sys/fs/cgroup/memory/memory.usage_in_bytes"
         used = int(self._docker("exec", container, "sh", "-c", f"cat {files} 2>/dev/null | head -n 1"))
+        had = int(self._docker("inspect", "--format", "{{.HostConfig.Memory}}", container))
         limit = used + 2**27
         self._docker("update", "--memory", str(limit), "--memory-swap", str(limit), container)
-        plenty = str(processes.available_bytes() + limit)
-        self._undo.append(("update", "--memory", plenty, "--memory-swap", plenty, container))
+        before = str(had or processes.available_bytes() + limit)  # the engine takes no limit back
+        self._undo.append(("update", "--memory", before, "--memory-swap", before, container))
         # Killed or not, what counts is the program's end.
         engine.ask("exec", container, "python", "-c", _HOG, str(program), str(limit // 2**24 + 16), timeout_s=60)
 

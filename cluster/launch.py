@@ -13,15 +13,18 @@ from cluster import (
     engine,
     gpus,
     images,
+    limits,
     local,
     packages,
     placement,
+    seal,
     spec,
     tensorboard,
     tf_config,
 )
 from cluster.errors import UsageError, nearest
 from cluster.files import read_json
+from cluster.limits import Memory
 from cluster.payload import Payload, check_path, check_readable, check_script
 from cluster.placement import Placement
 from cluster.request import Request, check_together, check_tpu
@@ -51,6 +54,9 @@ class Plan:
     resumes: bool
     replaces: bool
     gpus: Placement
+    memory: Memory
+    trusts: bool
+    """Whether its run may go on though this user did not seal it."""
 
     @property
     def contained(self) -> bool:
@@ -144,6 +150,8 @@ def plan(request: Request, *, stops_first: bool = False) -> Plan:
     """
     check_together(request, scripted=bool(request.script))
     base = find_run(request.resume or request.again) if request.resume or request.again else None
+    if base and not request.trust:
+        seal.check(base)  # before anything is believed that it says
     if base and base.script:
         check_together(request, scripted=True)
     topology = topology_of(request, base.load_cluster() if base else None)
@@ -161,12 +169,45 @@ def plan(request: Request, *, stops_first: bool = False) -> Plan:
     if payload.script is None:
         _check_sharing(config, asked)
     contained = runtime != "local"
+    memory = _memory(request, base, len(asked.tasks), contained=contained)
     cluster = asked if contained else spec.build(**topology, ports=local.free_ports(len(asked.tasks)))
-    how = (_containers if contained else _processes)(run, cluster, payload, given) | given.record()
+    if contained:
+        how = _containers(run, cluster, payload, given, memory) | given.record()
+    else:
+        how = _processes(run, cluster, payload, given) | given.record()
     replaces = request.fresh and run.path.exists()
     return Plan(
-        run, cluster, config, payload, runtime, why, how, port, patience_s, bool(request.resume), replaces, given
+        run,
+        cluster,
+        config,
+        payload,
+        runtime,
+        why,
+        how,
+        port,
+        patience_s,
+        bool(request.resume),
+        replaces,
+        given,
+        memory,
+        request.trust,
     )
+
+
+def _memory(request: Request, base: RunFolder | None, num_tasks: int, *, contained: bool) -> Memory:
+    """Return what each task may use of the machine's memory, as asked for now or when the run was started.
+
+    Raises:
+        UsageError: it was asked for where there can be none, or is no amount.
+    """
+    limits.parse(request.memory)  # a typo is told first
+    if request.memory and not contained:
+        raise UsageError(
+            f"--memory {request.memory}: local processes have no limit; leave it out, or use --runtime docker"
+        )
+    had = read_json(base.control / "started.json", {}).get("memory", "") if base else ""
+    wanted = request.memory or str(had)
+    return limits.of_containers(wanted, num_tasks, engine.memory_bytes()) if contained else Memory(wanted)
 
 
 def _place(request: Request, run: RunFolder, base: RunFolder | None, cluster: spec.ClusterSpec) -> Placement:
@@ -228,14 +269,18 @@ def _processes(run: RunFolder, cluster: spec.ClusterSpec, payload: Payload, give
     return local.processes_of(cluster, run.path, data_dir(), payload.command(contained=False), more, given)
 
 
-def _containers(run: RunFolder, cluster: spec.ClusterSpec, payload: Payload, given: Placement) -> dict[str, Any]:
-    """Return `compose.json` for containers, which must be able to read the payload."""
+def _containers(
+    run: RunFolder, cluster: spec.ClusterSpec, payload: Payload, given: Placement, memory: Memory
+) -> dict[str, Any]:
+    """Return `compose.json` for containers, which must be able to read the payload, and not our key."""
     check_readable(payload, compose.task_user())
+    seal.check_hidden([run.path.parent, data_dir(), *(folder for folder, _ in payload.mounts())])
     containers = compose.Containers(
         run.path,
         data_dir(),
         images.train_image(given.accelerator),
         compose.task_user(),
+        memory.task_bytes,
         payload.mounts(),
         payload.environment(cluster, contained=True),
         way_out=payload.script is not None,

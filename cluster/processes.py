@@ -106,8 +106,17 @@ def kill(recorded: dict[str, int] | None, number: int) -> bool:
 
 def available_bytes() -> int:
     """Return the memory of this machine that can be had without swapping."""
+    return _meminfo("MemAvailable")
+
+
+def total_bytes() -> int:
+    """Return the memory of this machine."""
+    return _meminfo("MemTotal")
+
+
+def _meminfo(name: str) -> int:
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    return int(fields[name].split()[0]) * 1024
 
 
 def with_environment(name: str, value: str) -> list[int]:

@@ -40,11 +40,14 @@ class Request:
     gpus_per_task: str = ""
     gpu_runtime: str = ""
     nccl_debug: str = ""
+    memory: str = ""
     bitwise_elastic: str = ""
     checkpoint_every: str = ""
     hang_timeout: str = ""
     name: str = ""
     resume: str = ""
+    trust: bool = False
+    """Whether a run to go on with, or to make again, may be one that this user did not start."""
     again: str = ""
     """The run to make once more, in a folder of its own."""
     fresh: bool = False
@@ -102,6 +105,8 @@ def check_together(request: Request, *, scripted: bool) -> None:
         raise UsageError(f"--loop {request.loop!r} is not a loop{nearest(request.loop, LOOPS)}")
     if request.resume and (request.name or request.fresh):
         raise UsageError("--resume names its run: leave out --name and --fresh")
+    if request.trust and not request.resume and not request.again:
+        raise UsageError("--trust without --resume: it is for a run that somebody else started; leave it out")
     if request.resume and request.script:
         raise UsageError("--resume goes on with what its run was started with: leave out --script")
     trainer = {

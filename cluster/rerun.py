@@ -53,7 +53,9 @@ class Verdict:
         return [first, *(f"differs: {difference}" for difference in self.differences)]
 
 
-def rerun(run: RunFolder, runtime: str, tolerance: float, sh: startup.Shell) -> tuple[RunFolder, Verdict | None]:
+def rerun(
+    run: RunFolder, runtime: str, tolerance: float, sh: startup.Shell, *, trust: bool = False
+) -> tuple[RunFolder, Verdict | None]:
     """Make a run again and compare.
 
     Args:
@@ -61,6 +63,7 @@ def rerun(run: RunFolder, runtime: str, tolerance: float, sh: startup.Shell) -> 
         runtime: `docker`, `local`, or `auto`; empty: the run's own.
         tolerance: largest relative difference between two losses that is still taken for equal.
         sh: runs commands.
+        trust: whether the run may be one that this user did not start.
 
     Returns:
         The new run, and the verdict; None where it did not succeed.
@@ -69,7 +72,8 @@ def rerun(run: RunFolder, runtime: str, tolerance: float, sh: startup.Shell) -> 
         UsageError: there is nothing to compare with.
     """
     _check(run)
-    asked = Request(again=run.name, runtime=runtime or manifest.read(run)["runtime"], tensorboard_port="0")
+    runtime = runtime or manifest.read(run)["runtime"]
+    asked = Request(again=run.name, runtime=runtime, tensorboard_port="0", trust=trust)
     planned = launch.plan(asked)
     startup.start(planned, sh, began=time.time())
     try:

@@ -5,21 +5,25 @@ from __future__ import annotations
 import shlex
 import sys
 
-from cluster import files, launch
+from cluster import files, launch, seal
 from cluster.runs import RunFolder
 
 
-def command(verb: str, run: RunFolder, *words: str) -> str:
+def command(verb: str, run: RunFolder, *words: str, trust: bool = False) -> str:
     """Return the command that evaluates, exports or predicts; run it from the root.
 
     Args:
         verb: a command of `python -m train.saved`.
         run: whose checkpoint or export is read.
         words: more options of that command.
+        trust: read it although it may be somebody else's.
 
     Raises:
+        UsageError: the run is not this user's, or not as it was left.
         OSError: there is a link in what it reads or writes.
     """
+    if not trust:
+        seal.check(run)
     for part in (run.checkpoints, run.export, run.path / "metrics"):
         files.refuse_links(part)  # TensorFlow would follow them
     data = ["--data-dir", str(launch.data_dir())]

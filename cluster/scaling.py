@@ -22,7 +22,7 @@ SHOWN_COUNTS = 3
 """How many numbers of workers that would fit are named."""
 
 
-def scale(run: RunFolder, workers: str, ps: str, sh: startup.Shell) -> int:
+def scale(run: RunFolder, workers: str, ps: str, sh: startup.Shell, *, trust: bool = False) -> int:
     """Bring a run to another size and return once every task trains again, or with how the run ended instead.
 
     Args:
@@ -30,6 +30,7 @@ def scale(run: RunFolder, workers: str, ps: str, sh: startup.Shell) -> int:
         workers: worker tasks beside the chief, as typed; empty: as many as now.
         ps: parameter servers, as typed; empty: as many as now.
         sh: runs commands.
+        trust: whether the run's records may be other than this user left them.
 
     Returns:
         The exit code.
@@ -40,7 +41,7 @@ def scale(run: RunFolder, workers: str, ps: str, sh: startup.Shell) -> int:
         TimedOut: it did not stop, and goes on as it was.
     """
     before = run.load_cluster()
-    planned = plan(run, workers, ps)
+    planned = plan(run, workers, ps, trust=trust)
     startup.check_machine(planned, ending=len(before.tasks))
     if planned.contained:
         startup.require_image(sh, planned.gpus.accelerator)
@@ -58,7 +59,7 @@ def scale(run: RunFolder, workers: str, ps: str, sh: startup.Shell) -> int:
     return EXIT_DONE
 
 
-def plan(run: RunFolder, workers: str, ps: str) -> launch.Plan:
+def plan(run: RunFolder, workers: str, ps: str, *, trust: bool = False) -> launch.Plan:
     """Check that a run can be brought to a size and return what would be started. Changes nothing.
 
     Raises:
@@ -84,6 +85,7 @@ def plan(run: RunFolder, workers: str, ps: str) -> launch.Plan:
         ps=ps,
         runtime=read_json(run.control / "started.json")["runtime"],
         tensorboard_port="0",
+        trust=trust,
     )
     _check_size(run, had, spec.build(**topology(asked, had)))
     return launch.plan(asked, stops_first=True)

@@ -23,7 +23,7 @@ from cluster.agent import PEER_LOST_PATIENCE_S, POLL_S, Agent
 from cluster.errors import EXIT_FAILED
 from cluster.heartbeat import Heartbeat
 from cluster.payload import CHIEF_AS_WORKER
-from cluster.processes import as_exit_code, describe_exit
+from cluster.processes import as_exit_code
 from cluster.program import Program, Script
 from cluster.restarts import SAME_STEP_LIMIT
 from cluster.runs import FINAL_STATES, LOST_AFTER_S
@@ -78,7 +78,8 @@ class ScriptAgent(Agent):
             return
         others_had_failed = self._others_failed(generation)
         self.heartbeat.update(state="done" if code == 0 else "failed", exit_code=as_exit_code(code))
-        told = f"{describe_exit(code)}, last line: {error}" if error else describe_exit(code)
+        cause = self._describe(code)
+        told = f"{cause}, last line: {error}" if error else cause
         # An abort is TensorFlow's own when it hears that another task failed.
         killed = code < 0 and not (code == -signal.SIGABRT and others_had_failed)
         if self.run.stop_requested:
@@ -86,13 +87,13 @@ class ScriptAgent(Agent):
         elif code == 0:
             self._await_outcome(generation)
         elif killed and self.alone:
-            self._restart_alone(code, error)
+            self._restart_alone(cause, error)
         elif killed:
-            self._begin_next(generation, describe_exit(code), error)
+            self._begin_next(generation, cause, error)
         elif self._another_died(generation, 2 * PEER_LOST_PATIENCE_S if others_had_failed else PEER_LOST_PATIENCE_S):
             return
         elif self._worker_restarted(generation, ended_at):
-            self._begin_next(generation, f"{describe_exit(code)}, after a worker had died", error)
+            self._begin_next(generation, f"{cause}, after a worker had died", error)
         else:
             self.run.end("failed", task=self.task.name, exit_code=EXIT_FAILED, error=told)
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from cluster import cgroup
 from cluster.processes import available_bytes
 from cluster.program import Program
 
@@ -24,6 +26,8 @@ OFFERED = 1000
 """The kernel's highest score: a spare goes before anything that trains."""
 RESERVE_BYTES = 2 * 2**30
 """Free memory that spares leave to the programs that train."""
+OWN_RESERVE_BYTES = 2**29
+"""What a spare leaves to its own task of the memory that this may use."""
 
 
 class Spare:
@@ -49,6 +53,11 @@ class Spare:
         """Whether there is nothing to decide: it is there, or not wanted."""
         return self._program is not None or not self._wanted
 
+    @property
+    def killed(self) -> bool:
+        """Whether the spare that there was has been killed."""
+        return self._program is not None and self._program.ended and self._program.wait() == -signal.SIGKILL
+
     def keep(self, *, training: bool) -> None:
         """Have a spare if it is time for one: called often while the task's program lives.
 
@@ -60,7 +69,8 @@ class Spare:
             return
         if self.settled or time.monotonic() - self._training_since < self._delay_s:
             return
-        if available_bytes() < RESERVE_BYTES + MEMORY_BYTES * self._num_tasks:
+        short = available_bytes() < RESERVE_BYTES + MEMORY_BYTES * self._num_tasks
+        if short or cgroup.room_bytes() < OWN_RESERVE_BYTES + MEMORY_BYTES:
             self._wanted = False
             return
         self._program = self._start(dict(os.environ) | {"SPARE": "1"})

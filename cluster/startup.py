@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster import compose, engine, files, images, local, manifest, packages, tensorboard, toolkit
+from cluster import compose, engine, files, images, local, manifest, packages, seal, tensorboard, toolkit
 from cluster.errors import PrerequisiteError
 from cluster.launch import MIN_FREE_BYTES, Plan, data_dir, runs_dir, shown
 from cluster.payload import lay_out
@@ -44,6 +44,8 @@ def go_on(plan: Plan, sh: Shell) -> None:
 
     Its configuration stays, and so does the time of its start: it is the same run.
     """
+    if not plan.trusts:
+        seal.check(plan.run)  # once more: tasks lived until now, and what is sealed next must be what was checked
     if not (stop := _begin_life(plan)).get("then", SCALE):
         plan.run.request_stop(stop["by"])  # somebody else's, which came too late for the tasks that ended
     _start_tasks(plan, sh)
@@ -87,14 +89,17 @@ def check_machine(plan: Plan, ending: int = 0) -> None:
         ending: tasks that end before.
 
     Raises:
-        PrerequisiteError: memory, disk space, a port, or what hands GPUs to the tasks is missing.
+        PrerequisiteError: memory, disk space, a port, the key, or what hands GPUs to the tasks is missing.
     """
     if plan.runtime == "local":
         local.check_memory(len(plan.cluster.tasks), ending)
         if plan.gpus.ids:
             toolkit.check_here()
-    elif plan.gpus.ids:
-        toolkit.check_engine(plan.gpus.handover)
+    else:
+        plan.memory.check(len(plan.cluster.tasks))
+        if plan.gpus.ids:
+            toolkit.check_engine(plan.gpus.handover)
+    seal.key()
     try:
         runs_dir().mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -179,7 +184,7 @@ def _write_folder(plan: Plan, began: float) -> None:
     files.write_json(plan.run.config, plan.config)
     requirements = str(plan.payload.requirements) if plan.payload.requirements else ""
     started = {"time": began, "runtime": plan.runtime, "requirements": requirements}
-    started |= {"hang_timeout_s": plan.hang_timeout_s, "gpus": plan.gpus.to_json()}
+    started |= {"hang_timeout_s": plan.hang_timeout_s, "gpus": plan.gpus.to_json(), "memory": plan.memory.asked}
     files.write_json(plan.run.control / "started.json", started)
     _begin_life(plan)
     (runs_dir() / ".current").write_text(plan.run.name + "\n")
@@ -194,6 +199,7 @@ def _begin_life(plan: Plan) -> dict[str, Any]:
     files.write_json(plan.run.cluster, plan.cluster.to_json())
     files.write_json(plan.run.compose, plan.compose)
     manifest.write(plan)
+    seal.write(plan.run)
     plan.run.begin_generation(plan.run.generation + 1 if plan.resumes else 0, resumed=plan.resumes)
     if not plan.resumes:
         return {}

@@ -29,7 +29,7 @@ def kill(run: RunFolder, sh: Callable[[str], object]) -> None:
 def remove(run: RunFolder, sh: Callable[[str], object], *, grace_s: int = 10) -> None:
     """End and remove every process, container and network of a run. Its folder stays."""
     if is_docker(run):
-        sh(compose.command(run.compose, "down", "--timeout", str(grace_s), "--volumes", "--remove-orphans"))
+        sh(compose.ending(run.path, "down", "--timeout", str(grace_s), "--volumes", "--remove-orphans"))
     else:
         local.kill(run)
 

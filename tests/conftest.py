@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from cluster import engine, gpu_host, gpus, local, spec
+from cluster import engine, gpu_host, gpus, local, seal, spec
 from cluster.files import write_json
 from cluster.runs import RunFolder
 
@@ -22,6 +22,14 @@ NVIDIA = Path(__file__).parent / "unit" / "nvidia"
 # A shell that runs the suite in the background has it ignore SIGINT, and whatever it starts would, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A key of the tests' own, to seal runs with."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +64,7 @@ def make_run(tmp_path: Path) -> Callable[..., RunFolder]:
         write_json(run.compose, {"runtime": "local", "tasks": {}})
         write_json(run.control / "started.json", {"time": time.time(), "runtime": "local"})
         run.begin_generation(0, resumed=False)
+        seal.write(run)
         return run
 
     return make

@@ -34,6 +34,7 @@ TOPOLOGIES = {
     "synchronous": {"workers": 2},
     "parameter servers": {"workers": 2, "ps": 2, "evaluator": True},
 }
+MEMORY_BYTES = 8 * 2**30
 EVERY_TASK = ["chief", "worker-0", "worker-1", "ps-0", "ps-1", "evaluator"]
 
 Config = Callable[..., dict[str, Any]]
@@ -55,9 +56,8 @@ def config(compose_cli: None, tmp_path: Path) -> Config:
     def read(
         command: list[str] | None = None, data_dir: str = "data", brought: dict[str, Any] | None = None, **topology: Any
     ) -> dict[str, Any]:
-        containers = Containers(
-            tmp_path / "runs" / "a-run", tmp_path / data_dir, "tf-cluster/train:cpu", "1000:1000", **(brought or {})
-        )
+        run_dir, image = tmp_path / "runs" / "a-run", "tf-cluster/train:cpu"
+        containers = Containers(run_dir, tmp_path / data_dir, image, "1000:1000", MEMORY_BYTES, **(brought or {}))
         overlay = tmp_path / "compose.json"
         overlay.write_text(json.dumps(compose.overlay(spec.build(**topology), containers, command or [])))
         return read_config(compose.command(overlay, "config", "--format", "json"))
@@ -102,6 +102,14 @@ def test_every_task_is_locked_down(config: Config) -> None:
         assert not {"ports", "privileged", "cap_add", "devices", "network_mode", "pid", "ipc"} & set(task), name
         assert ["/tmp:mode=1777,size=1g"] == task["tmpfs"], name
         assert 0 < task["pids_limit"] <= 4096, name
+
+
+def test_a_task_has_so_much_memory_and_no_swap(config: Config) -> None:
+    services = [config(**TOPOLOGIES["parameter servers"]), config(workers=1, brought={"way_out": True})]
+    services += [config(workers=1, brought=with_gpus(handover)) for handover in ("reserve", "cdi", "nvidia")]
+    for name, task in ((name, task) for read in services for name, task in read["services"].items()):
+        assert (MEMORY_BYTES, MEMORY_BYTES) == (int(task["mem_limit"]), int(task["memswap_limit"])), name
+        assert "limits" not in task.get("deploy", {}).get("resources", {}), name
 
 
 def test_every_task_can_be_watched_stopped_and_brought_back(config: Config) -> None:
@@ -339,7 +347,7 @@ def example(*, gpus: bool) -> str:
     cluster: ClusterSpec = spec.build(1, 1, devices=2) if gpus else spec.build(2, 1, evaluator=True)
     folder = Path("/path/to/this/checkout")
     image, more = ("tf-cluster/train:gpu", with_gpus()) if gpus else ("tf-cluster/train:cpu", {})
-    containers = Containers(folder / "runs" / "example", folder / "data", image, "1000:1000", **more)
+    containers = Containers(folder / "runs" / "example", folder / "data", image, "1000:1000", MEMORY_BYTES, **more)
     text = json.dumps(compose.overlay(cluster, containers, []), indent=2) + "\n"
     return text.replace(f"{FILES}/", "")  # the templates lie beside the example
 

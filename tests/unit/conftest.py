@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cluster import configuration, local
+from cluster import configuration, local, seal
 from cluster.files import read_json, write_json
 from cluster.runs import RunFolder
 from tests.unit.gang import Gang, StartGang
@@ -44,6 +44,7 @@ def start_gang(make_run: Callable[..., RunFolder], tmp_path: Path) -> Iterator[S
         write_json(run.compose, how | ({"preload": preload} if preload else {}))
         started_as = read_json(run.control / "started.json") | {"hang_timeout_s": hang_timeout_s}
         write_json(run.control / "started.json", started_as)
+        seal.write(run)
         if stopped:
             run.request_stop("a test")
         started.append(run)

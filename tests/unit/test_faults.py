@@ -194,22 +194,23 @@ def test_a_slow_container_gets_every_core_back(run: RunFolder, docker: Engine) -
     assert [("update", "--cpus", str(os.cpu_count()), "c0ffee")] == docker.done()
 
 
-def test_a_container_without_memory_gets_plenty_back(
-    run: RunFolder, docker: Engine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("had", "expected"), [(0, 2**30 + 2**27 + 5000), (2**33, 2**33)])
+def test_a_container_without_memory_gets_its_own_back_or_plenty(
+    run: RunFolder, docker: Engine, monkeypatch: pytest.MonkeyPatch, had: int, expected: int
 ) -> None:
     monkeypatch.setattr(faults.processes, "available_bytes", lambda: 5000)
-    docker.answers["exec"] = (0, str(2**30))
+    docker.answers |= {"exec": (0, str(2**30)), "inspect": (0, str(had))}
     means = faults.means(run)
     means.exhaust_memory("worker-0")
-    used, update, hog = docker.done()
+    used, inspect, update, hog = docker.done()
+    assert ("inspect", "--format", "{{.HostConfig.Memory}}", "c0ffee") == inspect
     assert ("exec", "c0ffee", "sh", "-c") == used[:4] and "memory.current" in used[4]
     limit = 2**30 + 2**27
     assert ("update", "--memory", str(limit), "--memory-swap", str(limit), "c0ffee") == update
     assert ("exec", "c0ffee", "python", "-c") == hog[:4]
     assert ("7", str(limit // 2**24 + 16)) == hog[5:]  # until the program is gone, and never more than fits
     means.relieve("worker-0")
-    plenty = str(limit + 5000)
-    assert [("update", "--memory", plenty, "--memory-swap", plenty, "c0ffee")] == docker.done()
+    assert [("update", "--memory", str(expected), "--memory-swap", str(expected), "c0ffee")] == docker.done()
 
 
 def test_the_hog_ends_with_the_program_that_it_starves() -> None:

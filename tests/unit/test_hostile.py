@@ -276,7 +276,9 @@ def test_an_overlay_holds_what_was_meant_and_no_variable(
 ) -> None:
     given_gpus = Placement({"chief": (gpu,)})
     run_dir, mounts = Path("/runs") / folder, [(Path("/") / data, "/code/0")]
-    containers = Containers(run_dir, Path("/") / data, "i", "1:1", mounts, {"X": value}, way_out=True, gpus=given_gpus)
+    containers = Containers(
+        run_dir, Path("/") / data, "i", "1:1", 2**30, mounts, {"X": value}, way_out=True, gpus=given_gpus
+    )
     read = json.loads(json.dumps(compose.overlay(spec.build(0), containers, command)))
     assert all("$" not in text.replace("$$", "") for text in strings(read))
     chief = read["services"]["chief"]
@@ -287,7 +289,13 @@ def test_an_overlay_holds_what_was_meant_and_no_variable(
     (device,) = chief["deploy"]["resources"]["reservations"]["devices"]
     assert [gpu] == [text.replace("$$", "$") for text in device["device_ids"]]
     own = {"extends", "image", "hostname", "user", "environment", "volumes", "labels", "networks", "command"}
-    assert set(chief) <= own | {"deploy", "shm_size", "ulimits"}  # no word becomes another key
+    assert set(chief) <= own | {
+        "mem_limit",
+        "memswap_limit",
+        "deploy",
+        "shm_size",
+        "ulimits",
+    }  # no word becomes another key
 
 
 # TF_CONFIG

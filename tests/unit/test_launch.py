@@ -13,7 +13,19 @@ from typing import Any
 
 import pytest
 
-from cluster import configuration, engine, images, launch, local, payload, request, startup, teardown, tensorboard
+from cluster import (
+    compose,
+    configuration,
+    engine,
+    images,
+    launch,
+    local,
+    payload,
+    request,
+    startup,
+    teardown,
+    tensorboard,
+)
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, PrerequisiteError, UsageError
 from cluster.files import read_json, write_json
 from cluster.request import Request
@@ -317,7 +329,8 @@ def test_a_container_start_builds_images_then_brings_up_every_task(
     assert commands[2].endswith("up --detach --no-build --pull never chief worker-0")
     assert f"-f {planned.run.compose}" in commands[2]
     asked = [call.split() for call in calls.read_text().splitlines()]
-    assert [["info", "--format", "{{json", ".ServerVersion}}"], ["compose", "version", "--short"]] == asked
+    probed = [["info", "--format", "{{json", ".ServerVersion}}"], ["compose", "version", "--short"]]
+    assert [*probed, ["info", "--format", "{{.MemTotal}}"]] == asked
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
@@ -350,7 +363,7 @@ def test_what_was_started_is_ended_by_its_own_engine(
     teardown.kill(run, commands)
     teardown.remove(run, commands)
     assert "stopped" == run.outcome["state"]
-    assert expected == [command.partition(f"{run.compose} ")[2] for command in commands]
+    assert expected == [command.partition(f" --project-name {compose.project(run.path)} ")[2] for command in commands]
     assert killed == ([] if expected else [run, run])
 
 

@@ -13,7 +13,7 @@ import pytest
 from invoke import MockContext
 
 import tasks
-from cluster import gpus, images, launch, local, manifest, placement, scaling, startup, toolkit, view
+from cluster import gpus, images, launch, local, manifest, placement, scaling, seal, startup, toolkit, view
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE, PrerequisiteError, UsageError
 from cluster.files import read_json, write_json
 from cluster.request import Request
@@ -204,6 +204,7 @@ def test_a_run_is_scaled_with_as_many_gpus_for_each_task(
     run = make_run(workers=1, devices=2)
     kept = placement.Placement({"chief": ("0", "1")}, "4").to_json()
     write_json(run.control / "started.json", read_json(run.control / "started.json") | {"gpus": kept})
+    seal.write(run)
     monkeypatch.setattr("cluster.teardown.in_progress", lambda run: True)
     monkeypatch.setattr(launch, "in_progress", lambda run: True)
     assert ["0,1", "2,3", "4,5"] == [",".join(ids) for ids in scaling.plan(run, "2", "").gpus.ids.values()]
@@ -216,7 +217,7 @@ def test_a_run_that_is_scaled_needs_the_image_of_its_gpus(make_run: MakeRun, mon
         raise PrerequisiteError(f"no image for {accelerator}")
 
     planned = SimpleNamespace(contained=True, gpus=placement.Placement({"chief": ("0",)}))
-    monkeypatch.setattr(scaling, "plan", lambda *_: planned)
+    monkeypatch.setattr(scaling, "plan", lambda *_, **__: planned)
     monkeypatch.setattr(startup, "check_machine", lambda *_, **__: None)
     monkeypatch.setattr(startup, "require_image", require)
     with pytest.raises(PrerequisiteError, match="no image for gpu"):
@@ -239,6 +240,7 @@ def test_runs_in_progress_keep_their_gpus(
     write_json(first.run.compose, first.compose)
     write_json(first.run.cluster, first.cluster.to_json())
     write_json(first.run.control / "started.json", {"gpus": first.gpus.to_json()})
+    seal.write(first.run)
     assert [[0], [1]] == ids_of(first) == ids_of(launch.plan(Request(name="next", **asked)))
     monkeypatch.setattr(launch, "in_progress", lambda run: run == first.run)
     assert [[2], [3]] == ids_of(launch.plan(Request(name="next", **asked)))

@@ -283,7 +283,7 @@ def test_handing_over_a_folder_hands_over_no_more(
 def test_a_script_s_tmp_is_mounted_from_where_no_task_can_put_a_link() -> None:
     run = RunFolder(Path("/runs/one"))
     cluster = spec.build(1)
-    containers = compose.Containers(run.path, Path("/data"), "image", "1:1", way_out=True)
+    containers = compose.Containers(run.path, Path("/data"), "image", "1:1", 2**30, way_out=True)
     writable = {
         volume["source"]
         for task in compose.overlay(cluster, containers, [])["services"].values()

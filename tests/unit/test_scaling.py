@@ -14,7 +14,7 @@ import pytest
 from invoke import Exit, MockContext
 
 import tasks
-from cluster import configuration, launch, local, processes, scaling, spec, startup, watch
+from cluster import configuration, launch, local, processes, scaling, seal, spec, startup, watch
 from cluster.errors import EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_USAGE, ClusterError, TimedOut
 from cluster.files import read_json, write_json
 from cluster.runs import LOST_AFTER_S, SCALE, SCALE_PATIENCE_S, RunFolder
@@ -47,6 +47,7 @@ def training(make_run: MakeRun) -> Callable[..., RunFolder]:
     def make(config: dict[str, Any] | None = None, **topology: Any) -> RunFolder:
         run = make_run(**topology)
         write_json(run.config, {"global_batch": 96, "loop": "custom"} | (config or {}))
+        seal.write(run)
         beats(run)
         return run
 
@@ -178,10 +179,10 @@ def test_the_plan_keeps_what_was_not_asked_for(training: Callable[..., RunFolder
 
 def test_the_command_passes_on_what_it_was_told(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run, asked = make_run("named"), []
-    monkeypatch.setattr(scaling, "scale", lambda *words: asked.append(words[:3]) or 130)
+    monkeypatch.setattr(scaling, "scale", lambda *words, trust: asked.append((*words[:3], trust)) or 130)
     with pytest.raises(Exit) as ended:
-        tasks.scale(MockContext(), workers="3", ps="1", run="named")
-    assert (130, [(run, "3", "1")]) == (ended.value.code, asked)
+        tasks.scale(MockContext(), workers="3", ps="1", run="named", trust=True)
+    assert (130, [(run, "3", "1", True)]) == (ended.value.code, asked)
 
 
 # The swap
@@ -209,7 +210,7 @@ def scale(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]
         for task in gang.run.load_cluster().tasks:
             gang.await_step(task.name, 0 if gang.run.load_cluster().serves(task) else 3)
         planned = fake_plan(gang.run, lines, tmp_path / "data", **asked)
-        monkeypatch.setattr(scaling, "plan", lambda run, workers, ps: planned)
+        monkeypatch.setattr(scaling, "plan", lambda run, workers, ps, trust: planned)
         return scaling.scale(gang.run, asked.get("workers", ""), asked.get("ps", ""), no_shell)
 
     return run_it

@@ -1,0 +1,218 @@
+"""How much memory containers may use, and what is told of a program that wanted more."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster import cgroup, engine, launch, limits, processes, spare, startup
+from cluster.agent import Agent
+from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE, PrerequisiteError
+from cluster.files import read_json, write_json
+from cluster.limits import Memory
+from cluster.request import Request
+from cluster.runs import RunFolder
+from tests.unit.gang import StartGang
+from tests.unit.launching import WORKING_ENGINE, refusal
+
+MakeRun = Callable[..., RunFolder]
+GIB = 2**30
+
+# What is asked for
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("", 0), ("8GiB", 8 * GIB), ("1.5gib", 3 * GIB // 2), ("600MiB", 600 * 2**20)]
+)
+def test_a_limit_is_an_amount_of_memory(text: str, expected: int) -> None:
+    assert expected == limits.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["8", "8GB", "8 GiB", "-8GiB", "0GiB", "599MiB", "1e3GiB", "GiB", "8GiB\n", "٨GiB", "$8GiB"]
+)
+def test_or_is_refused(resolved: None, text: str) -> None:
+    error = refusal(Request(memory=text, runtime="local"))
+    assert (EXIT_USAGE, True) == (
+        error.exit_code,
+        str(error).startswith(f"--memory {text!r}: expected at least 600MiB"),
+    )
+
+
+def test_local_processes_have_no_limit(resolved: None) -> None:
+    told = "--memory 8GiB: local processes have no limit; leave it out, or use --runtime docker"
+    assert told == str(refusal(Request(memory="8GiB", runtime="local")))
+    assert Memory() == launch.plan(Request(name="one", runtime="local")).memory
+
+
+def test_tasks_share_nine_tenths_unless_told_otherwise() -> None:
+    assert 6 * GIB == limits.of_containers("", 3, 20 * GIB).task_bytes
+    assert 8 * GIB == limits.of_containers("8GiB", 3, 20 * GIB).task_bytes
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_tasks", "told"),
+    [
+        ("8GiB", 3, "--memory 8GiB for 3 tasks makes 24.0 GiB, the engine's machine has 20.0 GiB; use --memory "
+         "6826MiB, or fewer tasks"),
+        ("", 31, "31 tasks that share 18.0 GiB of memory get 595 MiB each, and TensorFlow alone takes 600 MiB; use "
+         "at most 30 tasks here"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(asked: str, num_tasks: int, told: str) -> None:
+    with pytest.raises(PrerequisiteError) as refused:
+        limits.of_containers(asked, num_tasks, 20 * GIB).check(num_tasks)
+    assert (EXIT_PREREQUISITE, told) == (refused.value.exit_code, str(refused.value))
+
+
+def test_what_fits_is_not() -> None:
+    limits.of_containers("6826MiB", 3, 20 * GIB).check(3)
+    limits.of_containers("", 30, 20 * GIB).check(30)
+
+
+def with_memory(total: str) -> str:
+    """Return the script of a `docker` whose machine has so much memory."""
+    return WORKING_ENGINE.replace("info)", f'info) case "$*" in *MemTotal*) echo {total}; exit;; esac;', 1)
+
+
+def test_a_container_s_limit_is_of_the_engine_s_machine(resolved: None, docker: Callable[[str], Path]) -> None:
+    docker(with_memory(str(20 * GIB)))
+    planned = launch.plan(Request(name="one", workers="2"))
+    tasks = planned.compose["services"].values()
+    assert [(6 * GIB, 6 * GIB)] * 3 == [(task["mem_limit"], task["memswap_limit"]) for task in tasks]
+    with pytest.raises(PrerequisiteError, match="--memory 8GiB for 3 tasks makes"):
+        startup.check_machine(launch.plan(Request(name="one", workers="2", memory="8GiB")))
+
+
+@pytest.mark.parametrize("total", ["0", "unknown", "", "-1"])
+def test_an_engine_that_does_not_tell_is_on_this_machine(docker: Callable[[str], Path], total: str) -> None:
+    docker(with_memory(total))
+    assert processes.total_bytes() == engine.memory_bytes() > processes.available_bytes()
+
+
+def test_a_run_keeps_its_limit_and_another_number_of_tasks_shares_anew(
+    resolved: None, make_run: MakeRun, docker: Callable[[str], Path]
+) -> None:
+    docker(with_memory(str(20 * GIB)))
+    run = make_run(workers=2)
+    write_json(run.summary, {"state": "stopped"})
+
+    def resumed(**asked: str) -> int:
+        return launch.plan(Request(resume="run", runtime="docker", trust=True, **asked)).memory.task_bytes
+
+    assert (6 * GIB, 18 * GIB) == (resumed(), resumed(workers="0"))
+    write_json(run.control / "started.json", read_json(run.control / "started.json") | {"memory": "5GiB"})
+    assert (5 * GIB, 5 * GIB, 4 * GIB) == (resumed(), resumed(workers="0"), resumed(memory="4GiB"))
+    assert Memory("5GiB") == launch.plan(Request(resume="run", runtime="local", trust=True)).memory
+
+
+# What the kernel tells
+
+
+V2 = {
+    "memory.max": f"{4 * GIB}\n",
+    "memory.current": f"{3 * GIB}\n",
+    "memory.stat": f"anon 7\ninactive_file {GIB}\nactive_file 9\n",
+    "memory.events": "low 0\nhigh 0\nmax 12\noom 2\noom_kill 2\noom_group_kill 0\n",
+}
+V1 = {
+    "memory/memory.limit_in_bytes": V2["memory.max"],
+    "memory/memory.usage_in_bytes": V2["memory.current"],
+    "memory/memory.stat": V2["memory.stat"],
+    "memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n",
+}
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
+    """Has the kernel tell this of the container that the test is in."""
+    monkeypatch.setattr(cgroup, "ROOT", tmp_path / "cgroup")
+
+    def tell(found: dict[str, str]) -> None:
+        for name, text in found.items():
+            path = tmp_path / "cgroup" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+    return tell
+
+
+@pytest.mark.parametrize("files", [V2, V1], ids=["v2", "v1"])
+def test_limit_room_and_kills_are_the_kernel_s(kernel: Callable[[dict[str, str]], None], files: dict[str, str]) -> None:
+    kernel(files)
+    assert (4 * GIB, 2 * GIB, 2) == (cgroup.limit_bytes(), cgroup.room_bytes(), cgroup.kills())
+
+
+@pytest.mark.parametrize("files", [{}, {"memory.max": "max\n"}])
+def test_without_a_limit_there_is_room(kernel: Callable[[dict[str, str]], None], files: dict[str, str]) -> None:
+    kernel(files)
+    assert (True, 0) == (cgroup.room_bytes() > 2**60, cgroup.kills())
+
+
+def test_a_spare_leaves_room_for_its_own_task(
+    kernel: Callable[[dict[str, str]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WARM_SPARE", "1")
+    monkeypatch.setenv("WARM_SPARE_DELAY_S", "0")
+    monkeypatch.setattr(spare, "available_bytes", lambda: 100 * GIB)
+    kernel(V2 | {"memory.current": str(4 * GIB)})  # 1 GiB of it files
+    kept = spare.Spare(lambda environment: pytest.fail("a spare was started"), 0, 1)
+    kept.keep(training=True)
+    kept.keep(training=True)
+    assert kept.settled and kept.take() is None
+
+
+@pytest.mark.parametrize(
+    ("code", "kills", "spare_killed", "told"),
+    [
+        (-9, 3, False, "killed for memory: the task may use 4.0 GiB, see --memory of up"),
+        (-9, 4, True, "killed for memory: the task may use 4.0 GiB, see --memory of up"),
+        (-9, 3, True, "exit code 137 (SIGKILL: killed, out of memory?)"),  # that was the spare
+        (-9, 2, False, "exit code 137 (SIGKILL: killed, out of memory?)"),
+        (-11, 3, False, "exit code 139 (SIGSEGV: crashed in native code)"),
+    ],
+)
+def test_an_agent_tells_whether_memory_killed_its_program(
+    make_run: MakeRun,
+    kernel: Callable[[dict[str, str]], None],
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    kills: int,
+    spare_killed: bool,
+    told: str,
+) -> None:
+    kernel(V2)
+    agent = Agent(make_run(workers=0), "chief", [], 1.0)
+    kernel({"memory.events": f"oom_kill {kills}\n"})
+    monkeypatch.setattr(spare.Spare, "killed", spare_killed)
+    assert told == agent._describe(code)
+
+
+def test_a_run_whose_task_keeps_being_killed_for_memory_ends_with_that(start_gang: StartGang, tmp_path: Path) -> None:
+    # The agents read what the trainer writes in the kernel's place, the moment before it is killed.
+    events = tmp_path / "memory.events"
+    events.write_text("oom_kill 0\n")
+    lines = f"""
+from pathlib import Path
+kept = Path({str(events)!r})
+kept.write_text(f"oom_kill {{int(kept.read_text().split()[1]) + 1}}\\n")
+print("a line of something else", flush=True)
+os.kill(os.getpid(), {int(signal.SIGKILL)})
+"""
+    folder = tmp_path / "patched"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(
+        f"import pathlib, sys\nsys.path.insert(0, {str(launch.ROOT)!r})\n"
+        f"from cluster import cgroup\ncgroup.ROOT = pathlib.Path({str(tmp_path)!r})\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))
+        gang = start_gang(lines, workers=0)
+        summary = gang.summary()
+    assert "failed" == summary["state"]
+    assert summary["cause"]["error"].startswith("step 0 failed 3 times: killed for memory: the task may use ")
+    assert {"killed for memory"} == {restart["cause"].partition(":")[0] for restart in summary["restarts"]}

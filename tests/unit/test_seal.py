@@ -1,0 +1,320 @@
+"""Runs from elsewhere, and runs whose tasks rewrote the records: nothing of them is started without --trust."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from invoke import Exit, MockContext
+
+import tasks
+from cluster import compose, launch, local, rerun, scaling, seal, startup, teardown
+from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, PrerequisiteError, UsageError
+from cluster.files import read_json, write_json
+from cluster.request import Request
+from cluster.runs import RunFolder
+from tests.unit.launching import WORKING_ENGINE, Commands, refusal
+
+MakeRun = Callable[..., RunFolder]
+
+RECORDS = ("config.json", "cluster.json", "compose.json", "control/started.json", "manifest.json")
+
+
+@pytest.fixture
+def started(resolved: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunFolder]:
+    """Starts a run of local processes, up to the processes themselves, and ends it; returns its folder."""
+    monkeypatch.setattr(local, "start", lambda run: None)
+
+    def start(name: str = "mine", **asked: Any) -> RunFolder:
+        options = {"runtime": "local", "tensorboard_port": "0"} | asked
+        named = {} if "resume" in asked else {"name": name, "workers": "1"}
+        planned = launch.plan(Request(**named, **options))
+        startup.start(planned, Commands(), began=time.time())
+        planned.run.end("stopped")
+        write_json(planned.run.summary, {"state": "stopped"})
+        return planned.run
+
+    return start
+
+
+def another_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Have another user's, or another machine's, key from now on."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path.with_name(f"{tmp_path.name}-another")))
+
+
+# What `up` seals, and what is believed afterwards
+
+
+def test_a_run_that_was_started_here_is_gone_on_with_again_and_again(started: Callable[..., RunFolder]) -> None:
+    run = started()
+    for _ in range(2):
+        seal.check(run)
+        started(resume="mine", workers="2")
+    seal.check(run)
+
+
+def test_what_the_tasks_write_is_not_sealed(started: Callable[..., RunFolder]) -> None:
+    run = started()
+    write_json(run.manifest, read_json(run.manifest) | {"data": {"name": "x"}, "environment": {"python": "3"}})
+    write_json(run.checkpoints / "ckpt-1.json", {"step": 1, "files": {}})
+    seal.check(run)
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_a_record_that_was_rewritten_is_named_and_not_believed(started: Callable[..., RunFolder], record: str) -> None:
+    run = started()
+    write_json(run.path / record, read_json(run.path / record) | {"preset": "theirs:preset"})
+    error = refusal(Request(resume="mine", runtime="local"))
+    assert EXIT_USAGE == error.exit_code
+    assert str(error).startswith(f"run 'mine': {record} changed since you started it, ")
+    assert str(error).endswith("; read that first, then add --trust")
+
+
+@pytest.mark.parametrize("how", ["removed", "broken", "no object"])
+def test_nor_is_one_that_is_no_record_any_more(started: Callable[..., RunFolder], how: str) -> None:
+    run = started()
+    if how == "removed":
+        run.manifest.unlink()
+    else:
+        run.manifest.write_text({"broken": "{", "no object": "[]"}[how])
+    with pytest.raises(UsageError, match=r"manifest.json changed"):
+        seal.check(run)
+
+
+def test_a_run_of_another_user_or_machine_is_refused_and_of_whoever_moved_it_is_not(
+    started: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    runs_dir = started().path.parent
+    runs_dir.rename(tmp_path / "moved")
+    monkeypatch.setenv("RUNS_DIR", str(tmp_path / "moved"))
+    assert launch.plan(Request(resume="mine", runtime="local")).resumes
+    another_user(monkeypatch, tmp_path)
+    told = "run 'mine' has no seal of yours: it was copied, renamed or started by somebody else, "
+    assert str(refusal(Request(resume="mine", runtime="local"))).startswith(told)
+
+
+def test_a_run_that_was_copied_here_or_has_another_s_seal_is_refused(started: Callable[..., RunFolder]) -> None:
+    mine = started()
+    for name in ("theirs", "named"):
+        shutil.copytree(mine.path, mine.path.with_name(name))
+    theirs, named = RunFolder(mine.path.with_name("theirs")), RunFolder(mine.path.with_name("named"))
+    with pytest.raises(UsageError, match="has no seal of yours"):
+        seal.check(theirs)
+    shutil.copy(mine.seal, named.seal)
+    with pytest.raises(UsageError, match="has no seal of yours"):
+        seal.check(named)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"records": {}, "hmac": ""}', '{"records": 1, "hmac": null}'])
+def test_what_is_no_seal_seals_nothing(make_run: MakeRun, text: str) -> None:
+    run = make_run()
+    run.seal.write_text(text)
+    with pytest.raises(UsageError, match="has no seal of yours"):
+        seal.check(run)
+
+
+def test_a_seal_with_other_digests_seals_nothing(started: Callable[..., RunFolder]) -> None:
+    run = started()
+    write_json(run.config, {"preset": "theirs:preset"})
+    forged = read_json(run.seal)
+    write_json(run.seal, forged | {"records": dict(seal._digests(run))})
+    with pytest.raises(UsageError, match="has no seal of yours"):
+        seal.check(run)
+
+
+def test_no_task_can_write_a_seal_and_no_run_is_hidden_by_one(make_run: MakeRun) -> None:
+    run = make_run("compose")  # whose seal is no record of a run called `.seals`
+    assert not run.seal.is_relative_to(run.path)
+    assert {run.path.name} == {path.parent.name for path in run.path.parent.glob("*/*.json")}
+
+
+# Every command that would start or load something of a run
+
+COMMANDS = {
+    "up": {"resume": "mine"},
+    "plan": {"resume": "mine"},
+    "rerun": {"run": "mine"},
+    "scale": {"run": "mine", "workers": "2"},
+    "evaluate": {"run": "mine"},
+    "export": {"run": "mine"},
+    "predict": {"run": "mine", "image": "boot.png"},
+}
+
+
+@pytest.fixture
+def ready(
+    started: Callable[..., RunFolder], make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], RunFolder]:
+    """Makes a run on which a command does something; that something is started is told by an error."""
+
+    def begin(*_: Any, **__: Any) -> None:
+        raise ClusterError("it was begun")
+
+    def make(command: str) -> RunFolder:
+        run = started()
+        monkeypatch.setattr(startup, "start", begin)
+        monkeypatch.setattr(startup, "check_machine", begin)
+        monkeypatch.setattr(tasks.view, "plan", begin)
+        if command == "rerun":
+            write_json(run.summary, {"state": "succeeded"})
+        if command == "scale":
+            run.summary.unlink()
+            write_json(run.status("chief"), {"task": "chief", "state": "training", "updated_at": time.time()})
+        return run
+
+    return make
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_starts_or_loads_anything_of_a_run_that_is_not_trusted(
+    ready: Callable[[str], RunFolder], command: str
+) -> None:
+    def ending(**more: Any) -> str:
+        c = MockContext(run=True)
+        c._set(remainder="")
+        c.run.side_effect = ClusterError("it was begun")
+        with pytest.raises(Exit) as ended:
+            tasks.ns[command](c, **COMMANDS[command], **more)
+        return str(ended.value.message)
+
+    run = ready(command)
+    assert "error: it was begun" == ending()
+    started_json = run.control / "started.json"
+    write_json(started_json, read_json(started_json) | {"theirs": 1})
+    assert ending().startswith("error: run 'mine': control/started.json changed since you started it, ")
+    assert "error: it was begun" == ending(trust=True)
+
+
+def test_what_is_trusted_and_gone_on_with_is_sealed_from_then_on(
+    started: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = started()
+    another_user(monkeypatch, tmp_path)
+    started(resume="mine", trust=True)
+    seal.check(run)
+
+
+def test_trust_is_for_runs_that_are_there(resolved: None) -> None:
+    assert "--trust without --resume" in str(refusal(Request(trust=True)))
+
+
+def test_a_run_is_scaled_only_if_its_tasks_left_its_records_alone(
+    started: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = started()
+    planned = launch.plan(Request(resume="mine", runtime="local", tensorboard_port="0"))
+    write_json(run.config, read_json(run.config) | {"preset": "theirs:preset"})  # before the last of them ended
+    before = read_json(run.seal)
+    with pytest.raises(UsageError, match="config.json changed"):
+        startup.go_on(planned, Commands())
+    assert (before, 0) == (read_json(run.seal), run.generation)
+
+
+def test_a_rerun_believes_no_runtime_but_the_sealed_one(ready: Callable[[str], RunFolder]) -> None:
+    run = ready("rerun")
+    write_json(run.manifest, read_json(run.manifest) | {"runtime": "docker"})
+    with pytest.raises(UsageError, match=r"manifest.json changed"):
+        rerun.rerun(run, "", 0.0, Commands())
+
+
+@pytest.mark.parametrize("end", [teardown.kill, teardown.remove])
+def test_ending_a_run_obeys_nothing_that_its_tasks_can_write(
+    make_run: MakeRun, end: Callable[[RunFolder, Commands], None]
+) -> None:
+    run, commands = make_run("one"), Commands()
+    hook = {"command": ["id"], "user": "root", "privileged": True}  # which Compose obeys before it stops a container
+    theirs = {"name": "another", "include": ["/etc/passwd"], "services": {"chief": {"pre_stop": [hook]}}}
+    write_json(run.compose, {"x-runtime": "docker"} | theirs)
+    end(run, commands)
+    (words,) = [shlex.split(command) for command in commands]
+    assert ["docker", "compose", "--progress=quiet", "--project-name", compose.project(run.path)] == words[:5]
+    assert not [word for word in words[5:] if "/" in word or word.startswith("-f")]
+
+
+# The key
+
+
+def test_a_key_is_made_once_and_for_its_user_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    another_user(monkeypatch, tmp_path)
+    first = seal.key()
+    path = seal._key_path()
+    assert (32, first) == (len(first), seal.key())
+    assert [0o600, 0o700] == [path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777]
+    assert [path] == list(path.parent.iterdir())
+    seal._make_key(path)  # another command's, which came second
+    assert first == seal.key()
+
+
+def test_a_key_is_with_the_user_s_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for ignored in ("", "relative"):
+        monkeypatch.setenv("XDG_STATE_HOME", ignored)
+        assert tmp_path / ".local" / "state" / "tf-cluster" / "key" == seal._key_path()
+
+
+@pytest.mark.parametrize("how", ["readable", "short", "a link", "another's"])
+def test_a_key_that_others_could_know_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str) -> None:
+    another_user(monkeypatch, tmp_path)
+    seal.key()
+    path = seal._key_path()
+    if how == "readable":
+        path.chmod(0o640)
+    elif how == "short":
+        path.write_bytes(b"x")
+    elif how == "a link":
+        path.rename(path.with_name("elsewhere"))
+        path.symlink_to("elsewhere")
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(PrerequisiteError, match=r"the key with which runs are sealed: .*; ") as refused:
+        seal.key()
+    assert (EXIT_PREREQUISITE, 1) == (refused.value.exit_code, len(str(refused.value).splitlines()))
+
+
+def test_where_no_key_can_be_made_nothing_is_started(
+    resolved: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    planned = launch.plan(Request(name="one", runtime="local", tensorboard_port="0"))
+    with pytest.raises(PrerequisiteError, match="set XDG_STATE_HOME to a folder that you own"):
+        startup.start(planned, Commands(), began=time.time())
+    assert not planned.run.path.exists()
+
+
+@pytest.mark.parametrize("seen", ["RUNS_DIR", "DATA_DIR", "script"])
+def test_no_container_sees_the_key(
+    resolved: None, docker: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seen: str
+) -> None:
+    docker(WORKING_ENGINE)
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", "/nowhere")  # where no script may lie anyway
+    monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))
+    for folder in (tmp_path, home):
+        folder.chmod(0o755)
+    asked = {"name": "one", "workers": "0"}
+    if seen == "script":
+        (home / "fit.py").touch(mode=0o644)
+        asked["script"] = str(home / "fit.py")
+    else:
+        monkeypatch.setenv(seen, str(home))
+    told = f"containers would see {home}, and in it {home}/state/tf-cluster/key, with which runs are sealed; "
+    error = refusal(Request(**asked))
+    assert (EXIT_USAGE, True) == (error.exit_code, str(error).startswith(told))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    launch.plan(Request(**asked))
+
+
+def test_scaling_believes_the_records_as_little(ready: Callable[[str], RunFolder]) -> None:
+    run = ready("scale")
+    another = {"global_batch": 192, "preset": "theirs:preset"}
+    write_json(run.config, another)
+    with pytest.raises(UsageError, match="config.json changed"):
+        scaling.plan(run, "2", "")
