@@ -52,7 +52,7 @@ def overlay(topology: dict[str, Any], handover: str = "", *, scripted: bool = Fa
     gpus = Placement({name: (str(2 * at), str(2 * at + 1)) for at, name in enumerate(named)}, "all", handover)
     brought = (SCRIPT.mounts(), SCRIPT.environment(cluster, contained=True), True) if scripted else ()
     containers = Containers(
-        Path("/runs/a-run"), Path("/data"), "tf-cluster/train:gpu", "1000:1000", *brought, gpus=gpus
+        Path("/runs/a-run"), Path("/data"), "tf-cluster/train:gpu", "1000:1000", 2**30, *brought, gpus=gpus
     )
     words = SCRIPT.command(contained=True) if scripted else []
     made = {"x-runtime": "docker", **compose.overlay(cluster, containers, words)} | gpus.record()
