@@ -10,7 +10,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from cluster import engine, gpu_host, launch, local, locks, tensorboard
+from cluster import engine, gpu_host, launch, local, locks, network, tensorboard
 from cluster.errors import ClusterError
 from cluster.findings import Finding
 
@@ -19,8 +19,8 @@ LOCKS = ("host", "train-cpu", "tensorboard")
 
 def examine(port: int = tensorboard.PORT) -> list[Finding]:
     """Return what this machine has and lacks. Changes nothing; starts nothing but `gpu_host`'s container."""
-    machine = [_python(), _packages(), _processor(), _memory(), _disk(), _data(), _port(port), _engine()]
-    return [*machine, *gpu_host.examine()]
+    machine = [_python(), _packages(), _processor(), _memory(), _disk(), _data()]
+    return [*machine, _port(port), network.examine(), _engine(), *gpu_host.examine()]
 
 
 def report(findings: list[Finding]) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 
 The supervisor starts an agent for every task listed in the run's `compose.json`, brings back an agent that was killed,
 and ends when all of them have. The kernel kills the agents and their programs if the supervisor dies, so one process
-is enough to end everything.
+is enough to end everything. And it enters the run's own network first, if it has one, so all of them are in there.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster import processes, summary, tf_config
+from cluster import namespaces, processes, summary, tf_config
 from cluster.errors import PrerequisiteError, TimedOut
 from cluster.files import open_file, read_json, write_json
+from cluster.network import HOST, PRIVATE
 from cluster.placement import NO_DEVICE, Placement
 from cluster.runs import RunFolder
 from cluster.spec import ClusterSpec
@@ -84,6 +85,7 @@ def processes_of(
     command: list[str],
     more: Mapping[str, str | None] | None = None,
     gpus: Placement | None = None,
+    network: str = HOST,
 ) -> dict[str, Any]:
     """Return the local form of `compose.json`: each task's command and the environment that it gets on top.
 
@@ -94,19 +96,22 @@ def processes_of(
         command: what the agents start; empty for the built-in trainer.
         more: variables that every task gets; one without a value is inherited anyway.
         gpus: each task's; without, none sees any.
+        network: `private` or `host`.
     """
     given = {name: value for name, value in (more or {}).items() if value is not None}
     tasks = {}
     for task in spec.tasks:
         environment = {"RUN_DIR": str(run_dir), "DATA_DIR": str(data_dir), "TASK": task.name, **given}
         environment |= visible(gpus or Placement(), task.name)
+        if network == PRIVATE and gpus and gpus.of(task.name):
+            environment["NCCL_SOCKET_IFNAME"] = "lo"  # the caller's may be one that is not in there
         if text := tf_config.dumps(spec, task):
             environment["TF_CONFIG"] = text
         tasks[task.name] = {
             "command": [sys.executable, "-m", "cluster.agent", *command],
             "environment": environment,
         }
-    return {"runtime": "local", "tasks": tasks}
+    return {"runtime": "local", "network": network, "tasks": tasks}
 
 
 def visible(gpus: Placement, task: str) -> dict[str, str]:
@@ -166,12 +171,20 @@ class Supervisor:
 
     def __init__(self, run: RunFolder) -> None:
         self.run = run
-        self.tasks: dict[str, Any] = read_json(run.compose)["tasks"]
+        how = read_json(run.compose)
+        self.tasks: dict[str, Any] = how["tasks"]
+        self.network = how.get("network", HOST)
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
         self.restarts = dict.fromkeys(self.tasks, 0)
 
     def main(self) -> None:
-        """Return when every agent has ended for good."""
+        """Return when every agent has ended for good.
+
+        Raises:
+            OSError: the network that the tasks must have cannot be had: none is started.
+        """
+        if self.network == PRIVATE:
+            namespaces.enter()
         signal.signal(signal.SIGTERM, lambda *_: self.run.request_stop("supervisor"))
         for name in self.tasks:
             self._start(name)

@@ -40,6 +40,7 @@ class Request:
     gpus_per_task: str = ""
     gpu_runtime: str = ""
     nccl_debug: str = ""
+    network: str = ""
     bitwise_elastic: str = ""
     checkpoint_every: str = ""
     hang_timeout: str = ""

@@ -14,6 +14,7 @@ import pytest
 
 from cluster import configuration, gpu_host, gpus, local
 from cluster.files import read_json, write_json
+from cluster.network import HOST
 from cluster.runs import RunFolder
 from tests.unit.gang import Gang, StartGang
 from tests.unit.launching import CONFIG
@@ -26,7 +27,7 @@ def start_gang(make_run: Callable[..., RunFolder], tmp_path: Path) -> Iterator[S
     """Starts a cluster whose every task runs the given lines of Python.
 
     `imports` goes before the lines; `absent` tasks are in the cluster but never started; `stopped` asks the run to stop
-    before it starts; the other options are `spec.build`'s.
+    before it starts; `network` is `private` or `host`; the other options are `spec.build`'s.
     """
     started = []
 
@@ -36,11 +37,12 @@ def start_gang(make_run: Callable[..., RunFolder], tmp_path: Path) -> Iterator[S
         absent: tuple[str, ...] = (),
         stopped: bool = False,
         hang_timeout_s: float = 60,
+        network: str = HOST,
         **topology: Any,
     ) -> Gang:
         run = make_run(**topology)
         program = [sys.executable, "-c", f"{imports}\n{lines}"]
-        how = local.processes_of(run.load_cluster(), run.path, tmp_path / "data", ["--", *program])
+        how = local.processes_of(run.load_cluster(), run.path, tmp_path / "data", ["--", *program], network=network)
         write_json(run.compose, how | {"tasks": {n: task for n, task in how["tasks"].items() if n not in absent}})
         started_as = read_json(run.control / "started.json") | {"hang_timeout_s": hang_timeout_s}
         write_json(run.control / "started.json", started_as)
