@@ -73,16 +73,15 @@ def refusal() -> Refusal | None:
 
 
 def _try() -> int:
-    """Enter such a network and connect through its loopback; return the number of the error, 0 where there is none."""
+    """Enter such a network and ask for the way over its loopback; return the error's number, 0 where there is none."""
     try:
         enter()
-        with (
-            socket.create_server(("127.0.0.1", 0)) as server,
-            socket.create_connection(server.getsockname(), timeout=1),
-        ):
-            return 0
+        # Of TCP it would take ten times as long.
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+            asked.connect(("127.0.0.1", 9))
+        return 0
     except OSError as error:
-        return error.errno or errno.ETIMEDOUT
+        return error.errno or errno.EINVAL
     except BaseException:
         return errno.EINVAL
 

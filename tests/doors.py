@@ -1,7 +1,7 @@
-"""Who reaches a port: every address of this machine, and whether something speaks where TensorFlow's server would.
+"""Who reaches a port: every address of this machine, and whether TensorFlow's server speaks there.
 
-It needs nothing but Python, and is a program, too, for other containers, users and networks: it prints those of the
-ADDRESS PORT pairs it was given where something speaks.
+It needs nothing but Python, and is a program, too, for other containers: it prints those of the ADDRESS PORT pairs it
+was given where a server speaks.
 """
 
 from __future__ import annotations
@@ -14,16 +14,20 @@ from pathlib import Path
 
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """What a gRPC client says first."""
+OWN_SETTING = b"\xfe\x03\0\0\0\1"
+"""What tells gRPC's servers, so TensorFlow's, from others: some gateways answer in the name of any address."""
+GREETING = bytes([0, 0, len(OWN_SETTING), 4, 0, 0, 0, 0, 0]) + OWN_SETTING
+"""What such a server says first, all else left out."""
 SIOCGIFADDR = 0x8915
 
 
 def speaks(address: str, port: int, timeout_s: float = 2) -> bool:
-    """Whether something that listens there answers a gRPC client: a firewall may accept connections to anywhere."""
+    """Whether a gRPC server answers there."""
     try:
         with socket.create_connection((address, port), timeout_s) as asked:
             asked.settimeout(timeout_s)
             asked.sendall(HELLO)
-            return asked.recv(1) != b""
+            return OWN_SETTING in asked.recv(512)
     except OSError:
         return False
 

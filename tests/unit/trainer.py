@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from cluster.files import read_json, write_json
 from cluster.runs import Heartbeat, RunFolder
+from tests.doors import GREETING
 
 __all__ = [
     "GENERATION", "NAME", "RESTARTS",
@@ -94,7 +95,7 @@ def _listen() -> None:
             caller, _ = server.accept()
             with caller:
                 caller.recv(64)
-                caller.sendall(b"\0")
+                caller.sendall(GREETING)
 
 
 def die(number: int = signal.SIGKILL) -> None:
