@@ -102,7 +102,7 @@ def test_who_trains_alone_serves_nobody_and_is_not_warned(resolved: None, forbid
     assert ("host", []) == (planned.network.name, warnings(planned))
 
 
-def test_containers_have_their_own(resolved: None, docker: Callable[[str], Path], script: str) -> None:
+def test_containers_have_their_own(resolved: None, docker: Callable[[str], Path]) -> None:
     docker(WORKING_ENGINE)
     planned = launch.plan(Request(workers="1"))
     assert ("docker", "private", []) == (planned.runtime, planned.network.name, warnings(planned))
@@ -158,5 +158,5 @@ def test_gpus_of_several_tasks_meet_on_the_loopback(
     assert {"chief": interface, "worker-0": interface, "ps-0": None} == found
 
 
-def test_the_doctor_says_whether_it_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_says_whether_it_can_be_had() -> None:
     assert ("ok", "local tasks get one of their own") == (network.examine().state, network.examine().detail)
