@@ -49,6 +49,7 @@ UP_HELP = {
     "gpu-runtime": "how containers get them: reserve, cdi, or the older nvidia (default: reserve)",
     "nccl-debug": "what NCCL tells in the logs: VERSION, WARN, INFO or TRACE (default: WARN)",
     "memory": "what each container may use, such as 8GiB; at that it is killed (default: its share of the machine's)",
+    "network": "local tasks' network: private, or host, the machine's (default: private; host for scripts and TPUs)",
     "bitwise-elastic": "virtual shards V: any number of replicas up to V gives the same bits (default: 0, none)",
     "checkpoint-every": "optimizer steps, or seconds such as 30s, between two checkpoints (default: 200)",
     "hang-timeout": "seconds without a new step after which every task starts again (default: 60)",
@@ -68,8 +69,8 @@ UP_HELP = {
 def up(
     c, workers="", ps="", evaluator=False, preset="", loop="", script="", chief_as_worker=False, requirements="",
     strategy="", devices="", runtime="auto", gpus="", gpus_per_task="", gpu_runtime="", nccl_debug="",
-    memory="", bitwise_elastic="", checkpoint_every="", hang_timeout="", name="", resume="", trust=False, fresh=False,
-    tensorboard_port=str(board.PORT), detach=False, dry=False,
+    network="", memory="", bitwise_elastic="", checkpoint_every="", hang_timeout="", name="", resume="", trust=False,
+    fresh=False, tensorboard_port=str(board.PORT), detach=False, dry=False,
 ):  # fmt: skip
     """Bring up a cluster and train; overrides follow --, such as: invoke up -- --epochs 1."""
     began = time.time()
@@ -92,8 +93,8 @@ def up(
 def plan(
     c, workers="", ps="", evaluator=False, preset="", loop="", script="", chief_as_worker=False, requirements="",
     strategy="", devices="", runtime="auto", gpus="", gpus_per_task="", gpu_runtime="", nccl_debug="",
-    memory="", bitwise_elastic="", checkpoint_every="", hang_timeout="", name="", resume="", trust=False, fresh=False,
-    tensorboard_port=str(board.PORT), json=False,
+    network="", memory="", bitwise_elastic="", checkpoint_every="", hang_timeout="", name="", resume="", trust=False,
+    fresh=False, tensorboard_port=str(board.PORT), json=False,
 ):  # fmt: skip
     """Show what `up` would start with the same options, and start nothing."""
     asked = request(c, locals())

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cluster import bandwidth as allreduce
-from cluster import engine, gpu_host, launch, local, locks, tensorboard
+from cluster import engine, gpu_host, launch, local, locks, network, tensorboard
 from cluster.errors import ClusterError, UsageError
 from cluster.findings import Finding
 
@@ -20,8 +20,8 @@ LOCKS = ("host", "train-cpu", "tensorboard")
 
 def examine(port: int = tensorboard.PORT) -> list[Finding]:
     """Return what this machine has and lacks. Changes nothing; starts nothing but `gpu_host`'s container."""
-    machine = [_python(), _packages(), _processor(), _memory(), _disk(), _data(), _port(port), _engine()]
-    return [*machine, *gpu_host.examine()]
+    machine = [_python(), _packages(), _processor(), _memory(), _disk(), _data()]
+    return [*machine, _port(port), network.examine(), _engine(), *gpu_host.examine()]
 
 
 def look(*, bandwidth: bool = False, gpus: str = "") -> dict[str, Any]:

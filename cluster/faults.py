@@ -125,8 +125,8 @@ class LocalMeans(Means):
             processes.kill(process, signal.SIGSTOP)
 
     def cut_off(self, task: str) -> None:
-        """Refuse: all local tasks share one network."""
-        raise UsageError(f"partition {task}: local tasks share this machine's network; use a run of --runtime docker")
+        """Refuse: all local tasks share one network, their own or the machine's."""
+        raise UsageError(f"partition {task}: local tasks share one network; use a run of --runtime docker")
 
     def slow_down(self, task: str) -> None:
         """Stop the program again and again."""

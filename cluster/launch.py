@@ -15,6 +15,7 @@ from cluster import (
     images,
     limits,
     local,
+    network,
     packages,
     placement,
     seal,
@@ -25,6 +26,7 @@ from cluster import (
 from cluster.errors import UsageError, nearest
 from cluster.files import read_json
 from cluster.limits import Memory
+from cluster.network import Network
 from cluster.payload import Payload, check_path, check_readable, check_script
 from cluster.placement import Placement
 from cluster.request import Request, check_together, check_tpu
@@ -57,6 +59,7 @@ class Plan:
     memory: Memory
     trusts: bool
     """Whether its run may go on though this user did not seal it."""
+    network: Network
 
     @property
     def contained(self) -> bool:
@@ -66,7 +69,7 @@ class Plan:
     @property
     def notes(self) -> list[str]:
         """What the caller should know of it besides."""
-        return [*self.gpus.lines(), *self.gpus.notes, *self._keras_notes]
+        return [*self.gpus.lines(), *self.gpus.notes, *self._keras_notes, *filter(None, [self.network.warning])]
 
     @property
     def _keras_notes(self) -> list[str]:
@@ -89,6 +92,7 @@ class Plan:
         return {
             "run": self.run.name,
             "runtime": self.runtime,
+            "network": self.network.name,
             "strategy": self.cluster.strategy_class,
             "replicas": self.cluster.replicas,
             "global_batch": batch,
@@ -103,7 +107,7 @@ class Plan:
                 }
                 for task in self.cluster.tasks
             ],
-            "notes": list(self.gpus.notes),
+            "notes": [*self.gpus.notes, *filter(None, [self.network.warning])],
             "config": self.config,
             "compose": self.compose,
         }
@@ -171,26 +175,27 @@ def plan(request: Request, *, stops_first: bool = False) -> Plan:
     contained = runtime != "local"
     memory = _memory(request, base, len(asked.tasks), contained=contained)
     cluster = asked if contained else spec.build(**topology, ports=local.free_ports(len(asked.tasks)))
+    inside = _network(request, base, cluster, payload, contained=contained)
     if contained:
-        how = _containers(run, cluster, payload, given, memory) | given.record()
+        how = _containers(run, cluster, payload, given, memory)
     else:
-        how = _processes(run, cluster, payload, given) | given.record()
-    replaces = request.fresh and run.path.exists()
+        how = _processes(run, cluster, payload, given, inside)
     return Plan(
-        run,
-        cluster,
-        config,
-        payload,
-        runtime,
-        why,
-        how,
-        port,
-        patience_s,
-        bool(request.resume),
-        replaces,
-        given,
-        memory,
-        request.trust,
+        run=run,
+        cluster=cluster,
+        config=config,
+        payload=payload,
+        runtime=runtime,
+        why_runtime=why,
+        compose=how | given.record(),
+        tensorboard_port=port,
+        hang_timeout_s=patience_s,
+        resumes=bool(request.resume),
+        replaces=request.fresh and run.path.exists(),
+        gpus=given,
+        memory=memory,
+        trusts=request.trust,
+        network=inside,
     )
 
 
@@ -263,10 +268,28 @@ def _check_sharing(config: dict[str, Any], cluster: spec.ClusterSpec) -> None:
         spec.check_global_batch(config["global_batch"], cluster.batch_divisor)
 
 
-def _processes(run: RunFolder, cluster: spec.ClusterSpec, payload: Payload, given: Placement) -> dict[str, Any]:
+def _network(
+    request: Request, base: RunFolder | None, cluster: spec.ClusterSpec, payload: Payload, *, contained: bool
+) -> Network:
+    """Return the network that the tasks get.
+
+    Raises:
+        UsageError: what was asked for is no network, or not theirs to choose.
+        PrerequisiteError: this machine gives no network of their own to tasks that must have one.
+    """
+    had = read_json(base.control / "started.json", {}).get("network", "") if base else ""
+    way_out = "where a script can fetch its data" if payload.script else ""
+    if cluster.strategy == "tpu":
+        way_out = "where they reach their TPU"
+    return network.choose(request.network, had, contained=contained, way_out=way_out, serves=bool(cluster.members))
+
+
+def _processes(
+    run: RunFolder, cluster: spec.ClusterSpec, payload: Payload, given: Placement, inside: Network
+) -> dict[str, Any]:
     """Return `compose.json` for local processes."""
-    more = payload.environment(cluster, contained=False)
-    return local.processes_of(cluster, run.path, data_dir(), payload.command(contained=False), more, given)
+    more, command = payload.environment(cluster, contained=False), payload.command(contained=False)
+    return local.processes_of(cluster, run.path, data_dir(), command, more, given, inside.name)
 
 
 def _containers(

@@ -4,7 +4,7 @@
 
 The supervisor starts an agent for every task listed in the run's `compose.json`, brings back an agent that was killed,
 and ends when all of them have. The kernel kills the agents and their programs if the supervisor dies, so one process
-is enough to end everything.
+is enough to end everything. And it enters the run's own network first, if it has one, so all of them are in there.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster import nursery, processes, summary, tf_config
+from cluster import namespaces, nursery, processes, summary, tf_config
 from cluster.errors import PrerequisiteError, TimedOut
 from cluster.files import open_file, read_json, write_json
 from cluster.heartbeat import Heartbeat
+from cluster.network import HOST, PRIVATE
 from cluster.placement import NO_DEVICE, Placement
 from cluster.runs import RunFolder
 from cluster.spec import ClusterSpec
@@ -89,6 +90,7 @@ def processes_of(
     command: list[str],
     more: Mapping[str, str | None] | None = None,
     gpus: Placement | None = None,
+    network: str = HOST,
 ) -> dict[str, Any]:
     """Return the local form of `compose.json`: each task's command and the environment that it gets on top.
 
@@ -99,6 +101,7 @@ def processes_of(
         command: what the agents start; empty for the built-in trainer.
         more: variables that every task gets; one without a value is inherited anyway.
         gpus: each task's; without, none sees any.
+        network: `private` or `host`.
     """
     given = {name: value for name, value in (more or {}).items() if value is not None}
     gpus = gpus or Placement()
@@ -106,13 +109,15 @@ def processes_of(
     for task in spec.tasks:
         environment = {"RUN_DIR": str(run_dir), "DATA_DIR": str(data_dir), "TASK": task.name, **given}
         environment |= visible(gpus, task.name)
+        if network == PRIVATE and gpus.of(task.name):
+            environment["NCCL_SOCKET_IFNAME"] = "lo"  # the caller's may be one that is not in there
         if text := tf_config.dumps(spec, task):
             environment["TF_CONFIG"] = text
         tasks[task.name] = {
             "command": [sys.executable, "-m", "cluster.agent", *command],
             "environment": environment,
         }
-    found: dict[str, Any] = {"runtime": "local", "tasks": tasks}
+    found: dict[str, Any] = {"runtime": "local", "network": network, "tasks": tasks}
     # An accelerator's library must be new in the process that uses it.
     accelerated = spec.strategy == "tpu" or any(gpus.of(task.name) for task in spec.tasks)
     wanted = os.environ.get("SHARED_IMPORT", "1") != "0"
@@ -184,12 +189,19 @@ class Supervisor:
         self.run = run
         how = read_json(run.compose)
         self.preload: str = how.get("preload", "")
+        self.network = how.get("network", HOST)
         self.tasks: dict[str, Any] = how["tasks"]
         self.agents: dict[str, subprocess.Popen[bytes] | nursery.Copy] = {}
         self.restarts = dict.fromkeys(self.tasks, 0)
 
     def main(self) -> None:
-        """Return when every agent has ended for good."""
+        """Return when every agent has ended for good.
+
+        Raises:
+            OSError: the network that the tasks must have cannot be had: none is started.
+        """
+        if self.network == PRIVATE:
+            namespaces.enter()
         signal.signal(signal.SIGTERM, lambda *_: self.run.request_stop("supervisor"))
         if self.preload:
             self._preload()

@@ -32,6 +32,7 @@ def write(plan: Plan) -> None:
             f"{target}.lock": sha256(locks.ROOT / locks.DIRECTORY / f"{target}.lock") for target in locks.TARGETS
         },
         "runtime": plan.runtime,
+        "network": plan.network.name,
         "image": images.inspect(images.train_image(plan.gpus.accelerator)) if plan.contained else None,
         "config": _config(plan),
         "own_code": _own_code(plan.payload),

@@ -41,6 +41,7 @@ class Request:
     gpu_runtime: str = ""
     nccl_debug: str = ""
     memory: str = ""
+    network: str = ""
     bitwise_elastic: str = ""
     checkpoint_every: str = ""
     hang_timeout: str = ""

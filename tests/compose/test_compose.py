@@ -93,6 +93,7 @@ def test_every_task_is_locked_down(config: Config) -> None:
     read = config(**TOPOLOGIES["parameter servers"])
     assert EVERY_TASK == sorted(read["services"], key=EVERY_TASK.index)
     assert read["networks"]["cluster"]["internal"]
+    assert {"com.docker.network.bridge.inhibit_ipv4": "true"} == read["networks"]["cluster"]["driver_opts"]
     for name, task in read["services"].items():
         assert {"cluster": None} == task["networks"], name
         assert True is task["read_only"] is task["init"], name

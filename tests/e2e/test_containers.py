@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster import compose, engine, local
+from cluster import compose, engine, images, local, namespaces, spec
 from cluster.files import read_json
 from cluster.runs import RunFolder
+from tests import doors
 from tests.e2e.scenario import STEPS, TRAINING, Clusters, losses, step_of, summary
 from tests.waiting import wait_for
 
@@ -84,6 +87,59 @@ def test_the_network_must_be_internal(training: RunFolder) -> None:
     (network,) = containers(training)["chief"]["NetworkSettings"]["Networks"]
     _, text = engine.ask("network", "inspect", network)
     assert json.loads(text)[0]["Internal"] is True
+
+
+@pytest.fixture(scope="module")
+def another_network() -> Iterator[str]:
+    """A network of somebody else's containers."""
+    name = f"tf-cluster-test-{os.getpid()}"
+    assert 0 == engine.ask("network", "create", name)[0]
+    yield name
+    engine.ask("network", "rm", name)
+
+
+@pytest.fixture(scope="module")
+def ports(training: RunFolder) -> list[tuple[str, int]]:
+    """The address and port of every task's TensorFlow server, all of which answer in the network of the run."""
+    found = [
+        (network["IPAddress"], spec.TASK_PORT)
+        for container in containers(training).values()
+        for network in container["NetworkSettings"]["Networks"].values()
+    ]
+    assert 3 == len(set(found))
+    (own,) = containers(training)["chief"]["NetworkSettings"]["Networks"]
+    wait_for(lambda: found == reached(own, found), "every server to be reached by a container in the run's network")
+    return found
+
+
+def reached(network: str, ports: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Return those of the ports that another container, in this network, reaches."""
+    words = [str(word) for port in ports for word in port]
+    program = Path(doors.__file__).read_text()
+    run = ("run", "--rm", f"--network={network}", "--entrypoint=python", images.train_image("cpu"))
+    code, told = engine.ask(*run, "-c", program, *words, timeout_s=60)
+    assert 0 == code, told
+    return [(line.split()[0], int(line.split()[1])) for line in told.splitlines()]
+
+
+def test_no_port_must_be_reached_from_the_engine_s_default_network(ports: list[tuple[str, int]]) -> None:
+    assert [] == reached("bridge", ports)
+
+
+def test_no_port_must_be_reached_from_another_network(ports: list[tuple[str, int]], another_network: str) -> None:
+    assert [] == reached(another_network, ports)
+
+
+def test_no_port_must_be_reached_from_the_host(ports: list[tuple[str, int]]) -> None:
+    here = [(address, spec.TASK_PORT) for address in doors.addresses()]
+    assert ("127.0.0.1", spec.TASK_PORT) in here
+    assert [] == [port for port in [*ports, *here] if doors.speaks(*port)]
+
+
+def test_local_tasks_in_a_container_must_be_told_why_they_have_no_network_of_their_own() -> None:
+    program = Path(namespaces.__file__).read_text() + "\nprint(refusal().why)"
+    run = ("run", "--rm", "--network=none", "--entrypoint=python", images.train_image("cpu"))
+    assert (0, "system calls are filtered") == engine.ask(*run, "-c", program, timeout_s=60)
 
 
 def test_tf_config_must_name_the_services(training: RunFolder) -> None:

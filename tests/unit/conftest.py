@@ -13,6 +13,7 @@ import pytest
 
 from cluster import configuration, local, seal
 from cluster.files import read_json, write_json
+from cluster.network import HOST
 from cluster.runs import RunFolder
 from tests.unit.gang import Gang, StartGang
 from tests.unit.launching import CONFIG
@@ -23,8 +24,8 @@ def start_gang(make_run: Callable[..., RunFolder], tmp_path: Path) -> Iterator[S
     """Starts a cluster whose every task runs the given lines of Python.
 
     `imports` goes before the lines; `absent` tasks are in the cluster but never started; `stopped` asks the run to stop
-    before it starts; `preload` names a module with whose `load` the supervisor begins; the other options are
-    `spec.build`'s.
+    before it starts; `preload` names a module with whose `load` the supervisor begins; `network` is `private` or
+    `host`; the other options are `spec.build`'s.
     """
     started = []
 
@@ -35,11 +36,12 @@ def start_gang(make_run: Callable[..., RunFolder], tmp_path: Path) -> Iterator[S
         stopped: bool = False,
         hang_timeout_s: float = 60,
         preload: str = "",
+        network: str = HOST,
         **topology: Any,
     ) -> Gang:
         run = make_run(**topology)
         program = [sys.executable, "-c", f"{imports}\n{lines}"]
-        how = local.processes_of(run.load_cluster(), run.path, tmp_path / "data", ["--", *program])
+        how = local.processes_of(run.load_cluster(), run.path, tmp_path / "data", ["--", *program], network=network)
         how |= {"tasks": {n: task for n, task in how["tasks"].items() if n not in absent}}
         write_json(run.compose, how | ({"preload": preload} if preload else {}))
         started_as = read_json(run.control / "started.json") | {"hang_timeout_s": hang_timeout_s}

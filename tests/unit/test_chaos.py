@@ -321,7 +321,7 @@ def test_a_partition_is_allowed_between_containers(run: RunFolder) -> None:
         ),
         (
             Fault("partition", "worker-0"),
-            "partition worker-0: local tasks share this machine's network; use a run of --runtime docker",
+            "partition worker-0: local tasks share one network; use a run of --runtime docker",
         ),
     ],
 )

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster import doctor, engine, gpu_host, local, locks
+from cluster import doctor, engine, gpu_host, local, locks, namespaces
 from cluster.engine import Answer
 from cluster.findings import Finding
+from cluster.namespaces import Refusal
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +26,7 @@ def healthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(local, "TASK_MEMORY_BYTES", 1)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=10 * 2**30))
     monkeypatch.setattr(engine, "probe", lambda: Answer(True, "Docker Engine 26.1.5, Compose 2.26.1"))
+    monkeypatch.setattr(namespaces, "refusal", lambda: None)
     monkeypatch.setattr(gpu_host, "examine", lambda: [Finding("gpus", "ok", "none")])
 
 
@@ -35,9 +37,8 @@ def examine(port: int | None = None) -> dict[str, Finding]:
 
 def test_a_machine_that_lacks_nothing_is_ok() -> None:
     found = examine()
-    assert ["python", "packages", "processor", "memory", "disk", "data", "tensorboard port", "docker", "gpus"] == list(
-        found
-    )
+    machine = ["python", "packages", "processor", "memory", "disk", "data", "tensorboard port", "task network"]
+    assert [*machine, "docker", "gpus"] == list(found)
     assert {"ok"} == {finding.state for finding in found.values()}
     assert {""} == {finding.fix for finding in found.values()}
     assert "mnist-3.0.1" == found["data"].detail
@@ -65,6 +66,13 @@ def test_a_machine_that_lacks_nothing_is_ok() -> None:
         ),
         ("disk", "failed", lambda m: m.setattr(doctor.os, "access", lambda *_: False), "cannot be written", "RUNS_DIR"),
         ("data", "warning", lambda m: m.setenv("DATA_DIR", "/nowhere"), "prepared in /nowhere", "invoke data.prepare"),
+        (
+            "task network",
+            "warning",
+            lambda m: m.setattr(namespaces, "refusal", lambda: Refusal("forbidden", "allow it")),
+            "local tasks are in this machine's own, for everybody to reach: forbidden",
+            "allow it; containers, or a firewall, close them",
+        ),
         (
             "docker",
             "warning",

@@ -13,7 +13,7 @@ import pytest
 from invoke import MockContext
 
 import tasks
-from cluster import gpus, images, launch, local, manifest, placement, scaling, seal, startup, toolkit, view
+from cluster import gpus, images, launch, local, manifest, namespaces, placement, scaling, seal, startup, toolkit, view
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE, PrerequisiteError, UsageError
 from cluster.files import read_json, write_json
 from cluster.request import Request
@@ -246,6 +246,7 @@ def test_runs_in_progress_keep_their_gpus(
     assert [[2], [3]] == ids_of(launch.plan(Request(name="next", **asked)))
     error = refusal(Request(name="next", **(asked | {"gpus": "1,2"})))
     assert (EXIT_USAGE, True) == (error.exit_code, str(error).startswith("--gpus 1,2: run 'first' trains on GPU 1; "))
+    monkeypatch.setattr(namespaces, "refusal", lambda: None)
     scaled = launch.plan(Request(resume="first", runtime=runtime), stops_first=True)
     assert [[0], [1]] == ids_of(scaled)  # its own are free for it
     assert ["GPUs: chief 0; worker-0 1"] == scaled.notes

@@ -47,8 +47,9 @@ def test_a_script_needs_no_data_and_gets_a_folder_to_work_in(
     asked = Request(script=str(theirs), workers="1", runtime="local", tensorboard_port="0", overrides=("-n", "a b"))
     planned = launch.plan(asked)
     assert planned.run.name.startswith("fit-")
-    (note,) = planned.notes
-    assert note.startswith("tf.keras is Keras 2 (tf_keras) for the script, ")
+    keras, reachable = planned.notes
+    assert keras.startswith("tf.keras is Keras 2 (tf_keras) for the script, ")
+    assert reachable.startswith("warning: TensorFlow's servers ask for no password, ")
     startup.start(planned, commands, began=time.time())
     assert [] == commands
     expected = {"script": str(theirs), "arguments": ["-n", "a b"], "chief_as_worker": False}

@@ -175,7 +175,7 @@ def test_an_ended_run_gets_no_fault(run: RunFolder, inflicted: list[tuple[int, F
         (["kill", "stop"], "--kinds stop: it ends the run, and the storm with it; inflict it by itself"),
         (["diskfull"], "--kinds diskfull: it ends the run, and the storm with it; inflict it by itself"),
         (["kill", "puase"], "chaos 'puase' is no fault; did you mean 'pause'?"),
-        (["partition"], "partition chief: local tasks share this machine's network; use a run of --runtime docker"),
+        (["partition"], "partition chief: local tasks share one network; use a run of --runtime docker"),
     ],
 )
 def test_kinds_that_make_no_storm_are_refused_in_one_line(run: RunFolder, kinds: list[str], line: str) -> None:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from cluster.files import read_json, write_json
 from cluster.heartbeat import Heartbeat
 from cluster.runs import RunFolder
+from tests.doors import GREETING
 
 __all__ = [
     "GENERATION", "NAME", "RESTARTS",
@@ -87,14 +88,15 @@ def _trains(beat: dict[str, Any] | None) -> bool:
 
 
 def _listen() -> None:
-    """Speak HTTP/2 where TensorFlow's server would."""
-    task = run.load_cluster().task(NAME)
-    with socket.create_server((task.host, task.port)) as server:
+    """Speak HTTP/2 where TensorFlow's server would: on every interface, whatever address the task has."""
+    port, both = run.load_cluster().task(NAME).port, socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    with socket.create_server(("", port), family=family, dualstack_ipv6=both) as server:
         while True:
             caller, _ = server.accept()
             with caller:
                 caller.recv(64)
-                caller.sendall(b"\0")
+                caller.sendall(GREETING)
 
 
 def die(number: int = signal.SIGKILL) -> None:

@@ -1,0 +1,57 @@
+"""Who reaches a port: every address of this machine, and whether TensorFlow's server speaks there.
+
+It needs nothing but Python, and is a program, too, for other containers: it prints those of the ADDRESS PORT pairs it
+was given where a server speaks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+import sys
+from pathlib import Path
+
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""What a gRPC client says first."""
+OWN_SETTING = b"\xfe\x03\0\0\0\1"
+"""What tells gRPC's servers, so TensorFlow's, from others: some gateways answer in the name of any address."""
+GREETING = bytes([0, 0, len(OWN_SETTING), 4, 0, 0, 0, 0, 0]) + OWN_SETTING
+"""What such a server says first, all else left out."""
+SIOCGIFADDR = 0x8915
+
+
+def speaks(address: str, port: int, timeout_s: float = 2) -> bool:
+    """Whether a gRPC server answers there."""
+    try:
+        with socket.create_connection((address, port), timeout_s) as asked:
+            asked.settimeout(timeout_s)
+            asked.sendall(HELLO)
+            return OWN_SETTING in asked.recv(512)
+    except OSError:
+        return False
+
+
+def addresses() -> list[str]:
+    """Return every address of this machine's interfaces, of its loopback, too."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(asked, SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # it has none
+                continue
+            found.append(socket.inet_ntoa(answer[20:24]))
+    if (listed := Path("/proc/net/if_inet6")).exists():
+        for line in listed.read_text().splitlines():
+            address, _, _, scope, _, name = line.split()
+            shown = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
+            found.append(f"{shown}%{name}" if scope == "20" else shown)
+    return found
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:]
+    for address, port in zip(given[::2], given[1::2], strict=True):
+        if speaks(address, int(port)):
+            print(address, port)
