@@ -24,7 +24,7 @@ def numbers(what: str) -> dict[str, Any]:
 # Clipping
 
 
-@pytest.mark.parametrize("where", ["one", *OTHERS])
+@pytest.mark.parametrize("where", ["one", "mirrored-3"])
 def test_the_gradient_of_the_global_batch_is_clipped_whatever_the_replicas(where: str) -> None:
     clipped = numbers("clipped")
     np.testing.assert_allclose(clipped[where]["weights"], clipped["by hand"], rtol=1e-5, atol=1e-6)
@@ -58,12 +58,11 @@ def test_layers_compute_in_less_and_weights_stay_in_float32(kind: str, computes:
     assert found["losses"] != full["losses"]
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp16"])
-def test_virtual_shards_give_the_same_bits_in_half_precision(kind: str) -> None:
+def test_virtual_shards_give_the_same_bits_in_half_precision() -> None:
     """Clipped, too."""
-    found = numbers(f"elastic {kind}")
+    found = numbers("elastic")
     assert found["one"] == found["mirrored-3"]
-    np.testing.assert_allclose(found["one"]["weights"], numbers("clipped")["one"]["weights"], atol=0.02)
+    np.testing.assert_allclose(found["one"]["weights"], numbers("clipped")["one"]["weights"], atol=2e-3)
 
 
 # Loss scaling
