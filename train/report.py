@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from cluster.files import write_json
 from cluster.runs import HEARTBEAT_S
-from train import export, loops
+from train import export, loops, steps
 from train.assignment import Assignment
 from train.data import memory
 from train.descent import LossScale
@@ -190,7 +190,9 @@ class Report:
             )
         images_BHWC, truth_B = self._shown
         # On every task, see `end`.
-        said_B = np.argmax(self._assignment.model(images_BHWC.astype(np.float32), training=False), -1)
+        said_B = np.argmax(
+            steps.full_precision(self._assignment.model(images_BHWC.astype(np.float32), training=False)), -1
+        )
         names = source.classes
         if self._assignment.chief:
             self.metrics.predictions(step, images_BHWC, [names[k] for k in said_B], [names[k] for k in truth_B])
