@@ -41,6 +41,14 @@ class Optimizer:
     learning_rate: float = 2e-3
     """Step size, above 0."""
 
+    warmup_steps: int = 100
+    """Steps over which the step size grows from near 0: 0 or more. The first steps of Adam are large otherwise, and
+    magnify how sums were rounded: runs on 1 and on 3 tasks would drift apart at once. With callbacks there is no
+    warm-up: they may set the step size themselves."""
+
+    momentum: float = 0.9
+    """For `sgd`: share of the last update that is kept, 0 to 1."""
+
     scaling: str = "none"
     """How `learning_rate`, which is meant for `base_batch` examples, follows the global batch: `none`: not at all;
     `linear`: by their ratio (Goyal et al. 2017, arXiv:1706.02677); `sqrt`: by its root (Krizhevsky 2014,
@@ -52,14 +60,6 @@ class Optimizer:
     clip_norm: float = 0.0
     """Largest norm of the gradient of the whole global batch, over all weights together: a longer one is shortened to
     it after the sum over replicas. 0: no bound."""
-
-    warmup_steps: int = 100
-    """Steps over which the step size grows from near 0: 0 or more. The first steps of Adam are large otherwise, and
-    magnify how sums were rounded: runs on 1 and on 3 tasks would drift apart at once. With callbacks there is no
-    warm-up: they may set the step size themselves."""
-
-    momentum: float = 0.9
-    """For `sgd`: share of the last update that is kept, 0 to 1."""
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
+from keras.src.backend.common.variables import AutocastScope  # has no public name
 
 from tests.unit.measured import measured
-from train import descent, optimizers
+from train import descent, guards, optimizers
 from train.config import Optimizer, TrainConfig
 
 OTHERS = ("central-2", "mirrored-3")
@@ -56,6 +58,15 @@ def test_layers_compute_in_less_and_weights_stay_in_float32(kind: str, computes:
     assert ([computes], ["float32"]) == (found["computes"], found["dtypes"])
     np.testing.assert_allclose(found["weights"], full["weights"], atol=far)
     assert found["losses"] != full["losses"]
+
+
+def test_a_layer_that_computes_in_less_still_counts_in_float32() -> None:
+    """To it `value` is no variable, but a copy in float16."""
+    count = keras.Variable(1.0)
+    with AutocastScope("float16"):
+        guards._assign_add(count, 4097.0)
+        guards._assign_sub(count, 1.0)
+    assert ("float32", 4097.0) == (count.dtype, float(count.numpy()))
 
 
 def test_virtual_shards_give_the_same_bits_in_half_precision() -> None:
