@@ -36,7 +36,7 @@ UP_HELP = {
     "workers": "worker tasks beside the chief; 0: the chief alone (default: 2; 0 for a strategy of one process)",
     "ps": "parameter servers; 1 or more: ParameterServerStrategy (default: 0)",
     "evaluator": "add a task that evaluates every new checkpoint (default: no)",
-    "preset": "configuration to start from: fashion_mnist, mnist or package.module:function (default: fashion_mnist)",
+    "preset": "fashion_mnist, mnist, resnet50_synthetic or package.module:function (default: fashion_mnist)",
     "loop": "custom, or fit for Keras's own (default: custom)",
     "script": "run this script, which reads TF_CONFIG, in every task; its arguments follow -- (default: our trainer)",
     "chief-as-worker": "the script's TF_CONFIG has the chief as worker 0, as in TensorFlow's tutorials (default: no)",
@@ -51,6 +51,7 @@ UP_HELP = {
     "memory": "what each container may use, such as 8GiB; at that it is killed (default: its share of the machine's)",
     "network": "local tasks' network: private, or host, the machine's (default: private; host for scripts and TPUs)",
     "bitwise-elastic": "virtual shards V: any number of replicas up to V gives the same bits (default: 0, none)",
+    "precision": "fp32, bf16 or fp16: what layers compute in; weights stay in float32 (default: fp32)",
     "checkpoint-every": "optimizer steps, or seconds such as 30s, between two checkpoints (default: 200)",
     "hang-timeout": "seconds without a new step after which every task starts again (default: 60)",
     "name": "name of the run (default: preset, date and time)",
@@ -69,8 +70,8 @@ UP_HELP = {
 def up(
     c, workers="", ps="", evaluator=False, preset="", loop="", script="", chief_as_worker=False, requirements="",
     strategy="", devices="", runtime="auto", gpus="", gpus_per_task="", gpu_runtime="", nccl_debug="",
-    network="", memory="", bitwise_elastic="", checkpoint_every="", hang_timeout="", name="", resume="", trust=False,
-    fresh=False, tensorboard_port=str(board.PORT), detach=False, dry=False,
+    network="", memory="", bitwise_elastic="", precision="", checkpoint_every="", hang_timeout="", name="", resume="",
+    trust=False, fresh=False, tensorboard_port=str(board.PORT), detach=False, dry=False,
 ):  # fmt: skip
     """Bring up a cluster and train; overrides follow --, such as: invoke up -- --epochs 1."""
     began = time.time()
@@ -93,8 +94,8 @@ def up(
 def plan(
     c, workers="", ps="", evaluator=False, preset="", loop="", script="", chief_as_worker=False, requirements="",
     strategy="", devices="", runtime="auto", gpus="", gpus_per_task="", gpu_runtime="", nccl_debug="",
-    network="", memory="", bitwise_elastic="", checkpoint_every="", hang_timeout="", name="", resume="", trust=False,
-    fresh=False, tensorboard_port=str(board.PORT), json=False,
+    network="", memory="", bitwise_elastic="", precision="", checkpoint_every="", hang_timeout="", name="", resume="",
+    trust=False, fresh=False, tensorboard_port=str(board.PORT), json=False,
 ):  # fmt: skip
     """Show what `up` would start with the same options, and start nothing."""
     asked = request(c, locals())

@@ -97,6 +97,7 @@ class Plan:
             "replicas": self.cluster.replicas,
             "global_batch": batch,
             "replica_batch": batch and batch // shards * most,
+            "training": self._training(),
             "tensorboard": tensorboard.address(self.tensorboard_port) if self.tensorboard_port else None,
             "tasks": [
                 {
@@ -110,6 +111,24 @@ class Plan:
             "notes": [*self.gpus.notes, *filter(None, [self.network.warning])],
             "config": self.config,
             "compose": self.compose,
+        }
+
+    def _training(self) -> dict[str, Any] | None:
+        """Return the numerics that follow from the configuration and the cluster; None for a script."""
+        settings, batch = self.config.get("optimizer"), self.config.get("global_batch")
+        if settings is None or batch is None:
+            return None
+        rule, base_batch = settings.get("scaling", "none"), settings.get("base_batch", batch)
+        rate = settings["learning_rate"]
+        return {
+            "precision": spec.precision_of(self.cluster.strategy, self.config.get("precision", "fp32")),
+            "optimizer": settings["name"],
+            "learning_rate": spec.scale_rate(rate, rule, batch, base_batch),
+            "scaling": rule,
+            "base_learning_rate": rate,
+            "base_batch": None if rule == "none" else base_batch,
+            "warmup_steps": 0 if self.config.get("callbacks") else settings["warmup_steps"],
+            "clip_norm": settings.get("clip_norm", 0.0),
         }
 
 
@@ -257,11 +276,12 @@ def busy(run: RunFolder | None = None) -> dict[str, str]:
 
 
 def _check_sharing(config: dict[str, Any], cluster: spec.ClusterSpec) -> None:
-    """Check that the cluster's replicas can share the configuration's global batch.
+    """Check that the cluster's replicas can share the configuration's global batch, and compute in its precision.
 
     Raises:
         UsageError: they cannot.
     """
+    spec.check_precision(cluster, config.get("precision", "fp32"))
     if shards := config.get("bitwise_elastic", 0):  # the training program has checked that they cut the batch evenly
         spec.check_shards(cluster, shards)
     else:

@@ -43,6 +43,7 @@ class Request:
     memory: str = ""
     network: str = ""
     bitwise_elastic: str = ""
+    precision: str = ""
     checkpoint_every: str = ""
     hang_timeout: str = ""
     name: str = ""
@@ -66,6 +67,8 @@ class Request:
         options = {"--loop": self.loop} if self.loop else {}
         if self.bitwise_elastic:
             options |= {"--bitwise-elastic": self.bitwise_elastic}
+        if self.precision:
+            options |= {"--precision": self.precision}
         if self.checkpoint_every:
             options |= _checkpoint_options(self.checkpoint_every)
         return [word for option in options.items() for word in option] + list(self.overrides)
@@ -114,6 +117,7 @@ def check_together(request: Request, *, scripted: bool) -> None:
         "preset": request.preset,
         "loop": request.loop,
         "bitwise-elastic": request.bitwise_elastic,
+        "precision": request.precision,
         "checkpoint-every": request.checkpoint_every,
     }
     if scripted and (given := [f"--{name}" for name, value in trainer.items() if value]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -29,6 +30,10 @@ CLASS_NAMES = {
     "tpu": "TPUStrategy",
 }
 """Each strategy's name on the command line and TensorFlow's name for it."""
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+SCALINGS = ("none", "linear", "sqrt")
+"""How a learning rate follows the global batch."""
 
 ONE_PROCESS = ("one", "mirrored", "central", "tpu")
 """The strategies that train in the chief's process alone."""
@@ -239,6 +244,35 @@ def check_shards(cluster: ClusterSpec, shards: int) -> None:
             f"--bitwise-elastic {shards}: {cluster.replicas} replicas share {shards} virtual shards, and each needs "
             f"one; use --bitwise-elastic {cluster.replicas} or more, or fewer tasks"
         )
+
+
+def check_precision(cluster: ClusterSpec, precision: str) -> None:
+    """Check that a cluster can train in a precision.
+
+    Raises:
+        UsageError: it cannot; the message says why.
+    """
+    if precision == "fp16" and cluster.strategy in ("ps", "tpu"):
+        why = "has workers that would each change the one loss scale" if cluster.strategy == "ps" else "has no float16"
+        raise UsageError(f"--precision fp16: {cluster.strategy_class} {why}; use --precision bf16")
+
+
+def precision_of(strategy: str, precision: str) -> str:
+    """Return the precision that layers compute in under a strategy: a TPU's matrix units want bfloat16."""
+    return "bf16" if strategy == "tpu" else precision
+
+
+def scale_rate(rate: float, rule: str, global_batch: int, base_batch: int) -> float:
+    """Return the learning rate at a global batch.
+
+    Args:
+        rate: the learning rate at `base_batch`.
+        rule: one of `SCALINGS`.
+        global_batch: examples in an optimizer step.
+        base_batch: examples in the optimizer step that `rate` was found for.
+    """
+    ratio = global_batch / base_batch
+    return rate * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
 
 
 def build(

@@ -115,6 +115,8 @@ def plan(value: dict[str, Any]) -> list[str]:
         lines.append(f"script {' '.join([value['config']['script'], *value['config']['arguments']])}")
     else:
         lines.append(f"global batch {value['global_batch']}: {value['replica_batch']} a replica and step")
+    if training := value.get("training"):
+        lines.append(_numerics(training, value["global_batch"]))
     given = [f"GPU {','.join(map(str, ids))}" if (ids := task.get("gpus")) else "no GPU" for task in value["tasks"]]
     width = max(map(len, given)) + 2
     for task, gpus in zip(value["tasks"], given, strict=True):
@@ -122,6 +124,18 @@ def plan(value: dict[str, Any]) -> list[str]:
         column = f"{gpus:<{width}}" if any(told != "no GPU" for told in given) else ""
         lines.append(f"{task['task']:<12}{task['address']:<18}{column}{shown}")
     return [*lines, *value.get("notes", [])]
+
+
+def _numerics(training: dict[str, Any], batch: int) -> str:
+    """Return in which precision is trained, and how gradients become updates, in one line."""
+    rate = f"learning rate {training['learning_rate']:g}"
+    if training["scaling"] != "none":
+        ratio = f"{batch}/{training['base_batch']}"
+        by = f"sqrt({ratio})" if training["scaling"] == "sqrt" else ratio
+        rate += f" ({training['scaling']}: {training['base_learning_rate']:g} x {by})"
+    warm = f"after {counted(training['warmup_steps'], 'step')} of warm-up" if training["warmup_steps"] else "at once"
+    clip = f"clipped to norm {training['clip_norm']:g}" if training["clip_norm"] else "not clipped"
+    return f"precision {training['precision']}, {training['optimizer']}, {rate} {warm}, gradients {clip}"
 
 
 @_plain

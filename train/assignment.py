@@ -12,12 +12,17 @@ from tensorflow import keras
 from cluster.heartbeat import Heartbeat
 from cluster.runs import RunFolder
 from cluster.spec import ClusterSpec, Role, Task
-from train import checkpoint, optimizers, steps
+from train import checkpoint, descent, optimizers, steps
 from train.config import TrainConfig
 from train.objectives import Objective
 from train.sources import Source, eval_feed
 
 EVALUATION_BATCH = 500
+
+
+def evaluation_batch(source: Source) -> int:
+    """Return how many test examples one replica takes at once: no more than there are."""
+    return min(EVALUATION_BATCH, source.test_examples)
 
 
 @dataclass(frozen=True)
@@ -81,17 +86,19 @@ class Assignment:
             keep=self.config.keep_checkpoints,
             writes=self.chief,
             saved=lambda step: self.run.event(self.task.name, "checkpoint", step=step),
+            loss_scale=descent.loss_scale(optimizer),
         )
 
     def new_evaluation(self) -> Callable[[], dict[str, float]]:
         """Return what evaluates the model on the whole test split; every task calls it."""
         # Under parameter servers the chief evaluates by itself: it can read every variable.
         shared = None if self.asynchronous else self.strategy
+        batch = evaluation_batch(self.source)
         return steps.evaluation(
             shared,
             self.model,
             self.objective,
-            eval_feed(shared, self.source, EVALUATION_BATCH),
+            eval_feed(shared, self.source, batch),
             num_examples=self.source.test_examples,
-            batch=EVALUATION_BATCH,
+            batch=batch,
         )

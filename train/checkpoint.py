@@ -24,6 +24,7 @@ from cluster.errors import RunFailed
 from cluster.files import read_json, sha256, write_json
 
 _RECORD = re.compile(r"ckpt-(\d+)\.json")
+LOSS_SCALE = "loss_scale"
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ class Checkpoint:
         keep: int,
         writes: bool,
         saved: Callable[[int], None] = lambda step: None,
+        loss_scale: tf.Module | None = None,
     ) -> None:
         """Prepare to save.
 
@@ -124,8 +126,11 @@ class Checkpoint:
                 can be a collective operation
                 (https://www.tensorflow.org/tutorials/distribute/multi_worker_with_ctl#checkpoint_saving).
             saved: told of each step whose checkpoint is finished, perhaps from another thread.
+            loss_scale: of a training in float16. One that has just become that has none in its checkpoints yet.
         """
-        self._checkpoint = tf.train.Checkpoint(step=step, model=model, optimizer=optimizer)
+        self._parts = {"step": step, "model": model, "optimizer": optimizer}
+        self._loss_scale = {} if loss_scale is None else {LOSS_SCALE: loss_scale}
+        self._checkpoint = tf.train.Checkpoint(**self._parts, **self._loss_scale)
         self._model = model
         self._step = step
         self._folder = folder
@@ -140,7 +145,9 @@ class Checkpoint:
         """Restore the newest good checkpoint, if there is one; return the step to go on from."""
         newest = newest_good(self._folder, lambda words: print(words, flush=True) if self._writes else None)
         if newest is not None:
-            self._checkpoint.read(newest.prefix).assert_existing_objects_matched()
+            scaled = any(name.startswith(f"{LOSS_SCALE}/") for name, _ in tf.train.list_variables(newest.prefix))
+            kept = self._checkpoint if scaled else tf.train.Checkpoint(**self._parts)
+            kept.read(newest.prefix).assert_existing_objects_matched()
         return int(self._step.numpy())
 
     def save(self, step: int) -> None:

@@ -21,7 +21,9 @@ LOOPS = ("custom", "fit")
 ONEDNN = ("auto", "on", "off")
 SOURCES = ("memory", "stream")
 DATASETS = ("fashion_mnist", "mnist")
-MODELS = ("two_conv_cnn",)
+MODELS = ("two_conv_cnn", "resnet50")
+REPEATABLE = ("two_conv_cnn",)
+"""Those whose bits were seen to repeat with oneDNN's kernels. A ResNet's 1x1 convolutions with stride 2 do not."""
 LOSSES = ("sparse_categorical_crossentropy", "mean_squared_error")
 CALLBACKS = ("tutorial",)
 MAX_SHARDS = 4096
@@ -47,6 +49,18 @@ class Optimizer:
     momentum: float = 0.9
     """For `sgd`: share of the last update that is kept, 0 to 1."""
 
+    scaling: str = "none"
+    """How `learning_rate`, which is meant for `base_batch` examples, follows the global batch: `none`: not at all;
+    `linear`: by their ratio (Goyal et al. 2017, arXiv:1706.02677); `sqrt`: by its root (Krizhevsky 2014,
+    arXiv:1404.5997)."""
+
+    base_batch: int = 256
+    """The global batch that `learning_rate` was found for, where `scaling` is not `none`; at least 1."""
+
+    clip_norm: float = 0.0
+    """Largest norm of the gradient of the whole global batch, over all weights together: a longer one is shortened to
+    it after the sum over replicas. 0: no bound."""
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -66,7 +80,7 @@ class TrainConfig:
     `source` `stream`: the name of any TFDS dataset."""
 
     model: str = "two_conv_cnn"
-    """`two_conv_cnn`, or `package.module:function`: (feature shape, outputs) -> Keras model."""
+    """`two_conv_cnn`, `resnet50`, or `package.module:function`: (feature shape, outputs) -> Keras model."""
 
     loss: str = "sparse_categorical_crossentropy"
     """`sparse_categorical_crossentropy` (of logits), `mean_squared_error`, or `package.module:function`: (labels,
@@ -88,6 +102,10 @@ class TrainConfig:
     seed: int = 42
     """Seed of the weights and of the order of the data, 0 to 2**31 - 1."""
 
+    precision: str = "fp32"
+    """What layers compute in: `fp32`, `bf16` or `fp16`. Weights, losses, sums of gradients and exported models stay in
+    float32. With `fp16` losses are scaled, see docs/performance.md."""
+
     deterministic: bool = True
     """Whether TensorFlow's operations must give the same bits every time, see docs/reproducibility.md."""
 
@@ -97,7 +115,7 @@ class TrainConfig:
 
     onednn: str = "auto"
     """`on` or `off`: whether the CPU computes with oneDNN's kernels, which for convolutions can be twice as fast.
-    `auto`: `on` for the built-in models, whose bits were seen to repeat; with `deterministic` `off` for others, and
+    `auto`: `on` for the two-conv CNN, whose bits were seen to repeat; with `deterministic` `off` for others, and
     otherwise as TensorFlow chooses by the processor. Written down when a run begins, see docs/reproducibility.md."""
 
     bitwise_elastic: int = 0
@@ -160,7 +178,13 @@ class TrainConfig:
         _check_range("optimizer.warmup_steps", self.optimizer.warmup_steps, 0, 10**9)
         if not 0 <= self.optimizer.momentum <= 1:
             raise UsageError(f"--optimizer.momentum {self.optimizer.momentum:g}: expected a number from 0 to 1")
+        clip_norm = self.optimizer.clip_norm
+        if not (math.isfinite(clip_norm) and clip_norm >= 0):
+            raise UsageError(f"--optimizer.clip-norm {clip_norm:g}: expected 0, or a number above 0")
+        _check_range("optimizer.base_batch", self.optimizer.base_batch, 1, 2**31 - 1)
         _check_choice("optimizer.name", self.optimizer.name, ("adam", "sgd"))
+        _check_choice("optimizer.scaling", self.optimizer.scaling, spec.SCALINGS)
+        _check_choice("precision", self.precision, spec.PRECISIONS)
         _check_choice("loop", self.loop, LOOPS)
         _check_choice("source", self.source, SOURCES)
         _check_choice("onednn", self.onednn, ONEDNN)
@@ -183,8 +207,8 @@ class TrainConfig:
         threads, onednn = self.threads, self.onednn
         if self.deterministic:
             threads = threads or len(os.sched_getaffinity(0))
-        if onednn == "auto" and (self.deterministic or self.model in MODELS):
-            onednn = "on" if self.model in MODELS else "off"
+        if onednn == "auto" and (self.deterministic or self.model in REPEATABLE):
+            onednn = "on" if self.model in REPEATABLE else "off"
         return dataclasses.replace(self, threads=threads, onednn=onednn)
 
     def check_references(self) -> TrainConfig:
@@ -209,6 +233,17 @@ class TrainConfig:
     def needs_tf_keras(self, strategy: str) -> bool:
         """Whether this must run on tf_keras under a strategy, a key of `cluster.spec.CLASS_NAMES`."""
         return self.loop == "fit" and spec.needs_tf_keras(strategy)
+
+    @property
+    def learning_rate(self) -> float:
+        """The step size at this global batch, after the warm-up."""
+        settings = self.optimizer
+        return spec.scale_rate(settings.learning_rate, settings.scaling, self.global_batch, settings.base_batch)
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of warm-up: none with callbacks, which can only set a step size that is a number."""
+        return 0 if self.callbacks else self.optimizer.warmup_steps
 
     def total_steps(self, num_examples: int) -> int:
         """Return the optimizer steps of the whole training on `num_examples` training examples."""
@@ -239,7 +274,24 @@ def mnist() -> TrainConfig:
     return TrainConfig(preset="mnist", dataset="mnist")
 
 
-PRESETS: dict[str, Callable[[], TrainConfig]] = {preset.__name__: preset for preset in (fashion_mnist, mnist)}
+def resnet50_synthetic() -> TrainConfig:
+    """ResNet-50 v1.5 on made-up images, to see how many of them a machine trains on in a second."""
+    return TrainConfig(
+        preset="resnet50_synthetic",
+        dataset="train.data.synthetic:imagenet",
+        model="resnet50",
+        epochs=10**6,
+        max_steps=500,
+        steps_per_loop=10,
+        checkpoint_every=10**9,  # what is measured is training alone
+        evaluate_every=10**9,
+        optimizer=Optimizer(name="sgd", learning_rate=0.1, scaling="linear", base_batch=256),
+    )
+
+
+PRESETS: dict[str, Callable[[], TrainConfig]] = {
+    preset.__name__: preset for preset in (fashion_mnist, mnist, resnet50_synthetic)
+}
 
 
 def resolve(preset: str, overrides: Sequence[str], base: TrainConfig | None = None) -> TrainConfig:

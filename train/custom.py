@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 from cluster.spec import Role
-from train import callbacks, guards, loops, parameter_server, steps, trace
+from train import callbacks, descent, guards, loops, parameter_server, steps, trace
 from train.assignment import Assignment
 from train.elastic import ElasticTrainee
 from train.report import Report
@@ -28,7 +28,7 @@ class Training:
         self._first = self._checkpoint.restore()
         if not assignment.asynchronous:
             steps.check_same_step(strategy, self._first)
-        self._report = Report(assignment, self._first)
+        self._report = Report(assignment, self._first, descent.loss_scale(self._optimizer))
         self._save_timer = loops.SaveTimer(config.checkpoint_seconds if assignment.chief else 0)
         shards = config.bitwise_elastic
         cut = VirtualShards(shards, strategy.num_replicas_in_sync) if shards else None
@@ -68,7 +68,7 @@ class Training:
             every.append(loops.Every(assignment.epoch_steps, self._end_epoch))
         if not config.checkpoint_seconds:
             every.append(loops.Every(config.checkpoint_every, self._save))  # with what callbacks have changed
-        inner = trace.Tracer(assignment.run, assignment.task.name).around(self._inner)
+        inner = trace.Tracer(assignment.run, assignment.task.name).around(descent.watched(self._inner, self._optimizer))
         step, stopped = loops.run(
             inner if self._hooks is None else self._hooks.around(inner),
             self._first,

@@ -20,7 +20,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from train import guards
+from train import descent, guards
 from train.exact_sum import exact_sum
 from train.sources import Feed
 from train.steps import Trainee
@@ -39,6 +39,8 @@ class ElasticTrainee(Trainee):
 
     def __post_init__(self) -> None:
         guards.take_summed_gradients(self.optimizer)
+        if governed := descent.of(self.optimizer):
+            governed.sums_up = False
         for variable in self._averaged:
             if hasattr(variable.value, "_aggregation"):  # CentralStorageStrategy would have all replicas write it
                 variable.value._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
@@ -57,6 +59,7 @@ class ElasticTrainee(Trainee):
         """Do this replica's part of one optimizer step: all of its shards; return what each gave, `[V, 2]`."""
         model, averaged = self.model, self._averaged
         weights, before = (_values(variables) for variables in (model.trainable_variables, averaged))
+        scale = descent.seed(self.optimizer)
 
         def one(shard: tf.Tensor) -> tuple[list[tf.Tensor], list[tf.Tensor], tf.Tensor]:
             lap.asks(shard)
@@ -67,9 +70,10 @@ class ElasticTrainee(Trainee):
             with guards.random_place(step, shard), tf.GradientTape(watch_accessed_variables=False) as tape, scope:
                 tape.watch(weights)
                 loss, score = self.shares(batch)
-            gradients = tape.gradient(loss, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+            unconnected = tf.UnconnectedGradients.ZERO
+            gradients = tape.gradient(loss, weights, output_gradients=scale, unconnected_gradients=unconnected)
             changes = [scope.get_current_value(variable) - old for variable, old in zip(averaged, before, strict=True)]
-            told_2 = tf.stack([guards.told_of_broken(loss, gradients), score])
+            told_2 = tf.stack([loss if scale is not None else guards.told_of_broken(loss, gradients), score])
             return [tf.convert_to_tensor(gradient) for gradient in gradients], changes, told_2
 
         lap.has_batch(given)
@@ -84,6 +88,9 @@ class ElasticTrainee(Trainee):
         self.optimizer.apply([tf.cast(total, tf.float32) for total in summed], model.trainable_variables)
         for variable, old, total in zip(averaged, before, changed, strict=True):
             variable.value.assign(old + tf.cast(total / self.shards.total, tf.float32))
+        if scale is not None:
+            losses_n = descent.told(self.optimizer, results_n2[:, 0], [])
+            results_n2 = tf.stack([losses_n, results_n2[:, 1]], 1)
         return tf.tensor_scatter_nd_update(tf.zeros([self.parts, 2]), numbers_n[:, tf.newaxis], results_n2)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow import keras
 
-from train import callbacks, guards, loops, parameter_server, steps, trace
+from train import callbacks, descent, guards, loops, parameter_server, steps, trace
 from train.assignment import Assignment
 from train.data.memory import Batch
 from train.export import is_legacy
@@ -37,15 +37,17 @@ class Training:
         self._first = self._checkpoint.restore()
         if not assignment.asynchronous:
             steps.check_same_step(assignment.strategy, self._first)
-        self._report = Report(assignment, self._first)
+        self._report = Report(assignment, self._first, descent.loss_scale(optimizer))
         with assignment.strategy.scope():
             score = keras.metrics.MeanMetricWrapper(
-                lambda labels, outputs: objective.score(_labels(assignment, labels), outputs), objective.score_name
+                lambda labels, outputs: objective.score(_labels(assignment, labels), steps.full_precision(outputs)),
+                objective.score_name,
             )
             if not is_legacy():
                 _draw_by_place(model, optimizer)
             # XLA over collectives on CPU crashes the process.
             model.compile(optimizer, _Loss(assignment), weighted_metrics=[score], jit_compile=False)
+            model.optimizer = optimizer  # not in Keras's own loss scaling: `train/descent.py` says why
 
     def run(self) -> None:
         """Train, and end well."""
@@ -182,6 +184,7 @@ class _Follower(keras.callbacks.Callback):
 
     def save(self) -> None:
         """Save a checkpoint."""
+        self._check_scale()
         with self._report.saving():
             self._checkpoint.save(self.step)
         self._save_timer.saved()
@@ -191,6 +194,11 @@ class _Follower(keras.callbacks.Callback):
         """Evaluate on the whole test split."""
         self._report.evaluate(self.step, self._evaluation)
         self.evaluated_at = self.step
+
+    def _check_scale(self) -> None:
+        scale = descent.loss_scale(self.model.optimizer)
+        if scale is not None and scale.exhausted:
+            raise descent.overflow(self.step)
 
     def _correct(self, logs: dict[str, float] | None) -> None:
         """Have the logs, which all callbacks share, say the means that they are meant to."""
@@ -217,6 +225,7 @@ class _Follower(keras.callbacks.Callback):
         assert logs is not None
         now, count = time.perf_counter(), self.step - self._told_step
         means_2 = np.array([logs["loss"], logs[self._assignment.objective.score_name]])
+        self._check_scale()
         if not np.isfinite(means_2[0]):
             raise loops.not_finite(means_2[0], self.step)
         loss, score = (self._in_epoch * means_2 - self._sums_2) / max(1, min(count, self._in_epoch))
@@ -243,7 +252,7 @@ class _Loss(keras.losses.Loss):
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
         """Return the loss of each example, `[B] float32`."""
-        return self._assignment.objective.loss(_labels(self._assignment, y_true), y_pred)
+        return self._assignment.objective.loss(_labels(self._assignment, y_true), steps.full_precision(y_pred))
 
 
 def _labels(assignment: Assignment, labels: tf.Tensor) -> tf.Tensor:

@@ -43,13 +43,20 @@ def _assign_add(variable: keras.Variable, value: object) -> object:
     """
     if in_stateless_scope():  # Keras only tries the layer out
         return _keras_assign_add(variable, value)
-    return variable.value.assign_add(tf.cast(value, variable.value.dtype))
+    own = _own(variable)
+    return own.assign_add(tf.cast(value, own.dtype))
 
 
 def _assign_sub(variable: keras.Variable, value: object) -> object:
     if in_stateless_scope():
         return _keras_assign_sub(variable, value)
-    return variable.value.assign_sub(tf.cast(value, variable.value.dtype))
+    own = _own(variable)
+    return own.assign_sub(tf.cast(value, own.dtype))
+
+
+def _own(variable: keras.Variable) -> tf.Variable:
+    """Return TensorFlow's variable: `value` is a copy of it in a layer that computes in less than float32."""
+    return variable._value
 
 
 @contextlib.contextmanager

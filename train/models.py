@@ -9,6 +9,7 @@ from tensorflow import keras  # Keras 3, or tf_keras where `--loop fit` needs th
 
 from cluster.errors import UsageError
 from train import references
+from train.resnet import resnet50
 
 
 def two_conv_cnn(image_shape: tuple[int, int, int], num_classes: int) -> keras.Model:
@@ -40,7 +41,7 @@ def two_conv_cnn(image_shape: tuple[int, int, int], num_classes: int) -> keras.M
     )
 
 
-MODELS: dict[str, Callable[..., Any]] = {"two_conv_cnn": two_conv_cnn}
+MODELS: dict[str, Callable[..., Any]] = {"two_conv_cnn": two_conv_cnn, "resnet50": resnet50}
 
 
 def build(name: str, feature_shape: tuple[int, ...], num_outputs: int) -> keras.Model:

@@ -6,17 +6,17 @@ from typing import Any
 
 from tensorflow import keras
 
+from train import descent
 from train.config import TrainConfig
 
 
 def build(config: TrainConfig) -> keras.optimizers.Optimizer:
     """Return the optimizer; call it inside the strategy's scope."""
     settings = config.optimizer
-    rate: Any = settings.learning_rate
-    if settings.warmup_steps and not config.callbacks:  # Keras callbacks can only set a rate that is a number
-        rate = keras.optimizers.schedules.PolynomialDecay(
-            settings.learning_rate / settings.warmup_steps, settings.warmup_steps, settings.learning_rate
-        )
-    if settings.name == "sgd":
-        return keras.optimizers.SGD(rate, settings.momentum)
-    return keras.optimizers.Adam(rate)
+    rate: Any = config.learning_rate
+    if config.warmup_steps:
+        rate = keras.optimizers.schedules.PolynomialDecay(rate / config.warmup_steps, config.warmup_steps, rate)
+    optimizer = keras.optimizers.SGD(rate, settings.momentum) if settings.name == "sgd" else keras.optimizers.Adam(rate)
+    if settings.clip_norm or config.precision == "fp16":
+        descent.govern(optimizer, settings.clip_norm, scaled=config.precision == "fp16")
+    return optimizer

@@ -14,7 +14,7 @@ from cluster.errors import ClusterError, PrerequisiteError, RunFailed
 from cluster.files import DISK_FULL, read_json
 from cluster.heartbeat import Heartbeat
 from cluster.runs import RunFolder
-from cluster.spec import Role, Task
+from cluster.spec import Role, Task, precision_of
 from train import custom, environment, evaluator, fit, guards, models, objectives, rehearsal, sources, strategy
 from train.assignment import Assignment
 from train.config import TrainConfig
@@ -62,7 +62,6 @@ class Program:
         signal.signal(signal.SIGTERM, lambda *_: self.stop.set())
         if self.run.stop_requested:
             self.stop.set()  # it came while that handler was in place
-        strategy.set_policy(self.spec)
         keras.utils.set_random_seed(config.seed)
         if config.deterministic:
             tf.config.experimental.enable_op_determinism()
@@ -73,7 +72,7 @@ class Program:
         def new_model() -> keras.Model:
             return models.build(config.model, source.feature_shape, source.num_outputs)
 
-        with chosen.scope():
+        with chosen.scope(), strategy.policy(precision_of(self.spec.strategy, config.precision)):
             model = new_model()
         if self.task.role == Role.CHIEF:
             environment.record(self.run, config.dataset, source)

@@ -12,9 +12,10 @@ import tensorflow as tf
 
 from cluster.files import write_json
 from cluster.heartbeat import HEARTBEAT_S
-from train import export, loops
+from train import export, loops, steps
 from train.assignment import Assignment
 from train.data import memory
+from train.descent import LossScale
 from train.ledger import Ledger
 from train.metrics import Metrics
 from train.pace import Pace, Times
@@ -25,8 +26,9 @@ SHOWN_PREDICTIONS = 16
 class Report:
     """Keeps the run folder told of one life's training."""
 
-    def __init__(self, assignment: Assignment, first: int) -> None:
+    def __init__(self, assignment: Assignment, first: int, loss_scale: LossScale | None = None) -> None:
         """Begin to tell of a training that goes on from step `first`."""
+        self._loss_scale = loss_scale
         self._assignment = assignment
         self._config = assignment.config
         self._heartbeat = assignment.heartbeat
@@ -78,12 +80,14 @@ class Report:
             self._tell_pace(len(losses), seconds, times)
         self._heartbeat.update(step=step, loss=float(losses[-1]), examples_per_s=rate)
         score_name, total = self._assignment.objective.score_name, self._assignment.total_steps
+        scale = {} if self._loss_scale is None else self._loss_scale.shown()
         for at in range(first + 1, step + 1):
             if at % self._config.log_every == 0 or at == total:
                 values = {
                     "loss": float(losses[at - first - 1]),
                     score_name: float(scores[at - first - 1]),
                     "examples_per_s": rate,
+                    **scale,
                 }
                 self.metrics.log(at, self._epoch(at), total, values)
 
@@ -186,7 +190,9 @@ class Report:
             )
         images_BHWC, truth_B = self._shown
         # On every task, see `end`.
-        said_B = np.argmax(self._assignment.model(images_BHWC.astype(np.float32), training=False), -1)
+        said_B = np.argmax(
+            steps.full_precision(self._assignment.model(images_BHWC.astype(np.float32), training=False)), -1
+        )
         names = source.classes
         if self._assignment.chief:
             self.metrics.predictions(step, images_BHWC, [names[k] for k in said_B], [names[k] for k in truth_B])

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.errors import ClusterError, PrerequisiteError, UsageError
 from cluster.files import read_json
 from cluster.runs import RunFolder
+from cluster.spec import precision_of
 from train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -66,17 +67,18 @@ def evaluate(run: RunFolder, data_dir: Path) -> dict[str, Any]:
     Raises:
         PrerequisiteError: there is no good checkpoint, or the data is not prepared.
     """
-    source, config, model, step = _restore(run, data_dir)
+    source, config, model, step = _restore(run, data_dir, as_trained=True)
     from train import objectives, sources, steps
-    from train.assignment import EVALUATION_BATCH
+    from train.assignment import evaluation_batch
 
+    batch = evaluation_batch(source)
     measure = steps.evaluation(
         None,
         model,
         objectives.build(config.loss, classifies=source.classifies),
-        sources.eval_feed(None, source, EVALUATION_BATCH),
+        sources.eval_feed(None, source, batch),
         num_examples=source.test_examples,
-        batch=EVALUATION_BATCH,
+        batch=batch,
     )
     return {"run": run.name, "step": step, "examples": source.test_examples, **measure()}
 
@@ -133,15 +135,21 @@ def _read_image(path: Path, height: int, width: int, channels: int) -> Any:
     return np.asarray(resized, np.float32).reshape(1, height, width, channels)
 
 
-def _restore(run: RunFolder, data_dir: Path) -> tuple[Source, TrainConfig, keras.Model, int]:
-    """Return a run's data, its configuration, and its model with the newest checkpoint's weights and step."""
-    config = TrainConfig.from_json(read_json(run.config))
-    if config.needs_tf_keras(run.load_cluster().strategy):
+def _restore(
+    run: RunFolder, data_dir: Path, *, as_trained: bool = False
+) -> tuple[Source, TrainConfig, keras.Model, int]:
+    """Return a run's data, its configuration, and its model with the newest checkpoint's weights and step.
+
+    The model computes in float32, or `as_trained`: in the precision of the run.
+    """
+    config, cluster = TrainConfig.from_json(read_json(run.config)), run.load_cluster()
+    if config.needs_tf_keras(cluster.strategy):
         os.environ["TF_USE_LEGACY_KERAS"] = "1"  # before TensorFlow is imported: it was trained with that
-    from train import models, sources
+    from train import models, sources, strategy
 
     source = sources.find(config, data_dir, run)
-    model = models.build(config.model, source.feature_shape, source.num_outputs)
+    with strategy.policy(precision_of(cluster.strategy, config.precision) if as_trained else "fp32"):
+        model = models.build(config.model, source.feature_shape, source.num_outputs)
     return source, config, model, _restore_newest(run, model)
 
 

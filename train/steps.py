@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from cluster.errors import RunFailed
-from train import guards
+from train import descent, guards
 from train.data import memory
 from train.data.memory import Batch
 from train.objectives import Objective, global_mean
@@ -94,11 +94,11 @@ class Trainee:
         with guards.random_place(step, replica), tf.GradientTape() as tape:
             loss, score = self.shares(batch)
         variables = [variable.value for variable in self.model.trainable_variables]
-        gradients = tape.gradient(loss, variables)
+        gradients = tape.gradient(loss, variables, output_gradients=descent.seed(self.optimizer))
         if lap:
             lap.has_gradients(gradients)
         self.optimizer.apply(gradients, self.model.trainable_variables)
-        return tf.stack([guards.told_of_broken(loss, gradients), score])
+        return tf.stack([descent.told(self.optimizer, loss, gradients), score])
 
     def shares(self, batch: Batch) -> tuple[tf.Tensor, tf.Tensor]:
         """Return a replica's share of the loss and of the score.
@@ -107,7 +107,7 @@ class Trainee:
         divided by the global batch, and the model's own losses (regularisation), which every replica computes whole,
         by the number of replicas.
         """
-        outputs_BK = self.model(tf.cast(batch.features, tf.float32), training=True)
+        outputs_BK = full_precision(self.model(tf.cast(batch.features, tf.float32), training=True))
         losses_B = self.objective.loss(batch.labels, outputs_BK)
         loss = global_mean(losses_B, batch.weights, self.global_batch)
         if self.model.losses:
@@ -163,6 +163,11 @@ def synchronous(
         return LoopResult(results_S2[:, 0], results_S2[:, 1], Signals.from_sum(flat[-2:]), times)
 
     return run
+
+
+def full_precision(outputs_BK: tf.Tensor) -> tf.Tensor:
+    """Return a model's outputs in float32, whatever its layers compute in: losses are computed in that."""
+    return tf.cast(outputs_BK, tf.float32)
 
 
 def repeat(count: tf.Tensor, body: Callable[[tf.Tensor, Any], Any], state: Any) -> Any:
@@ -235,7 +240,7 @@ def evaluation(
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group if strategy else 0
         replica = tf.cast(replica, tf.int64)
         examples = feed.batch(given, at, replica)
-        outputs_BK = model(tf.cast(examples.features, tf.float32), training=False)
+        outputs_BK = full_precision(model(tf.cast(examples.features, tf.float32), training=False))
         losses_B = objective.loss(examples.labels, outputs_BK) * examples.weights
         scores_B = objective.score(examples.labels, outputs_BK) * examples.weights
         totals_2 = tf.stack([tf.reduce_sum(losses_B), tf.reduce_sum(scores_B)])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+from collections.abc import Iterator
 
 import tensorflow as tf
 from tensorflow import keras
@@ -116,9 +118,17 @@ def _tpu(devices: int) -> tf.distribute.Strategy:
     return strategy
 
 
-def set_policy(spec: ClusterSpec) -> None:
-    """Set the precision that layers built from now on compute in: bfloat16 on TPUs, whose matrix units want it.
+POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 
-    Weights and losses stay in float32. Bfloat16 has float32's range, so no loss scaling is needed.
+
+@contextlib.contextmanager
+def policy(precision: str) -> Iterator[None]:
+    """Have the layers that are built inside compute in a precision.
+
+    Their weights stay in float32. What is built outside, such as the model that is exported, computes in float32.
     """
-    keras.mixed_precision.set_global_policy("mixed_bfloat16" if spec.strategy == "tpu" else "float32")
+    keras.mixed_precision.set_global_policy(POLICIES[precision])
+    try:
+        yield
+    finally:
+        keras.mixed_precision.set_global_policy("float32")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +19,12 @@ TOPOLOGIES = {
     "MultiWorkerMirroredStrategy": "--workers=1",
     "ParameterServerStrategy": "--workers=2 --ps=1",
 }
+SIGNATURE = """
+import sys
+import tensorflow as tf
+serve = tf.saved_model.load(sys.argv[1]).signatures["serving_default"]
+print(*[spec.dtype.name for spec in tf.nest.flatten([serve.structured_input_signature, serve.structured_outputs])])
+"""
 ALL_STEPS = ("--steps-per-loop", "20")
 
 
@@ -85,6 +94,25 @@ def test_a_regression_on_a_csv_file_must_learn_under(own: Clusters, strategy: st
     metrics = summary(own.run(f"plants-{strategy}"))["metrics"]
     assert {"eval_loss", "eval_absolute_error"} == set(metrics)
     assert metrics["eval_absolute_error"] < 0.25  # heights lie between 0 and 5
+
+
+def test_bfloat16_must_give_the_same_bits_again_and_export_float32(own: Clusters) -> None:
+    """The model knows nothing of precisions; its evaluation afterwards is that of the training."""
+    own.invoke(
+        "up", "--name=half", "--runtime=local", "--tensorboard-port=0", "--preset=plants:preset", "--workers=1",
+        "--precision=bf16", "--", *ALL_STEPS, "--max-steps", "40", "--optimizer.clip-norm", "0.5",
+    )  # fmt: skip
+    run = own.run("half")
+    told, again = own.rerun("half", "--runtime=local")
+    assert "identical: the losses of 40 logged steps and the final weights are the same bits" in told
+    assert summary(run)["weights_sha256"] == summary(again)["weights_sha256"]
+    assert losses(run)[40] < losses(run)[1] / 2
+    evaluated = json.loads(own.invoke("evaluate", "half", "--json"))
+    assert summary(run)["metrics"] == pytest.approx({name: evaluated[name] for name in summary(run)["metrics"]})
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNATURE, str(run.export)], capture_output=True, text=True, check=True
+    )
+    assert ["float32", "float32"] == done.stdout.split()
 
 
 def test_a_typo_in_a_users_function_must_be_told_before_anything_starts(own: Clusters) -> None:

@@ -16,6 +16,7 @@ from cluster.errors import RunFailed
 from cluster.files import read_json
 from train import checkpoint
 from train.checkpoint import Checkpoint, Copy, Saved, finished, newest_good
+from train.descent import FIRST_SCALE, LossScale
 
 Parts = tuple[keras.Model, keras.optimizers.Optimizer, tf.Variable]
 
@@ -59,6 +60,29 @@ def test_what_is_saved_has_the_keys_of_tensorflow_s_own_checkpoint(tmp_path: Pat
     model, optimizer, step = three
     tf.train.Checkpoint(step=step, model=model, optimizer=optimizer).write(str(tmp_path / "own"))
     assert tf.train.list_variables(str(tmp_path / "own")) == tf.train.list_variables(str(tmp_path / "ckpt-3"))
+
+
+def test_a_loss_scale_is_restored_and_missed_by_nobody(tmp_path: Path) -> None:
+    """A run may be resumed in another precision: to float16 from a checkpoint without a scale, and back."""
+    own, scale = parts(), LossScale()
+    scale.scale.assign(4.0)
+    scale.skipped_steps.assign(3)
+    saves = saving(tmp_path, own, loss_scale=scale)
+    saves.save(1)
+    saves.wait()
+    again = LossScale()
+    assert 1 == saving(tmp_path, parts(1), loss_scale=again).restore()
+    assert {"loss_scale": 4.0, "skipped_steps": 3} == again.shown()
+    other = parts(2)
+    assert 1 == saving(tmp_path, other).restore()
+    np.testing.assert_array_equal(own[0].get_weights()[0], other[0].get_weights()[0])
+
+
+def test_a_training_that_becomes_one_in_float16_begins_with_the_first_scale(tmp_path: Path, three: Parts) -> None:
+    other, scale = parts(1), LossScale()
+    assert 3 == saving(tmp_path, other, loss_scale=scale).restore()
+    assert FIRST_SCALE == scale.shown()["loss_scale"]
+    np.testing.assert_array_equal(three[0].get_weights()[0], other[0].get_weights()[0])
 
 
 def cut(path: Path) -> None:

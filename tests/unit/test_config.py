@@ -30,7 +30,7 @@ def refusal(*overrides: str, preset: str = "fashion_mnist") -> str:
 @pytest.mark.parametrize("preset", config.PRESETS)
 def test_a_preset_is_complete_and_in_range(preset: str) -> None:
     resolved = config.resolve(preset, [])
-    assert (preset, preset) == (resolved.preset, resolved.dataset)
+    assert preset == resolved.preset
     assert resolved == TrainConfig.from_json(resolved.to_json())
 
 
@@ -49,6 +49,7 @@ def test_a_preset_is_complete_and_in_range(preset: str) -> None:
         (["--no-deterministic"], "deterministic", False),
         (["--loop", "fit"], "loop", "fit"),
         (["--source", "stream"], "source", "stream"),
+        (["--precision", "bf16"], "precision", "bf16"),
         (["--dataset", "mnist"], "dataset", "mnist"),
         (["--loss", "mean_squared_error"], "loss", "mean_squared_error"),
         (["--callbacks", "tutorial"], "callbacks", "tutorial"),
@@ -77,6 +78,15 @@ def test_a_run_from_before_checkpoints_by_seconds_saves_by_steps() -> None:
     saved = config.fashion_mnist().to_json()
     del saved["checkpoint_seconds"]
     assert 0 == TrainConfig.from_json(saved).checkpoint_seconds
+
+
+def test_a_run_from_before_precisions_trains_as_it_did() -> None:
+    saved = config.fashion_mnist().to_json()
+    del saved["precision"]
+    for name in ("clip_norm", "scaling", "base_batch"):
+        del saved["optimizer"][name]
+    assert config.fashion_mnist() == TrainConfig.from_json(saved)
+    assert config.fashion_mnist().learning_rate == config.fashion_mnist().optimizer.learning_rate
 
 
 @pytest.mark.parametrize(
@@ -140,6 +150,9 @@ def test_a_value_of_the_wrong_type_is_refused_in_one_line(overrides: list[str], 
         ("--optimizer.warmup-steps", "-1", "a whole number from 0 to 1000000000"),
         ("--optimizer.momentum", "1.5", "a number from 0 to 1"),
         ("--optimizer.momentum", "nan", "a number from 0 to 1"),
+        ("--optimizer.clip-norm", "-1", "0, or a number above 0"),
+        ("--optimizer.clip-norm", "nan", "0, or a number above 0"),
+        ("--optimizer.base-batch", "0", "a whole number from 1 to 2147483647"),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_the_range(option: str, value: str, expected: str) -> None:
@@ -150,6 +163,8 @@ def test_a_value_out_of_range_is_refused_with_the_range(option: str, value: str,
     ("option", "typed", "told"),
     [
         ("--optimizer.name", "adamw", "did you mean 'adam'?"),
+        ("--optimizer.scaling", "linar", "did you mean 'linear'?"),
+        ("--precision", "f16", "did you mean 'fp16'?"),
         ("--loop", "fitt", "did you mean 'fit'?"),
         ("--loop", "keras", "known: custom, fit"),
         ("--source", "steam", "did you mean 'stream'?"),
@@ -286,6 +301,7 @@ def test_a_deterministic_run_keeps_the_threads_that_it_began_with(monkeypatch: p
         ("auto", "mine:model", True, "off"),  # its gradient of a 1x1 convolution with stride 2 never repeats
         ("auto", "mine:model", False, "auto"),
         ("on", "mine:model", True, "on"),
+        ("auto", "resnet50", True, "off"),  # built in, with the same convolution
         ("off", "two_conv_cnn", True, "off"),
     ],
 )

@@ -59,6 +59,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> None:
         (Request(strategy="tpu", runtime="docker"), "--runtime docker with --strategy tpu: containers get no TPU"),
         (Request(script="s.py", preset="mnist"), "--preset with a script: they are the built-in trainer's"),
         (Request(script="s.py", loop="fit", checkpoint_every="5"), "--loop and --checkpoint-every with a script"),
+        (Request(script="s.py", precision="bf16"), "--precision with a script: they are the built-in trainer's"),
         (Request(script="s.py", evaluator=True), "--evaluator with a script: "),
         (Request(chief_as_worker=True), "--chief-as-worker is for scripts"),
         (Request(hang_timeout="0"), "--hang-timeout '0': expected a whole number from 1 to 86400"),
@@ -285,6 +286,45 @@ def test_of_virtual_shards_the_replica_batch_is_that_of_the_replica_with_most(
     assert batch == launch.plan(Request(workers=workers, runtime="local")).to_json()["replica_batch"]
 
 
+OPTIMIZER = {"name": "sgd", "learning_rate": 0.1, "warmup_steps": 50, "scaling": "linear", "base_batch": 48}
+STATED = {
+    "precision": "bf16",
+    "optimizer": "sgd",
+    "learning_rate": 0.4,
+    "scaling": "linear",
+    "base_learning_rate": 0.1,
+    "base_batch": 48,
+    "warmup_steps": 50,
+    "clip_norm": 1.5,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"precision": "bf16", "optimizer": OPTIMIZER | {"clip_norm": 1.5}}, {}),
+        (
+            {"precision": "bf16", "optimizer": OPTIMIZER | {"clip_norm": 1.5}, "callbacks": "tutorial"},
+            {"warmup_steps": 0},
+        ),
+        (
+            {"optimizer": {"name": "sgd", "learning_rate": 0.1, "warmup_steps": 50}},  # of a run from before these
+            {"precision": "fp32", "learning_rate": 0.1, "scaling": "none", "base_batch": None, "clip_norm": 0.0},
+        ),
+    ],
+)
+def test_a_plan_states_what_the_numerics_come_to(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(configuration, "resolve", lambda *_: (CONFIG | config, ()))
+    assert STATED | expected == launch.plan(Request(workers="2", runtime="local")).to_json()["training"]
+
+
+def test_a_precision_that_the_strategy_cannot_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configuration, "resolve", lambda *_: (CONFIG | {"precision": "fp16"}, ()))
+    assert str(refusal(Request(ps="1", runtime="local"))).startswith("--precision fp16: ParameterServerStrategy has ")
+
+
 @pytest.mark.parametrize("strategy", ["one", "mirrored", "central", "tpu"])
 def test_strategies_of_one_process_have_no_workers_by_default(
     resolved: None, monkeypatch: pytest.MonkeyPatch, strategy: str
@@ -295,8 +335,9 @@ def test_strategies_of_one_process_have_no_workers_by_default(
 
 
 def test_options_of_up_that_are_overrides_are_passed_on() -> None:
-    asked = Request(loop="fit", checkpoint_every="2.5s", overrides=("--epochs", "1"))
-    assert ["--loop", "fit", "--checkpoint-seconds", "2.5", "--epochs", "1"] == asked.training()
+    asked = Request(loop="fit", precision="bf16", checkpoint_every="2.5s", overrides=("--epochs", "1"))
+    expected = ["--loop", "fit", "--precision", "bf16", "--checkpoint-seconds", "2.5", "--epochs", "1"]
+    assert expected == asked.training()
     assert ["--epochs", "1"] == Request(overrides=("--epochs", "1")).training()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -183,3 +185,31 @@ def test_a_cluster_that_cannot_share_virtual_shards_is_refused(topology: dict[st
 @pytest.mark.parametrize("topology", [{"workers": 0}, {"workers": 3}, {"workers": 5}, {"workers": 2, "devices": 2}])
 def test_any_number_of_replicas_up_to_theirs_can_share_virtual_shards(topology: dict[str, int]) -> None:
     spec.check_shards(spec.build(**topology), 6)
+
+
+@pytest.mark.parametrize(
+    ("topology", "expected"),
+    [
+        ({"workers": 1, "ps": 1}, "ParameterServerStrategy has workers that would each change the one loss scale"),
+        ({"workers": 0, "devices": 8, "strategy": "tpu"}, "TPUStrategy has no float16"),
+    ],
+)
+def test_a_cluster_that_cannot_train_in_float16_is_refused(topology: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UsageError, match=f"^--precision fp16: {expected}; use --precision bf16$"):
+        spec.check_precision(spec.build(**topology), "fp16")
+    spec.check_precision(spec.build(**topology), "bf16")
+
+
+@pytest.mark.parametrize("topology", [{"workers": 0}, {"workers": 2}, {"workers": 0, "devices": 2}])
+def test_synchronous_clusters_train_in_any_precision(topology: dict[str, int]) -> None:
+    for precision in spec.PRECISIONS:
+        spec.check_precision(spec.build(**topology), precision)
+
+
+@pytest.mark.parametrize(("rule", "rate"), [("none", 0.1), ("linear", 1.6), ("sqrt", 0.4)])
+def test_a_learning_rate_follows_the_global_batch_by_its_rule(rule: str, rate: float) -> None:
+    assert pytest.approx(rate) == spec.scale_rate(0.1, rule, 4096, 256)
+
+
+def test_without_a_rule_the_learning_rate_keeps_its_bits() -> None:
+    assert 2e-3 == spec.scale_rate(2e-3, "none", 192, 7)

@@ -310,6 +310,33 @@ def test_a_plan_says_what_each_task_is_told(run: RunFolder) -> None:
     ] == view.plan(value | {"global_batch": 192, "replica_batch": 192})
 
 
+TRAINING = {"precision": "fp32", "optimizer": "adam", "learning_rate": 0.002, "scaling": "none", "warmup_steps": 100}
+SCALED = {"precision": "bf16", "optimizer": "sgd", "base_learning_rate": 0.1, "base_batch": 48, "warmup_steps": 0}
+
+
+@pytest.mark.parametrize(
+    ("training", "told"),
+    [
+        (
+            TRAINING | {"clip_norm": 0.0},
+            "precision fp32, adam, learning rate 0.002 after 100 steps of warm-up, gradients not clipped",
+        ),
+        (
+            SCALED | {"learning_rate": 0.4, "scaling": "linear", "clip_norm": 1.5},
+            "precision bf16, sgd, learning rate 0.4 (linear: 0.1 x 192/48) at once, gradients clipped to norm 1.5",
+        ),
+        (
+            SCALED | {"learning_rate": 0.2, "scaling": "sqrt", "clip_norm": 0.0},
+            "precision bf16, sgd, learning rate 0.2 (sqrt: 0.1 x sqrt(192/48)) at once, gradients not clipped",
+        ),
+    ],
+)
+def test_a_plan_says_in_one_line_how_gradients_become_updates(training: dict[str, Any], told: str) -> None:
+    value = {"run": "demo", "strategy": "OneDeviceStrategy", "replicas": 1, "runtime": "local", "tasks": []}
+    with_task = value | {"tasks": [{"task": "chief", "address": "chief:2222", "tf_config": None}]}
+    assert told == view.plan(with_task | {"global_batch": 192, "replica_batch": 192, "training": training})[2]
+
+
 def test_findings_end_with_their_fix(tmp_path: Path) -> None:
     found = [
         {"check": "python", "state": "ok", "detail": "3.11.2", "fix": ""},

@@ -116,9 +116,9 @@ def compiled(source: sources.Source) -> dict[str, Any]:
 
 def in_bfloat16(source: sources.Source) -> dict[str, Any]:
     """Return the types in which a TPU's model keeps its weights, computes, and gives its logits."""
-    strategies.set_policy(spec.build(workers=0, devices=8, strategy="tpu"))
     strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
-    trainee = new_trainee(strategy)
+    with strategies.policy(spec.precision_of("tpu", "fp32")):
+        trainee = new_trainee(strategy)
     feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, 7)
     losses = steps.synchronous(strategy, trainee, feed, 2)(0, 2, False).losses
     found = {
@@ -128,7 +128,6 @@ def in_bfloat16(source: sources.Source) -> dict[str, Any]:
         "logits": trainee.model(tf.zeros([1, 12, 12, 1])).dtype.name,
         "losses": losses.tolist(),
     }
-    strategies.set_policy(spec.build(workers=0))
     return {**found, "elsewhere": keras.mixed_precision.global_policy().name}
 
 

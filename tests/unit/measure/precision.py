@@ -1,0 +1,209 @@
+"""What clipping, loss scaling and half precision give on 1, 2 and 3 replicas: `python -m ... RESULT 3`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.unit.measure.replicas import (
+    CLASSES,
+    FEATURES,
+    GLOBAL_BATCH,
+    OBJECTIVE,
+    SEED,
+    new_model,
+    prepare,
+    strategy_called,
+    weights_of,
+)
+
+# isort: split
+import keras
+import numpy as np
+import tensorflow as tf
+
+from train import descent, guards, loops, optimizers, sources, steps
+from train import strategy as strategies
+from train.config import Optimizer, TrainConfig
+from train.elastic import ElasticTrainee
+from train.virtual_shards import VirtualShards
+
+SHARDS, STEPS, CLIP = 4, 4, 0.05
+OTHERS = ("central-2", "mirrored-3")
+PLAIN = Optimizer(name="sgd", learning_rate=0.5, momentum=0.0, warmup_steps=0)
+CLIPPED = dataclasses.replace(PLAIN, clip_norm=CLIP)
+STEEP = dataclasses.replace(OBJECTIVE, loss=lambda labels, outputs: 1e7 * OBJECTIVE.loss(labels, outputs))
+"""Its loss is a float32, and its gradients are too large for float16 even where nothing scales them."""
+
+
+@dataclasses.dataclass
+class Trained:
+    """A training and what it trains."""
+
+    trainee: steps.Trainee
+    run: Any
+
+    @property
+    def scale(self) -> descent.LossScale | None:
+        return descent.loss_scale(self.trainee.optimizer)
+
+
+def training(
+    where: str,
+    source: sources.Source,
+    optimizer: Optimizer,
+    precision: str = "fp32",
+    *,
+    elastic: bool = False,
+    **more: Any,
+) -> Trained:
+    """Return a training of the small model, as a run with these settings has it."""
+    strategy = strategy_called(where)
+    config = TrainConfig(optimizer=optimizer, precision=precision)
+    with strategy.scope(), strategies.policy(precision):
+        model = new_model(0.05)
+        built = optimizers.build(config)
+        built.build(model.trainable_variables)
+    replicas = strategy.num_replicas_in_sync
+    what = (model, built, more.get("objective", OBJECTIVE), GLOBAL_BATCH)
+    shards = VirtualShards(SHARDS, replicas)
+    trainee = ElasticTrainee(*what, SHARDS, shards) if elastic else steps.Trainee(*what, replicas)
+    feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED, shards if elastic else None)
+    return Trained(trainee, descent.watched(steps.synchronous(strategy, trainee, feed, STEPS), built))
+
+
+def described(done: Trained, result: steps.LoopResult) -> dict[str, Any]:
+    """Return what came out."""
+    model = done.trainee.model
+    return {
+        "losses": result.losses.tolist(),
+        "weights": weights_of(model),
+        "weights_sha256": loops.weights_sha256(model),
+        "dtypes": sorted({variable.dtype for variable in model.trainable_variables}),
+        "computes": sorted({layer.compute_dtype for layer in model.layers}),
+    }
+
+
+def trained(*asked: Any, **options: Any) -> dict[str, Any]:
+    """Train; return what came out."""
+    done = training(*asked, **options)
+    return described(done, done.run(0, STEPS, False))
+
+
+def clipped_by_hand(source: sources.Source) -> list[float]:
+    """Return the weights that plain TensorFlow reaches on the whole batches of `CLIPPED`."""
+    done = training("one", source, PLAIN)
+    model, feed = done.trainee.model, sources.train_feed(strategy_called("one"), source, 0, GLOBAL_BATCH, SEED)
+    variables = [variable.value for variable in model.trainable_variables]
+    for step in range(STEPS):
+        with tf.GradientTape() as tape:
+            loss, _ = done.trainee.shares(feed.batch((), tf.constant(step, tf.int64), tf.constant(0, tf.int64)))
+        gradients = tape.gradient(loss, variables)
+        norm = np.sqrt(sum(float(tf.reduce_sum(gradient**2)) for gradient in gradients))
+        for variable, gradient in zip(variables, gradients, strict=True):
+            variable.assign_sub(PLAIN.learning_rate * gradient * min(1, CLIP / norm))
+    return weights_of(model)
+
+
+def overflowing(where: str, source: sources.Source, *, elastic: bool = False) -> dict[str, Any]:
+    """Return what two steps of Adam do whose first one overflows float16."""
+    done = training(where, source, Optimizer(warmup_steps=0, clip_norm=CLIP), "fp16", elastic=elastic)
+    assert done.scale is not None
+    done.scale.scale.assign(2.0**40)
+    done.scale.good_steps.assign(7)
+    before = weights_of(done.trainee.model)
+    found = {}
+    for step, name in enumerate(("first", "second")):
+        if step:
+            done.scale.scale.assign(2.0**10)
+        losses = done.run(step, 1, False).losses.tolist()
+        slots = [np.abs(variable.numpy()).max().item() for variable in done.trainee.optimizer.variables[2:]]
+        found[name] = {
+            "losses": losses,
+            "moved": bool(weights_of(done.trainee.model) != before),
+            "slots": max(slots),
+            "iterations": int(done.trainee.optimizer.iterations.numpy()),
+            "good": int(done.scale.good_steps.numpy()),
+            **done.scale.shown(),
+        }
+    return found
+
+
+def exhausted(where: str, source: sources.Source, *, elastic: bool = False) -> dict[str, Any]:
+    """Return how a training ends whose gradients overflow at any scale, from 2 on."""
+    done = training(where, source, PLAIN, "fp16", elastic=elastic, objective=STEEP)
+    assert done.scale is not None
+    done.scale.scale.assign(2.0)
+    before = weights_of(done.trainee.model)
+    try:
+        done.run(0, STEPS, False)
+    except Exception as error:  # whatever it is
+        told = f"{type(error).__name__}: {error}"
+    return {"told": told, "moved": weights_of(done.trainee.model) != before}
+
+
+def grown(source: sources.Source) -> list[float]:
+    """Return the loss scale after each of three steps, the second of which is the last before it grows."""
+    done = training("one", source, PLAIN, "fp16")
+    assert done.scale is not None
+    done.scale.good_steps.assign(descent.GROWS_AFTER - 2)
+    scales = []
+    for step in range(3):
+        done.run(step, 1, False)
+        scales += [float(done.scale.scale.numpy())]
+    return scales
+
+
+def fitted(where: str, optimizer: Optimizer, precision: str) -> list[float]:
+    """Return the weights that Keras 3's `fit` reaches in three steps, on the same batch."""
+    strategy = strategy_called(where)
+    random = np.random.default_rng(0)
+    features_BF = random.normal(size=(GLOBAL_BATCH, FEATURES)).astype(np.float32)
+    labels_B = random.integers(0, CLASSES, GLOBAL_BATCH)
+    with strategy.scope(), strategies.policy(precision):
+        model = new_model(0)
+        built = optimizers.build(TrainConfig(optimizer=optimizer, precision=precision))
+        built.build(model.trainable_variables)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(built, loss, jit_compile=False)
+        model.optimizer = built
+    data = tf.data.Dataset.from_tensor_slices((features_BF, labels_B)).batch(GLOBAL_BATCH).repeat()
+    model.fit(data, steps_per_epoch=3, epochs=1, verbose=0)
+    return weights_of(model)
+
+
+def main(result: Path) -> None:
+    """Measure."""
+    tf.config.experimental.enable_op_determinism()
+    guards.install()
+    with tempfile.TemporaryDirectory() as folder:
+        source = prepare(Path(folder))["own:weighted"]
+        kinds: dict[str, tuple[Any, ...]] = {
+            "plain": (PLAIN,),
+            "clipped": (CLIPPED,),
+            "bf16": (PLAIN, "bf16"),
+            "fp16": (CLIPPED, "fp16"),
+        }
+        measured: dict[str, Any] = {kind: {"one": trained("one", source, *asked)} for kind, asked in kinds.items()}
+        measured["clipped"]["mirrored-3"] = trained("mirrored-3", source, CLIPPED)
+        measured["clipped"]["by hand"] = clipped_by_hand(source)
+        measured["elastic"] = {w: trained(w, source, CLIPPED, "fp16", elastic=True) for w in ("one", "mirrored-3")}
+        measured["overflow"] = {where: overflowing(where, source) for where in OTHERS}
+        measured["overflow"]["elastic"] = overflowing("mirrored-3", source, elastic=True)
+        measured["exhausted"] = {"plain": exhausted("one", source)}
+        measured["exhausted"]["elastic"] = exhausted("one", source, elastic=True)
+        measured["grown"] = grown(source)
+        measured["fit"] = {
+            "plain": fitted("one", PLAIN, "fp32"),
+            "clipped": fitted("one", CLIPPED, "fp32"),
+            "on replicas": fitted("mirrored-3", CLIPPED, "fp16"),
+        }
+    result.write_text(json.dumps(measured))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
