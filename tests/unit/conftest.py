@@ -15,10 +15,18 @@ import pytest
 from cluster import configuration, gpu_host, gpus, local
 from cluster.files import read_json, write_json
 from cluster.runs import RunFolder
+from tests.unit import measured
 from tests.unit.gang import Gang, StartGang
 from tests.unit.launching import CONFIG
 
 NVIDIA = Path(__file__).parent / "nvidia"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def results(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A folder for what is measured once; one of pytest's several processes has its own in that of all."""
+    own = tmp_path_factory.getbasetemp()
+    measured.results = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 @pytest.fixture
