@@ -369,6 +369,17 @@ def chaos(
     raise Exit(code=EXIT_DONE if result.as_it_should else EXIT_FAILED)
 
 
+ABREAST = (
+    *(f"tests/e2e/test_{name}.py" for name in ("image_contents", "own_models", "saved", "virtual_tasks", "golden")),
+    *("tests/compose", "tests/unit"),
+)
+"""Tests that run two at a time, the longest first. The others measure times: they have the machine to themselves."""
+TESTS = (
+    [*ABREAST, "--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder"],
+    ["tests", *(f"--ignore={path}" for path in ABREAST)],
+)
+
+
 @task(
     auto_shortflags=False,
     help={
@@ -379,9 +390,15 @@ def chaos(
 @told
 def test(c, all=False, select=""):
     """Run the tests on this machine's CPU; container tests are skipped where no Docker Engine answers."""
-    words = [sys.executable, "-m", "pytest", *(["-m", ""] if all else []), *(["-k", select] if select else [])]
+    chosen = [*(["-m", ""] if all else []), *(["-k", select] if select else [])]
     with c.cd(str(launch.ROOT)):
-        raise Exit(code=c.run(shlex.join(words), warn=True).exited)
+        codes: list[int] = []
+        for part in TESTS:
+            codes.append(c.run(shlex.join([sys.executable, "-m", "pytest", *chosen, *part]), warn=True).exited)
+            if codes[-1] == 2:  # Ctrl-C, or tests that cannot be imported
+                break
+        # 5: none of a part's tests was chosen
+        raise Exit(code=next((code for code in codes if code not in (0, 5)), min(codes)))
 
 
 @task

@@ -142,23 +142,25 @@ def train(case: Case, runs: Path, limit_s: float) -> Ended:
         return Ended(None, f"not started: all cases have {LIMIT_S:g} s together, and these are over")
     log, scratch, began = runs / f"{case.name}.log", runs / "tmp", time.monotonic()
     scratch.mkdir(exist_ok=True)  # a TensorFlow process that is ended leaves temporary files behind
+    up = None
     with log.open("wb") as output:
-        up = subprocess.Popen(
-            command(case),
-            cwd=ROOT,
-            env=os.environ | {"RUNS_DIR": str(runs), "DATA_DIR": str(launch.data_dir()), "TMPDIR": str(scratch)},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,  # Ctrl-C is for us: we end it
-        )
         try:
+            up = subprocess.Popen(
+                command(case),
+                cwd=ROOT,
+                env=os.environ | {"RUNS_DIR": str(runs), "DATA_DIR": str(launch.data_dir()), "TMPDIR": str(scratch)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C is for us: we end it
+            )
             code = up.wait(limit_s)
         except subprocess.TimeoutExpired:
             code = None
         finally:
             processes.kill_with_environment("RUNS_DIR", str(runs))
-            up.wait()
+            if up:  # Ctrl-C may come while it is being started
+                up.wait()
     told = log.read_text(errors="replace").splitlines()
     return _read(RunFolder(runs / case.name), code, told, time.monotonic() - began)
 

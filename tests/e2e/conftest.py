@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -45,6 +46,8 @@ def small(data: Path, tmp_path: Path) -> Iterator[Clusters]:
 
 
 @pytest.fixture(scope="session")
-def images() -> None:
-    """Both images, built from this checkout with the project's own task."""
-    subprocess.run([sys.executable, "-m", "invoke", "image.build"], cwd=ROOT, check=True, timeout=900)
+def images(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Both images, built from this checkout with the project's own task, by one process of pytest after the other."""
+    with (tmp_path_factory.getbasetemp().parent / "images.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        subprocess.run([sys.executable, "-m", "invoke", "image.build"], cwd=ROOT, check=True, timeout=900)

@@ -14,7 +14,7 @@ from cluster.runs import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("DATA_DIR", ROOT / "data"))
-STEPS = 100
+STEPS = 40
 TRAINING = ("--max-steps", str(STEPS), "--log-every", "1", "--steps-per-loop", "5", "--evaluate-every", "1000")
 """A short training whose every step is logged and that comes back to Python every 5 steps."""
 
@@ -26,12 +26,17 @@ class Clusters:
     runs_dir: Path
     environment: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def _settings(self) -> dict[str, str]:
+        # No spares: a fixture of a module is made before the one that keeps them from every test.
+        return {"RUNS_DIR": str(self.runs_dir), "DATA_DIR": str(DATA), "WARM_SPARE": "0"}
+
     def popen(self, *words: str) -> subprocess.Popen[str]:
         """Start `invoke` with these words."""
         return subprocess.Popen(
             [sys.executable, "-m", "invoke", *words],
             cwd=ROOT,
-            env=os.environ | {"RUNS_DIR": str(self.runs_dir), "DATA_DIR": str(DATA)} | self.environment,
+            env=os.environ | self._settings | self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

@@ -146,8 +146,15 @@ def test_only_the_layer_on_the_base_may_depend_on_the_order_of_its_files(
 
 
 @pytest.mark.parametrize("image", images.IMAGES)
-def test_every_package_must_be_listed_with_its_hash(image: str, archives: dict[str, Path], tmp_path: Path) -> None:
+def test_every_package_must_be_listed_with_its_hash(
+    image: str,
+    archives: dict[str, Path],
+    held: dict[str, contents.Image],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     name = images.name(image, "cpu")
+    monkeypatch.setattr(contents, "read", lambda path: held[name])  # of the same archive, in which it takes long
 
     def run_but_save(command: str) -> None:
         *words, output, saved = shlex.split(command)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from cluster.files import read_json
 from tests.e2e.scenario import Clusters, summary
 
-LONGER = ("--", "--max-steps", "200")
+STEPS = 140
+LONGER = ("--", "--max-steps", str(STEPS))
 
 
 def test_profiling_worker_0_must_leave_a_trace_and_not_change_the_bits(clusters: Clusters) -> None:
@@ -28,7 +29,7 @@ def test_every_task_must_tell_its_pace_and_the_chief_where_the_time_went(cluster
     ended = read_json(clusters.run("unseen").summary)
     assert {"chief", "worker-0"} == set(ended["pace"]["tasks"])
     for pace in ended["pace"]["tasks"].values():
-        assert 10 < pace["steps"] < 200  # the first one compiles, and of short ones a sample is marked
+        assert 10 < pace["steps"] < STEPS  # the first one compiles, and of short ones a sample is marked
         assert 0 <= pace["input_share"] <= pace["busy_share"] <= 1
         assert pace["step_ms"]["p10"] <= pace["step_ms"]["p50"] <= pace["step_ms"]["max"]
     parts = ended["goodput_split"]

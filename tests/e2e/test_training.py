@@ -14,10 +14,14 @@ from cluster import local
 from cluster.files import read_json, read_json_lines
 from cluster.runs import RunFolder
 from tests.e2e.scenario import DATA, ROOT, STEPS, TRAINING, Clusters, losses, step_of, summary
+from tests.e2e.test_containers import containers
 from tests.waiting import wait_for
 from train import variables
 
 pytestmark = pytest.mark.usefixtures("data")
+
+LONGER = ("--max-steps", "100")
+"""For what is done to a run while it trains."""
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +71,19 @@ def test_the_same_seed_must_give_the_same_bits_again(clusters: Clusters, three: 
     assert losses(three) == losses(again)
 
 
+@pytest.mark.docker
+@pytest.mark.usefixtures("require_engine", "images")
+def test_containers_must_give_the_same_bits_as_processes(clusters: Clusters, three: RunFolder) -> None:
+    told, contained = clusters.rerun(three.name, "--runtime=docker")
+    assert f"identical: the losses of {STEPS} logged steps and the final weights are the same bits" in told
+    assert ("succeeded", STEPS) == (summary(contained)["state"], summary(contained)["steps"])
+    assert "docker" == read_json(contained.manifest)["runtime"]
+    assert read_json(contained.manifest)["image"]["id"].startswith("sha256:")
+    assert summary(three)["weights_sha256"] == summary(contained)["weights_sha256"]
+    assert losses(three) == losses(contained)
+    assert {} == containers(contained)
+
+
 def test_chief_alone_must_agree_with_chief_and_workers(clusters: Clusters, three: RunFolder) -> None:
     alone = clusters.up("alone", "--workers=0 -- --max-steps 20")
     assert "OneDeviceStrategy" == summary(alone)["strategy"]
@@ -86,26 +103,34 @@ def test_parameter_server_must_train_with_an_evaluator_beside_it(clusters: Clust
     assert pytest.approx(ended["metrics"]["eval_loss"], rel=1e-5) == run.heartbeats()["evaluator"]["loss"]
 
 
+@pytest.fixture(scope="module")
+def longer(clusters: Clusters) -> RunFolder:
+    """Chief and two workers, undisturbed for as many steps as those that are stopped and frozen."""
+    return clusters.up("longer", f"--workers=2 -- {' '.join(LONGER)}")
+
+
 @pytest.mark.long  # `test_storms.py` stops and resumes a run too
-def test_a_stopped_run_must_go_on_as_if_it_had_not_stopped(clusters: Clusters, three: RunFolder) -> None:
-    clusters.invoke("up", "--name=stopped", "--runtime=local", "--tensorboard-port=0", "--detach", "--", *TRAINING)
+def test_a_stopped_run_must_go_on_as_if_it_had_not_stopped(clusters: Clusters, longer: RunFolder) -> None:
+    words = ("up", "--name=stopped", "--runtime=local", "--tensorboard-port=0", "--detach")
+    clusters.invoke(*words, "--", *TRAINING, *LONGER)
     run = clusters.run("stopped")
     wait_for(lambda: step_of(run) >= 6, "step 6")
     clusters.invoke("stop")
     stopped_at = summary(run)["steps"]
     assert "stopped" == summary(run)["state"]
-    assert 6 <= stopped_at < STEPS
+    assert 6 <= stopped_at < 100
     assert [stopped_at] * 3 == [beat["step"] for beat in run.heartbeats().values()]
     clusters.invoke("up", "--resume=stopped", "--runtime=local", "--tensorboard-port=0")
-    assert ("succeeded", STEPS) == (summary(run)["state"], summary(run)["steps"])
-    assert summary(three)["weights_sha256"] == summary(run)["weights_sha256"]
-    assert losses(three) == losses(run)
+    assert ("succeeded", 100) == (summary(run)["state"], summary(run)["steps"])
+    assert summary(longer)["weights_sha256"] == summary(run)["weights_sha256"]
+    assert losses(longer) == losses(run)
 
 
 def test_sigterm_to_one_task_must_stop_all_at_the_same_step(clusters: Clusters) -> None:
-    clusters.invoke("up", "--name=term", "--runtime=local", "--tensorboard-port=0", "--detach", "--", *TRAINING)
+    words = ("up", "--name=term", "--runtime=local", "--tensorboard-port=0", "--detach", "--workers=1")
+    clusters.invoke(*words, "--", *TRAINING, *LONGER)
     run = clusters.run("term")
-    agent = next(pid for pid in local.processes_left(run) if is_agent(pid, "worker-1"))
+    agent = next(pid for pid in local.processes_left(run) if is_agent(pid, "worker-0"))
     os.kill(agent, signal.SIGTERM)
     clusters.invoke("wait", "--timeout=60", expect=130)
     assert 1 == len({beat["step"] for beat in run.heartbeats().values()})
@@ -114,10 +139,10 @@ def test_sigterm_to_one_task_must_stop_all_at_the_same_step(clusters: Clusters) 
 
 @pytest.mark.long
 def test_a_frozen_worker_must_be_noticed_and_the_run_end_with_the_same_bits(
-    clusters: Clusters, three: RunFolder
+    clusters: Clusters, longer: RunFolder
 ) -> None:
     words = ("up", "--name=frozen", "--runtime=local", "--tensorboard-port=0", "--detach", "--checkpoint-every=5")
-    clusters.invoke(*words, "--", *TRAINING)
+    clusters.invoke(*words, "--", *TRAINING, *LONGER)
     run = clusters.run("frozen")
     wait_for(lambda: step_of(run) >= 10, "step 10")
     for pid in local.processes_left(run):
@@ -127,7 +152,7 @@ def test_a_frozen_worker_must_be_noticed_and_the_run_end_with_the_same_bits(
     (restart,) = summary(run)["restarts"]
     assert restart["detected_s"] < 15
     assert restart["steps_lost"] <= 5
-    assert summary(three)["weights_sha256"] == summary(run)["weights_sha256"]
+    assert summary(longer)["weights_sha256"] == summary(run)["weights_sha256"]
 
 
 @pytest.mark.long
@@ -154,7 +179,8 @@ def test_a_streamed_run_must_go_on_in_the_middle_of_an_epoch(clusters: Clusters)
 
 
 def test_first_ctrl_c_must_stop_with_a_checkpoint(clusters: Clusters) -> None:
-    process = clusters.popen("up", "--name=interrupted", "--runtime=local", "--tensorboard-port=0", "--", *TRAINING)
+    words = ("up", "--name=interrupted", "--runtime=local", "--tensorboard-port=0", "--workers=1")
+    process = clusters.popen(*words, "--", *TRAINING, *LONGER)
     run = clusters.run("interrupted")
     await_line(process, "Ctrl-C saves and stops")
     wait_for(lambda: step_of(run) >= 2, "step 2")
@@ -167,7 +193,8 @@ def test_first_ctrl_c_must_stop_with_a_checkpoint(clusters: Clusters) -> None:
 
 
 def test_second_ctrl_c_must_kill(clusters: Clusters) -> None:
-    process = clusters.popen("up", "--name=killed-twice", "--runtime=local", "--tensorboard-port=0", "--", *TRAINING)
+    words = ("up", "--name=killed-twice", "--runtime=local", "--tensorboard-port=0", "--workers=1")
+    process = clusters.popen(*words, "--", *TRAINING, *LONGER)
     run = clusters.run("killed-twice")
     await_line(process, "Ctrl-C saves and stops")
     frozen = [pid for pid in local.processes_left(run) if is_program(pid, "worker-0")]

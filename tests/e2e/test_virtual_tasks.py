@@ -11,7 +11,7 @@ from tests.waiting import wait_for
 pytestmark = pytest.mark.usefixtures("data")
 
 ELASTIC = "--bitwise-elastic=6"
-STEPS = 200
+STEPS = 140
 LONGER = f"-- --max-steps {STEPS}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -15,8 +16,16 @@ from cluster import configuration, local, seal
 from cluster.files import read_json, write_json
 from cluster.network import HOST
 from cluster.runs import RunFolder
+from tests.unit import measured
 from tests.unit.gang import Gang, StartGang
 from tests.unit.launching import CONFIG
+
+
+@pytest.fixture(scope="session", autouse=True)
+def results(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A folder for what is measured once; one of pytest's several processes has its own in that of all."""
+    own = tmp_path_factory.getbasetemp()
+    measured.results = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 @pytest.fixture

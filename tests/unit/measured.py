@@ -6,17 +6,20 @@ Each of these is decided once a process, and all other unit tests share pytest's
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+results = Path()
+"""The folder of what was measured, which all processes of a test run share; see `conftest.py`."""
 
 
 def start(module: str, result: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
@@ -44,15 +47,16 @@ def finish(process: subprocess.Popen[str], result: Path, timeout_s: float = 240)
 
 
 @functools.cache
-def begin(module: str, *arguments: str) -> tuple[subprocess.Popen[str], tempfile.TemporaryDirectory[str]]:
-    """Start to measure what `measured` will be asked for, so that a core that idles has work."""
-    folder = tempfile.TemporaryDirectory()
-    return start(module, Path(folder.name, "result.json"), *arguments), folder
-
-
-@functools.cache
 def measured(module: str, *arguments: str) -> dict[str, Any]:
-    """Return what `tests/unit/measure/<module>.py` measures, which it does once for all tests."""
-    process, folder = begin(module, *arguments)
-    with folder:
-        return finish(process, Path(folder.name, "result.json"))
+    """Return what `tests/unit/measure/<module>.py` measures, once for all tests, whichever process runs them."""
+    result = results / f"{'-'.join((module, *arguments))}.json"
+    with result.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not result.exists():
+            try:
+                finish(start(module, result, *arguments), result)
+            except AssertionError as error:  # the others need not try again
+                result.write_text(json.dumps({"failure": str(error)}))
+    found = json.loads(result.read_text())
+    assert "failure" not in found, found["failure"]
+    return found

@@ -20,7 +20,7 @@ def program(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, env=given, check=False)
 
 
-@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_an_all_reduce_must_be_measured_on_every_device(devices: int) -> None:
     done = program("--devices", str(devices), "--mib", "1", "2")
     assert 0 == done.returncode, done.stderr

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from cluster import local
-from tests.unit.measured import begin, finish, measured, start
+from tests.unit.measured import finish, measured, start
 
 
 def traps(what: str) -> Any:
@@ -28,7 +28,6 @@ def held(what: str) -> Any:
 
 
 def servers(what: str) -> Any:
-    begin("replicas", "2")  # on the other core: most other tests here ask for it
     return measured("parameter_server")[what]
 
 

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.measured import begin, measured
+from tests.unit.measured import measured
 from train.config import TrainConfig
 
 
 def test_a_rehearsal_leaves_nothing_behind_that_changes_the_training() -> None:
-    begin("rehearsal", "rehearsed")
     assert measured("rehearsal", "new") == measured("rehearsal", "rehearsed")
     assert 1 == measured("rehearsal", "rehearsed")["tasks"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.measured import begin, measured
+from tests.unit.measured import measured
 
 CASES = ("plain", "regularised", "weighted")
 WHERES = ("one", "mirrored-2", "mirrored-3", "central-2")
@@ -15,7 +15,6 @@ WHERES = ("one", "mirrored-2", "mirrored-3", "central-2")
 
 def numbers(what: str) -> dict[str, Any]:
     """Return what was measured with 2 and with 3 devices, put together."""
-    begin("replicas", "2")
     three, two = measured("replicas", "3")[what], measured("replicas", "2")[what]
     if what == "arithmetic":
         return {case: two[case] | three[case] for case in two}

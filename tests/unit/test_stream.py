@@ -107,18 +107,10 @@ def test_a_resumed_stream_is_the_rest_of_the_whole_one(numbers: shards.ShardSet)
         np.testing.assert_array_equal(whole[first_step : first_step + 6], resumed)
 
 
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(
-    data=st.data(),
-    num_examples=st.integers(1, 40),
-    num_shards=st.integers(1, 9),
-    replicas=st.integers(1, 4),
-    seed=st.integers(0, 2**31 - 1),
-)
-def test_any_sizes_keep_every_promise(
+def any_sizes(
     tmp_path: Path, data: st.DataObject, num_examples: int, num_shards: int, replicas: int, seed: int
 ) -> None:
-    """Also shards, windows and epochs smaller than a batch."""
+    """Check a stream of these sizes: also of shards, windows and epochs smaller than a batch."""
     source = Numbers(num_examples, 1)
     found = sharding.shard("numbers", tmp_path, num_shards=num_shards, fresh=True, open_source=lambda *_: source).train
     global_batch = replicas * data.draw(st.integers(1, 5))
@@ -129,6 +121,23 @@ def test_any_sizes_keep_every_promise(
     first = data.draw(st.integers(0, steps - 1))
     resumed = batches(found, steps - first, first, replicas, seed=seed, global_batch=global_batch)
     np.testing.assert_array_equal(whole[first:], resumed)
+
+
+SIZES = given(
+    data=st.data(),
+    num_examples=st.integers(1, 40),
+    num_shards=st.integers(1, 9),
+    replicas=st.integers(1, 4),
+    seed=st.integers(0, 2**31 - 1),
+)
+test_some_sizes_keep_every_promise = settings(
+    max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)(SIZES(any_sizes))
+test_any_sizes_keep_every_promise = pytest.mark.long(
+    settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))(
+        SIZES(any_sizes)
+    )
+)
 
 
 def test_orders_of_epochs_and_of_seeds_differ(numbers: shards.ShardSet) -> None:

@@ -372,13 +372,38 @@ def test_a_dry_run_only_asks_the_engine(
 # What the other tasks run
 
 
-def test_test_passes_its_options_and_exit_code_on() -> None:
-    c = context(exited=1)
-    assert (1, "") == refusal("test", c, select="agent and not ps")
-    assert [f"{sys.executable} -m pytest -k 'agent and not ps'"] == commands(c)
-    c = context()
-    assert (0, "") == refusal("test", c, all=True)
-    assert [f"{sys.executable} -m pytest -m ''"] == commands(c)
+def what_test_runs(*exited: int, **options: Any) -> tuple[int, list[str]]:
+    """Return how `test` ends where its parts end so, and what each part's pytest was given."""
+    c = MockContext(run=[Result(exited=code) for code in exited])
+    code, message = refusal("test", c, **options)
+    assert "" == message
+    return code, [command.removeprefix(f"{sys.executable} -m pytest ") for command in commands(c)]
+
+
+def test_test_runs_each_test_once_some_of_them_two_at_a_time() -> None:
+    abreast, others = (" ".join(part) for part in tasks.TESTS)
+    paths = abreast[: abreast.index(" --")].split()
+    assert abreast.endswith(" tests/unit --numprocesses=2 --dist=loadfile --no-loadscope-reorder")
+    assert " ".join(["tests", *(f"--ignore={path}" for path in paths)]) == others
+    assert all((ROOT / path).exists() for path in paths)
+    assert (0, [abreast, others]) == what_test_runs(0, 0)
+    assert (0, [f"-k 'agent and not ps' {abreast}", f"-k 'agent and not ps' {others}"]) == what_test_runs(
+        0, 0, select="agent and not ps"
+    )
+    assert (0, [f"-m '' {abreast}", f"-m '' {others}"]) == what_test_runs(0, 0, all=True)
+
+
+@pytest.mark.parametrize(
+    ("exited", "expected"), [((1, 0), 1), ((0, 1), 1), ((-9, 0), -9), ((5, 0), 0), ((1, 5), 1), ((5, 5), 5)]
+)
+def test_a_failure_in_either_part_of_the_tests_is_told_after_both(exited: tuple[int, int], expected: int) -> None:
+    """5: none of the part's tests was selected, which is wrong only where the other has none either."""
+    code, parts = what_test_runs(*exited)
+    assert (expected, 2) == (code, len(parts))
+
+
+def test_an_interrupted_test_run_goes_no_further() -> None:
+    assert (2, 1) == (what_test_runs(2)[0], len(what_test_runs(2)[1]))
 
 
 def test_tasks_run_the_commands_that_their_module_names(monkeypatch: pytest.MonkeyPatch) -> None:
