@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
-from cluster import local, spare
+from cluster import local, processes, spare
 from tests.unit.gang import StartGang
 from tests.waiting import wait_for
 
+DIES_AS_A_SPARE = """
+import os, sys
+if 'SPARE' in os.environ:
+    open(os.environ['RUN_DIR'] + '/spare', 'w').write(str(os.getpid()))
+    sys.exit(3)
+"""
 LINES = """
 (run.path / f'{NAME}.{os.getpid()}.{GENERATION}.{RESTARTS}.spare={"SPARE" in os.environ}').touch()
 train(5)
 if not GENERATION: work()
 train(6), meet(), finish()
 """
+
+
+def read_text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 @pytest.fixture(autouse=True)
@@ -41,10 +52,12 @@ def test_after_a_death_the_spares_go_on_as_the_next_generation(start_gang: Start
 def test_a_spare_that_died_is_not_used(start_gang: StartGang) -> None:
     gang = start_gang(
         LINES,
-        imports="import os, sys\nif 'SPARE' in os.environ: sys.exit(3)\nfrom tests.unit.trainer import *",
+        imports=f"{DIES_AS_A_SPARE}\nfrom tests.unit.trainer import *",
         workers=0,
     )
     gang.await_step("chief", 5)
+    spare_id = int(wait_for(lambda: read_text(gang.run.path / "spare"), "the spare"))
+    wait_for(lambda: processes.start_ticks(spare_id) is None, "the end of the spare")
     os.kill(gang.pid("chief"), signal.SIGKILL)
     assert "succeeded" == gang.summary()["state"]
 
