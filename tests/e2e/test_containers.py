@@ -54,7 +54,9 @@ def test_a_task_must_hold_no_privilege(training: RunFolder, task: str) -> None:
     assert host["ReadonlyRootfs"] is True
     assert ["ALL"] == host["CapDrop"]
     assert not host["CapAdd"]
-    assert "no-new-privileges:true" in host["SecurityOpt"]
+    assert ["no-new-privileges:true"] == host["SecurityOpt"]  # so the seccomp profile is the engine's own
+    assert 4096 == host["PidsLimit"]
+    assert 0 < host["Memory"] == host["MemorySwap"]
     assert host["Privileged"] is False
     assert not host["PortBindings"]
     assert {"max-size": "10m", "max-file": "3"} == host["LogConfig"]["Config"]

@@ -82,6 +82,9 @@ def test_containers_must_give_the_same_bits_as_processes(clusters: Clusters, thr
     assert summary(three)["weights_sha256"] == summary(contained)["weights_sha256"]
     assert losses(three) == losses(contained)
     assert {} == containers(contained)
+    told, again = clusters.rerun(contained.name, "--runtime=local")
+    assert f"identical: the losses of {STEPS} logged steps and the final weights are the same bits" in told
+    assert "local" == read_json(again.manifest)["runtime"]
 
 
 def test_chief_alone_must_agree_with_chief_and_workers(clusters: Clusters, three: RunFolder) -> None:
