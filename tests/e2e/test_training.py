@@ -133,8 +133,7 @@ def test_sigterm_to_one_task_must_stop_all_at_the_same_step(clusters: Clusters) 
     words = ("up", "--name=term", "--runtime=local", "--tensorboard-port=0", "--detach", "--workers=1")
     clusters.invoke(*words, "--", *TRAINING, *LONGER)
     run = clusters.run("term")
-    agent = next(pid for pid in local.processes_left(run) if is_agent(pid, "worker-0"))
-    os.kill(agent, signal.SIGTERM)
+    os.kill(pid_of(run, "worker-0", "agent"), signal.SIGTERM)
     clusters.invoke("wait", "--timeout=60", expect=130)
     assert 1 == len({beat["step"] for beat in run.heartbeats().values()})
     assert {"stopped"} == {beat["state"] for beat in run.heartbeats().values()}
@@ -148,9 +147,7 @@ def test_a_frozen_worker_must_be_noticed_and_the_run_end_with_the_same_bits(
     clusters.invoke(*words, "--", *TRAINING, *LONGER)
     run = clusters.run("frozen")
     wait_for(lambda: step_of(run) >= 10, "step 10")
-    for pid in local.processes_left(run):
-        if is_program(pid, "worker-0"):
-            os.kill(pid, signal.SIGSTOP)
+    os.kill(pid_of(run, "worker-0", "program"), signal.SIGSTOP)
     clusters.invoke("wait", "--timeout=120")
     (restart,) = summary(run)["restarts"]
     assert restart["detected_s"] < 15
@@ -200,9 +197,7 @@ def test_second_ctrl_c_must_kill(clusters: Clusters) -> None:
     process = clusters.popen(*words, "--", *TRAINING, *LONGER)
     run = clusters.run("killed-twice")
     await_line(process, "Ctrl-C saves and stops")
-    frozen = [pid for pid in local.processes_left(run) if is_program(pid, "worker-0")]
-    for pid in frozen:
-        os.kill(pid, signal.SIGSTOP)  # so that the graceful stop cannot succeed
+    os.kill(pid_of(run, "worker-0", "program"), signal.SIGSTOP)  # so that the graceful stop cannot succeed
     os.kill(process.pid, signal.SIGINT)
     wait_for(lambda: run.stop_requested, "the first Ctrl-C")
     os.kill(process.pid, signal.SIGINT)
@@ -257,23 +252,10 @@ def await_line(process: subprocess.Popen[str], words: str) -> None:
     assert any(words in line for line in process.stdout), f"it ended without saying {words!r}"
 
 
-def is_program(pid: int, task: str) -> bool:
-    """Whether the process is the training program of this task."""
-    return _is(pid, task, b"train")
-
-
-def is_agent(pid: int, task: str) -> bool:
-    """Whether the process is the agent of this task."""
-    return _is(pid, task, b"cluster.agent")
-
-
-def _is(pid: int, task: str, module: bytes) -> bool:
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return module in command and f"TASK={task}".encode() in environment
+def pid_of(run: RunFolder, task: str, which: str) -> int:
+    """Return the process id of a task's `agent` or `program`, once there is one."""
+    wait_for(run.programs(task).exists, f"the program of {task}")
+    return read_json(run.programs(task))[which]["pid"]
 
 
 @pytest.mark.long
