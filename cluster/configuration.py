@@ -16,20 +16,25 @@ from cluster.request import PRESET, Request
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def resolve(request: Request, base: Path | None, packages: Path | None) -> tuple[dict[str, Any], tuple[Path, ...]]:
-    """Return the checked configuration, and the folders that its own modules come from.
+def resolve(
+    request: Request, base: Path | None, packages: Path | None, data_dir: Path
+) -> tuple[dict[str, Any], tuple[Path, ...], str]:
+    """Return the checked configuration, the folders that its own modules come from, and what data is prepared for it.
+
+    The last is in words, and empty where its data must be prepared first.
 
     Args:
         request: what was asked for.
         base: the `config.json` of a run that is resumed, instead of the preset.
         packages: extra packages that those modules import.
+        data_dir: where prepared data lies.
 
     Raises:
         UsageError: a preset, an option or a value is wrong.
     """
-    command = ["--base", str(base)] if base else []
+    command = ["--data-dir", str(data_dir), *(["--base", str(base)] if base else [])]
     value = json.loads(_ask(request.preset or PRESET, [*command, "--", *request.training()], packages))
-    return value["config"], tuple(Path(folder) for folder in value["code_dirs"])
+    return value["config"], tuple(Path(folder) for folder in value["code_dirs"]), value["data"]
 
 
 def options(request: Request) -> str:

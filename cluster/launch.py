@@ -48,6 +48,8 @@ class Plan:
     cluster: spec.ClusterSpec
     config: dict[str, Any]
     payload: Payload
+    data: str
+    """In words what is prepared of its data; empty where something must be."""
     runtime: str
     why_runtime: str
     compose: dict[str, Any]
@@ -188,7 +190,7 @@ def plan(request: Request, *, stops_first: bool = False) -> Plan:
         topology["devices"] = len(given.of("chief"))
         asked = spec.build(**topology)
     runtime, why = _choose_runtime(request.runtime, asked.strategy)
-    config, payload = _resolve(request, base, runtime)
+    config, payload, data = _resolve(request, base, runtime)
     if payload.script is None:
         _check_sharing(config, asked)
     contained = runtime != "local"
@@ -204,6 +206,7 @@ def plan(request: Request, *, stops_first: bool = False) -> Plan:
         cluster=cluster,
         config=config,
         payload=payload,
+        data=data,
         runtime=runtime,
         why_runtime=why,
         compose=how | given.record(),
@@ -364,8 +367,14 @@ def _choose_runtime(requested: str, strategy: str) -> tuple[str, str]:
     return engine.choose_runtime(requested)
 
 
-def _resolve(request: Request, base: RunFolder | None, runtime: str) -> tuple[dict[str, Any], Payload]:
-    """Return the run's `config.json`, and what its tasks bring along; `base` is the run to go on with, or to repeat."""
+def _resolve(request: Request, base: RunFolder | None, runtime: str) -> tuple[dict[str, Any], Payload, str]:
+    """Return the run's `config.json`, what its tasks bring along, and in words what data is there for them already.
+
+    Args:
+        request: what was asked for.
+        base: the run to go on with, or to repeat.
+        runtime: `docker` or `local`.
+    """
     had = read_json(base.control / "started.json", {}).get("requirements", "") if base else ""
     check_path("requirements", request.requirements or had)
     requirements = Path(request.requirements or had).expanduser().absolute() if request.requirements or had else None
@@ -381,6 +390,6 @@ def _resolve(request: Request, base: RunFolder | None, runtime: str) -> tuple[di
         arguments = request.overrides or (recorded or {}).get("arguments", [])
         renamed = request.chief_as_worker or bool((recorded or {}).get("chief_as_worker"))
         payload = Payload(script, tuple(arguments), (), requirements, there, renamed)
-        return payload.to_json(), payload
-    config, code_dirs = configuration.resolve(request, base.config if base else None, here)
-    return config, Payload(code_dirs=code_dirs, requirements=requirements, packages=there)
+        return payload.to_json(), payload, ""
+    config, code_dirs, data = configuration.resolve(request, base.config if base else None, here, data_dir())
+    return config, Payload(code_dirs=code_dirs, requirements=requirements, packages=there), data

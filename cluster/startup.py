@@ -31,7 +31,9 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
         began: when `up` was called, for the summary's times.
     """
     check_machine(plan)
-    for command in _data_commands(plan):
+    if plan.data:
+        print(f"data: {plan.data}", flush=True)
+    for command in [] if plan.data else _data_commands(plan):
         sh(command)
     if plan.contained:
         build_images(sh, plan.gpus.accelerator)

@@ -23,6 +23,7 @@ from cluster.errors import EXIT_PEER_LOST, ClusterError
 from cluster.files import read_json
 from cluster.runs import RunFolder
 from train import config, preload
+from train.data import ready
 
 EXIT_BUG = 70
 """An error that we do not know (EX_SOFTWARE of sysexits.h): the agent tries again."""
@@ -34,6 +35,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--run-dir", type=Path, help="run folder to train in")
     parser.add_argument("--print-config", action="store_true", help="only check the configuration and print it")
     parser.add_argument("--preset", default="fashion_mnist", help="complete configuration to start from (%(default)s)")
+    parser.add_argument("--data-dir", type=Path, default="data", help="where it looks for prepared data (%(default)s)")
     parser.add_argument("--base", type=Path, help="config.json to start from instead of a preset")
     parser.add_argument("overrides", nargs="*", metavar="-- OVERRIDE", help="such as --epochs 1, see --help after --")
     options = parser.parse_args(arguments)
@@ -42,7 +44,8 @@ def main(arguments: list[str]) -> int:
             base = config.TrainConfig.from_json(read_json(options.base)) if options.base else None
             resolved = config.resolve(options.preset, options.overrides, base)
             code_dirs = [str(folder) for folder in resolved.code_dirs()]
-            print(json.dumps({"config": resolved.to_json(), "code_dirs": code_dirs}))
+            data = ready.ready(options.data_dir, resolved.dataset, resolved.source)
+            print(json.dumps({"config": resolved.to_json(), "code_dirs": code_dirs, "data": data}))
             return 0
         if not options.run_dir or not (options.run_dir / "cluster.json").exists():
             parser.error("--run-dir must name a run folder; `invoke up` makes one and starts every task of it")

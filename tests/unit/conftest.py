@@ -71,7 +71,7 @@ def start_gang(make_run: Callable[..., RunFolder], tmp_path: Path) -> Iterator[S
 @pytest.fixture
 def resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     """The configuration, without the process that checks it."""
-    monkeypatch.setattr(configuration, "resolve", lambda request, base, packages: (dict(CONFIG), ()))
+    monkeypatch.setattr(configuration, "resolve", lambda *_: (dict(CONFIG), (), ""))
 
 
 @pytest.fixture

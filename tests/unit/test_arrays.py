@@ -11,6 +11,7 @@ import pytest
 
 from cluster.errors import PrerequisiteError, RunFailed, UsageError
 from train.data import arrays
+from train.data.ready import ready
 
 IMAGES = np.arange(5 * 4 * 4 * 1, dtype=np.uint8).reshape(5, 4, 4, 1)
 LABELS = np.array([3, 1, 4, 1, 5], np.int64)
@@ -46,6 +47,16 @@ def test_what_is_found_is_what_was_written(tmp_path: Path) -> None:
     assert IMAGES.tobytes() == found.train.features.path.read_bytes()
     assert LABELS.astype("<i8").tobytes() == found.train.labels.path.read_bytes()
     assert tmp_path / "arrays" / "mnist-3.0.1" / "test_labels.bin" == found.test.labels.path
+
+
+def test_what_is_ready_is_told_and_what_is_not_is_left_to_preparing(tmp_path: Path) -> None:
+    assert "" == ready(tmp_path, "mnist", "memory")
+    written = write(tmp_path)
+    assert ready(tmp_path, "mnist", "memory").startswith("mnist 3.0.1: 5 examples to train, 2 to test, each [4, 4, 1]")
+    assert "" == ready(tmp_path, "mnist", "stream")
+    assert "" == ready(tmp_path, "nowhere:mine", "memory")
+    written.test.labels.path.write_bytes(b"")
+    assert "" == ready(tmp_path, "mnist", "memory")
 
 
 def test_writing_again_replaces(tmp_path: Path) -> None:

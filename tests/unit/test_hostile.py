@@ -235,11 +235,11 @@ def test_a_preset_and_an_override_are_words_of_no_shell(preset: str, override: s
     def run(words: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         assert not options.get("shell")
         asked.append(words)
-        return subprocess.CompletedProcess(words, 0, '{"config": {}, "code_dirs": []}', "")
+        return subprocess.CompletedProcess(words, 0, '{"config": {}, "code_dirs": [], "data": ""}', "")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "run", run)
-        configuration.resolve(Request(preset=preset, overrides=(override,)), None, None)
+        configuration.resolve(Request(preset=preset, overrides=(override,)), None, None, Path("/data"))
     (words,) = asked
     assert (preset or "fashion_mnist", ["--", override]) == (words[words.index("--preset") + 1], words[-2:])
 

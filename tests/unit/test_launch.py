@@ -282,7 +282,7 @@ def test_of_virtual_shards_the_replica_batch_is_that_of_the_replica_with_most(
     monkeypatch: pytest.MonkeyPatch, workers: str, batch: int
 ) -> None:
     """6 shards of 32: of 4 replicas two have one and two have two."""
-    monkeypatch.setattr(configuration, "resolve", lambda *_: (CONFIG | {"bitwise_elastic": 6}, ()))
+    monkeypatch.setattr(configuration, "resolve", lambda *_: (CONFIG | {"bitwise_elastic": 6}, (), ""))
     assert batch == launch.plan(Request(workers=workers, runtime="local")).to_json()["replica_batch"]
 
 
@@ -316,12 +316,12 @@ STATED = {
 def test_a_plan_states_what_the_numerics_come_to(
     monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(configuration, "resolve", lambda *_: (CONFIG | config, ()))
+    monkeypatch.setattr(configuration, "resolve", lambda *_: (CONFIG | config, (), ""))
     assert STATED | expected == launch.plan(Request(workers="2", runtime="local")).to_json()["training"]
 
 
 def test_a_precision_that_the_strategy_cannot_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(configuration, "resolve", lambda *_: (CONFIG | {"precision": "fp16"}, ()))
+    monkeypatch.setattr(configuration, "resolve", lambda *_: (CONFIG | {"precision": "fp16"}, (), ""))
     assert str(refusal(Request(ps="1", runtime="local"))).startswith("--precision fp16: ParameterServerStrategy has ")
 
 
@@ -356,6 +356,16 @@ def test_a_local_start_prepares_data_and_leaves_the_whole_folder(
     assert (CONFIG, planned.cluster) == (read_json(planned.run.config), planned.run.load_cluster())
     assert 123.0 == read_json(planned.run.control / "started.json")["time"]
     assert planned.run == launch.find_run() == launch.find_run("one")
+
+
+def test_data_that_is_ready_is_told_and_not_prepared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(configuration, "resolve", lambda *_: (dict(CONFIG), (), "all of it"))
+    monkeypatch.setattr(local, "start", lambda run: None)
+    commands = Commands()
+    startup.start(launch.plan(Request(name="one", runtime="local", tensorboard_port="0")), commands, began=time.time())
+    assert ([], "data: all of it\n") == (commands, capsys.readouterr().out)
 
 
 def test_a_container_start_builds_images_then_brings_up_every_task(

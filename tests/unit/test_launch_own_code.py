@@ -88,7 +88,7 @@ def test_a_script_in_containers_is_mounted(theirs: Path, docker: Callable[[str],
 def test_modules_of_one_s_own_are_mounted_and_on_the_path(
     docker: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(configuration, "resolve", lambda request, base, packages: (dict(CONFIG), (tmp_path / "mine",)))
+    monkeypatch.setattr(configuration, "resolve", lambda *_: (dict(CONFIG), (tmp_path / "mine",), ""))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine").chmod(0o755)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "mine"))

@@ -37,7 +37,7 @@ def no_shell(command: str) -> None:
 @pytest.fixture(autouse=True)
 def resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     """The configuration, without the process that checks it."""
-    monkeypatch.setattr(configuration, "resolve", lambda request, base, packages: (read_json(base), ()))
+    monkeypatch.setattr(configuration, "resolve", lambda request, base, *_: (read_json(base), (), ""))
 
 
 @pytest.fixture

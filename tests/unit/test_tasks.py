@@ -305,7 +305,7 @@ def engine_that_fails(docker: Callable[[str], Path], monkeypatch: pytest.MonkeyP
         )
         monkeypatch.setenv("PATH", f"{os.environ['PATH']}:/usr/bin:/bin")
         config = {"dataset": "mnist", "global_batch": 192}
-        monkeypatch.setattr(configuration, "resolve", lambda request, base, packages: (config, ()))
+        monkeypatch.setattr(configuration, "resolve", lambda *_: (config, (), ""))
         monkeypatch.setattr(startup, "data_command", lambda verb, name, path: "true")
         return calls
 

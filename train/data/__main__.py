@@ -12,6 +12,7 @@ from typing import NoReturn
 from cluster.errors import EXIT_DONE, EXIT_INTERRUPTED, ClusterError, PrerequisiteError, UsageError
 from train.data import arrays, shards
 from train.data.prepare import prepare, say
+from train.data.ready import in_words
 
 
 class _Parser(argparse.ArgumentParser):
@@ -34,12 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from train.data.sharding import shard  # imports TensorFlow
 
             say(
-                _in_words(
-                    shard(name, data_dir, num_shards=arguments.shards, size=arguments.size, fresh=arguments.fresh)
-                )
+                in_words(shard(name, data_dir, num_shards=arguments.shards, size=arguments.size, fresh=arguments.fresh))
             )
         else:
-            say(_in_words(prepare(name, data_dir, arguments.fresh)))
+            say(in_words(prepare(name, data_dir, arguments.fresh)))
     except ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -62,20 +61,6 @@ def _verify(name: str, data_dir: Path) -> None:
         missing.append(error)
     if len(missing) == 2:
         raise missing[0]
-
-
-def _in_words(data: arrays.ArraySet | shards.ShardSet) -> str:
-    if isinstance(data, arrays.ArraySet):
-        features, labels = data.train.features, data.train.labels
-        shape, dtype, label_dtype, form = list(features.shape[1:]), features.dtype, labels.dtype, ""
-    else:
-        shape, dtype, label_dtype = list(data.train.feature_shape), data.train.feature_dtype, data.train.label_dtype
-        form = f", in {len(data.train.files)} and {len(data.test.files)} shards"
-    one, many = ("output", "outputs") if label_dtype == "float32" else ("class", "classes")
-    return (
-        f"{data.name} {data.version}: {data.train.num_examples} examples to train, {data.test.num_examples} to test, "
-        f"each {shape} {dtype}, {data.num_outputs} {one if data.num_outputs == 1 else many}{form}"
-    )
 
 
 def _parser() -> argparse.ArgumentParser:
