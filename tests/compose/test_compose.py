@@ -120,7 +120,7 @@ def test_every_task_can_be_watched_stopped_and_brought_back(config: Config) -> N
         assert "SIGTERM" == task["stop_signal"], name
         assert seconds(task["stop_grace_period"]) >= agent.GRACE_S + 10, name
         assert ["CMD", "python", "-m", "cluster.health"] == task["healthcheck"]["test"], name
-        assert seconds(task["healthcheck"]["interval"]) <= 5, name
+        assert 10 <= seconds(task["healthcheck"]["interval"]) <= 15, name  # tasks start in less
         assert seconds(task["healthcheck"]["start_period"]) >= agent.BARRIER_TIMEOUT_S, name
         assert {"driver": "json-file", "options": {"max-size": "10m", "max-file": "3"}} == task["logging"], name
 
