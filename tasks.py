@@ -81,7 +81,8 @@ def up(
         return
     planned = launch.plan(asked)
     told = f"{planned.cluster.strategy_class} on {counted(len(planned.cluster.tasks), 'task')} as {planned.why_runtime}"
-    print("\n".join([told, *planned.notes]), flush=True)
+    data = [f"data: {planned.data}"] if planned.data else []  # otherwise the command that prepares it tells
+    print("\n".join([told, *planned.notes, *data]), flush=True)
     if dry:
         print("\n".join(startup.commands(planned)))
         return

@@ -31,8 +31,6 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
         began: when `up` was called, for the summary's times.
     """
     check_machine(plan)
-    if plan.data:
-        print(f"data: {plan.data}", flush=True)
     for command in [] if plan.data else _data_commands(plan):
         sh(command)
     if plan.contained:

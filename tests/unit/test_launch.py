@@ -358,14 +358,15 @@ def test_a_local_start_prepares_data_and_leaves_the_whole_folder(
     assert planned.run == launch.find_run() == launch.find_run("one")
 
 
-def test_data_that_is_ready_is_told_and_not_prepared(
+def test_data_that_is_ready_is_not_prepared_and_nothing_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """`rerun --json` starts a run, too, and its output is read by a program."""
     monkeypatch.setattr(configuration, "resolve", lambda *_: (dict(CONFIG), (), "all of it"))
     monkeypatch.setattr(local, "start", lambda run: None)
     commands = Commands()
     startup.start(launch.plan(Request(name="one", runtime="local", tensorboard_port="0")), commands, began=time.time())
-    assert ([], "data: all of it\n") == (commands, capsys.readouterr().out)
+    assert ([], "") == (commands, capsys.readouterr().out)
 
 
 def test_a_container_start_builds_images_then_brings_up_every_task(
