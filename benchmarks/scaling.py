@@ -69,7 +69,7 @@ def _start(bench: Bench, name: str, workers: int, batch: int, own: Sequence[int]
         }
         for core, (task, told) in zip(own, planned.compose["tasks"].items(), strict=False)
     }
-    planned = dataclasses.replace(planned, compose=planned.compose | {"tasks": tasks})
+    planned = dataclasses.replace(planned, compose=planned.compose | {"tasks": tasks, "preload": ""})  # no copies
     startup.start(planned, lambda command: bench.call(["bash", "-c", command]), began=time.time())
     return planned.run
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -223,20 +224,20 @@ class RunFolder:
 
     @property
     def silent(self) -> bool:
-        """Whether no task gave a sign of life lately: none has started yet, or nothing of the run lives any more.
-
-        A run that is being scaled is not silent, although for a moment none of its tasks lives.
-        """
-        if self.scaling:
-            return False
-        silence_s = self.silence_s
-        return silence_s is None or silence_s > LOST_AFTER_S
+        """Whether no task gave a sign of life lately: none has started yet, or nothing of the run lives any more."""
+        return self.silence_s > LOST_AFTER_S
 
     @property
-    def silence_s(self) -> float | None:
-        """Seconds since the newest sign of life of any task; None before the first."""
+    def silence_s(self) -> float:
+        """Seconds since the newest sign of life of any task; infinite before the first.
+
+        A run that is being scaled is not silent, although for a moment none of its tasks lives. That is asked first:
+        once it is over, what the tasks that ended had told is gone.
+        """
+        if self.scaling:
+            return 0.0
         now = time.time()
-        return min((now - beat["updated_at"] for beat in self.heartbeats().values()), default=None)
+        return min((now - beat["updated_at"] for beat in self.heartbeats().values()), default=math.inf)
 
     # Events
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -123,14 +124,12 @@ def exit_code(ended: dict[str, Any]) -> int:
 
 def _notice_silence(run: RunFolder, began: float) -> None:
     """End a run in whose place nothing lives any more: its engine stopped, or somebody killed everything."""
-    if run.scaling:  # asked first: once this is over, what the ended tasks had told is gone
-        return
     silence_s = run.silence_s  # asked once: a first sign of life can come at any moment
-    if silence_s is not None and silence_s <= LOST_AFTER_S:
+    if silence_s <= LOST_AFTER_S:
         return
     # A run that was scaled starts again long after somebody began to watch it.
     began = max([began, *(generation["time"] for generation in run.generations())])
-    if silence_s is None and time.time() - began < START_TIMEOUT_S:
+    if silence_s == math.inf and time.time() - began < START_TIMEOUT_S:
         return
     told = "no task gives a sign of life: the engine or the supervisor stopped"
     if run.goes_on:
