@@ -15,6 +15,7 @@ from pathlib import Path
 
 from cluster import checkout, engine
 from cluster.errors import PrerequisiteError, UsageError, nearest
+from cluster.files import files_sha256
 
 ROOT = Path(__file__).resolve().parent.parent
 ACCELERATORS = ("cpu", "gpu")
@@ -25,6 +26,9 @@ TENSORBOARD_IMAGE = "tf-cluster/tensorboard:latest"
 PYTHON_BASE = "python:3.11-slim-bookworm"
 DEBIAN_BASE = "tf-cluster/base:bookworm"
 """Stands in for `PYTHON_BASE` where no image can be pulled: made on the spot from Debian's packages."""
+
+INPUTS_LABEL = "tf-cluster.inputs"
+"""What an image was made of, in one hash: as long as it is what it would be made of now, `up` builds nothing."""
 
 REGISTRY_TIMEOUT_S = 20.0
 _BASE_TAR = ".build/base.tar"
@@ -39,6 +43,8 @@ class Base:
     name: str
     digest: str = ""
     """Its digest in a registry; empty for one that was made on this machine."""
+    layers: tuple[str, ...] = ()
+    """The hashes of its content, for one that is on this engine."""
     missing: bool = False
     """Whether `base_commands` must run first."""
 
@@ -76,9 +82,8 @@ def default_base(asked: str = "") -> Base:
     """
     asked = asked or os.environ.get("BASE_IMAGE", "")
     for name in [asked] if asked else [PYTHON_BASE, DEBIAN_BASE]:
-        code, digests = engine.ask("image", "inspect", "--format={{json .RepoDigests}}", name)
-        if code == 0:
-            return Base(name, *(entry.partition("@")[2] for entry in json.loads(digests)[:1]))
+        if found := _on_engine(name):
+            return found
     name = asked or PYTHON_BASE
     code, answer = engine.ask(
         "buildx", "imagetools", "inspect", "--format={{.Manifest.Digest}}", name, timeout_s=REGISTRY_TIMEOUT_S
@@ -131,18 +136,65 @@ def build_command(image: str, accelerator: str, base: Base, *options: str) -> st
     """
     name(image, accelerator)
     date_s = checkout.commit_time_s()
+    labels = {f"org.opencontainers.image.{key}": value for key, value in _labels(base, date_s).items()}
+    labels |= {INPUTS_LABEL: inputs_sha256(image, accelerator, base)}
     words = ["docker", "build", "--file=docker/Dockerfile", f"--build-arg=BASE_IMAGE={base.name}"]
     # BuildKit dates the image with it, so that the same commit on the same base makes the same image.
     words += [f"--build-arg=SOURCE_DATE_EPOCH={date_s}"]
     # Without a value: passed on from the environment, and neither printed nor kept in the image.
     words += [f"--build-arg={proxy}" for proxy in _PROXIES if proxy in os.environ]
-    words += [f"--label=org.opencontainers.image.{key}={value}" for key, value in _labels(base, date_s).items()]
+    words += [f"--label={name}={value}" for name, value in labels.items()]
     bundle = os.environ.get("SSL_CERT_FILE", _CA_BUNDLE)
     if Path(bundle).is_file():
         quoted = bundle.replace('"', '""')  # the engine reads the value as a line of CSV
         words += [f'--secret=id=ca,"src={quoted}"' if set(',"\r\n') & set(bundle) else f"--secret=id=ca,src={bundle}"]
     words += [f"--build-arg=ACCELERATOR={accelerator}"] if image == "train" else []
     return shlex.join([*words, f"--target={image}", *options, "."])
+
+
+def inputs_sha256(image: str, accelerator: str, base: Base) -> str:
+    """Return a hash of all that one of `IMAGES` is built from: files, base, date and labels, as they are now."""
+    asked = [image, json.dumps(_labels(base, checkout.commit_time_s()))]
+    asked += [accelerator] if image == "train" else []
+    asked += [] if base.digest else base.layers
+    files = [ROOT / "docker" / "Dockerfile", *_context()]
+    names = [str(path.relative_to(ROOT)) for path in files]
+    modes = [f"{path.stat().st_mode:o}" for path in files]
+    return files_sha256(ROOT, names, "\0".join([*asked, *modes]).encode())
+
+
+def are_current(accelerator: str) -> bool:
+    """Return whether both images are on this engine, and a build on the base that they stand on would change nothing.
+
+    No registry is asked for a newer base, and $BASE_IMAGE must name the same one if it is set.
+    """
+    names = [name(image, accelerator) for image in IMAGES]
+    code, told = engine.ask("image", "inspect", "--format={{json .Config.Labels}}", *names)
+    labels = [json.loads(line) or {} for line in told.splitlines()] if code == 0 else [{}]
+    recorded = [labels[0].get(f"org.opencontainers.image.base.{key}", "") for key in ("name", "digest")]
+    asked, _, asked_digest = os.environ.get("BASE_IMAGE", "").partition("@")
+    if not recorded[0] or asked not in ("", recorded[0]) or asked_digest not in ("", recorded[1]):
+        return False
+    base = Base(*recorded) if recorded[1] else _on_engine(recorded[0])
+    found = [each.get(INPUTS_LABEL) for each in labels]
+    return base is not None and found == [inputs_sha256(image, accelerator, base) for image in IMAGES]
+
+
+def _on_engine(name: str) -> Base | None:
+    """Return an image of this engine."""
+    code, told = engine.ask("image", "inspect", "--format=[{{json .RepoDigests}}, {{json .RootFS.Layers}}]", name)
+    if code:
+        return None
+    digests, layers = json.loads(told)
+    return Base(name, digests[0].partition("@")[2] if digests else "", tuple(layers))
+
+
+def _context() -> list[Path]:
+    """Return the files that a build is sent, which `.dockerignore` lists."""
+    rules = (ROOT / ".dockerignore").read_text().splitlines()
+    found = [path for rule in rules if rule.startswith("!") for path in ROOT.glob(rule[1:])]
+    inside = [path for top in found for path in ([top] if top.is_file() else top.rglob("*"))]
+    return sorted(path for path in inside if path.is_file() and "__pycache__" not in path.parts)
 
 
 def _labels(base: Base, date_s: int) -> dict[str, str]:

@@ -136,7 +136,7 @@ def _data_commands(plan: Plan) -> list[str]:
 
 
 def build_images(sh: Shell, accelerator: str = "cpu") -> None:
-    """Build both images; a second build with nothing changed takes about a second."""
+    """Build both images, unless they are there and made of what they would be made of now."""
     for command in image_commands(accelerator):
         sh(command)
 
@@ -152,8 +152,10 @@ def require_image(sh: Shell, accelerator: str) -> None:
 
 
 def image_commands(accelerator: str) -> list[str]:
-    """Return the commands that build the images of this checkout."""
+    """Return the commands that build the images of this checkout; none where they are there and current."""
     names = (images.train_image(accelerator), images.TENSORBOARD_IMAGE)
+    if images.are_current(accelerator):
+        return []
     commands = images.build_commands(accelerator, images.default_base())
     if all(engine.ask("image", "inspect", name)[0] == 0 for name in names):
         # A rebuild with little or nothing changed takes seconds: then only what goes wrong is worth reading.

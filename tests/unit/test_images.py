@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from invoke import Exit, MockContext
 
 import tasks
-from cluster import checkout, engine, images
+from cluster import checkout, engine, images, startup
 from cluster.errors import EXIT_USAGE, PrerequisiteError, UsageError
 
 DIGEST = "sha256:" + "a" * 64
 BASE = images.Base(f"{images.PYTHON_BASE}@{DIGEST}", DIGEST)
+LAYERS = ("sha256:" + "b" * 64,)
+MADE_HERE = [[], LAYERS]
 DOCKER = images.ROOT / "docker"
 DOCKERFILE = (DOCKER / "Dockerfile").read_text()
 NO_REGISTRY = (1, "ERROR: failed to do request: no such host")
@@ -30,15 +34,17 @@ def no_base_image(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BASE_IMAGE", raising=False)
 
 
-def answering(local: dict[str, list[str]], registry: tuple[int, str] = NO_REGISTRY) -> Ask:
-    """Return an engine that has these images (name: digests) and a registry that gives this answer."""
+def answering(local: dict[str, Any], registry: tuple[int, str] = NO_REGISTRY) -> Ask:
+    """Return an engine that has these images (name: what it tells of them) and a registry that gives this answer."""
 
     def ask(*words: str, timeout_s: float = 0) -> tuple[int, str]:
         if words[0] == "buildx":
             assert timeout_s == images.REGISTRY_TIMEOUT_S
             return registry
-        name = words[-1]
-        return (0, json.dumps(local[name])) if name in local else (1, f"Error: No such image: {name}")
+        names = words[3:]
+        if missing := [name for name in names if name not in local]:
+            return 1, f"Error: No such image: {missing[0]}"
+        return 0, "\n".join(json.dumps(local[name]) for name in names)
 
     return ask
 
@@ -81,10 +87,11 @@ def test_the_official_image_must_be_pinned_to_its_digest(monkeypatch: pytest.Mon
 
 
 def test_a_local_image_must_come_before_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "ask", answering({images.DEBIAN_BASE: []}, (0, DIGEST)))
-    assert images.default_base() == images.Base(images.DEBIAN_BASE)
-    monkeypatch.setattr(engine, "ask", answering({images.DEBIAN_BASE: [], images.PYTHON_BASE: [f"python@{DIGEST}"]}))
-    assert images.default_base() == images.Base(images.PYTHON_BASE, DIGEST)
+    monkeypatch.setattr(engine, "ask", answering({images.DEBIAN_BASE: MADE_HERE}, (0, DIGEST)))
+    assert images.default_base() == images.Base(images.DEBIAN_BASE, layers=LAYERS)
+    pulled = [[f"python@{DIGEST}"], LAYERS]
+    monkeypatch.setattr(engine, "ask", answering({images.DEBIAN_BASE: MADE_HERE, images.PYTHON_BASE: pulled}))
+    assert images.default_base() == images.Base(images.PYTHON_BASE, DIGEST, LAYERS)
 
 
 def test_without_a_registry_a_base_must_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,10 +112,10 @@ def test_without_registry_and_bootstrapper_the_fix_must_be_told(monkeypatch: pyt
 
 
 def test_an_image_asked_for_must_be_used_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "ask", answering({"mine:1": [], "yours:1": []}))
+    monkeypatch.setattr(engine, "ask", answering({"mine:1": MADE_HERE, "yours:1": MADE_HERE}))
     monkeypatch.setenv("BASE_IMAGE", "mine:1")
-    assert images.default_base() == images.Base("mine:1")
-    assert images.default_base("yours:1") == images.Base("yours:1")
+    assert images.default_base() == images.Base("mine:1", layers=LAYERS)
+    assert images.default_base("yours:1") == images.Base("yours:1", layers=LAYERS)
     with pytest.raises(PrerequisiteError, match="theirs:1 is neither on this engine nor in a registry"):
         images.default_base("theirs:1")
 
@@ -164,6 +171,89 @@ def test_inspecting_a_missing_image_must_tell_how_to_build_it(monkeypatch: pytes
     monkeypatch.setattr(engine, "ask", answering({}))
     with pytest.raises(PrerequisiteError, match=r"No such image.*invoke image\.build"):
         images.inspect(images.TENSORBOARD_IMAGE)
+
+
+# Whether there is anything to build
+
+
+def labels(base: images.Base, accelerator: str = "cpu") -> dict[str, dict[str, str]]:
+    """Return what an engine tells of the images that were built from a base."""
+    built = [shlex.split(command) for command in images.build_commands(accelerator, base)]
+    names = [next(word[6:] for word in words if word.startswith("--tag=")) for words in built]
+    given = [dict(word[8:].split("=", 1) for word in words if word.startswith("--label=")) for words in built]
+    return dict(zip(names, given, strict=True))
+
+
+@pytest.fixture
+def checked_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Copy what an image is built from."""
+    for name in ("docker", "requirements", "cluster", "train", ".dockerignore"):
+        there = images.ROOT / name
+        (shutil.copytree if there.is_dir() else shutil.copy)(there, tmp_path / name)
+    monkeypatch.setattr(images, "ROOT", tmp_path)
+    return tmp_path
+
+
+def test_images_of_the_same_inputs_need_no_build_and_no_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(*words: str, timeout_s: float = 0) -> tuple[int, str]:
+        assert words[0] == "image", "the registry was asked"
+        return answering(labels(BASE))(*words)
+
+    monkeypatch.setattr(engine, "ask", ask)
+    assert images.are_current("cpu")
+    assert [] == startup.image_commands("cpu")
+    assert not images.are_current("gpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "builds"),
+    [
+        (lambda root: (root / "train" / "new.py").write_text(""), True),
+        (lambda root: (root / "train" / "data" / "memory.py").unlink(), True),
+        (lambda root: (root / "cluster" / "spec.py").write_text("import os"), True),
+        (lambda root: (root / "docker" / "Dockerfile").write_text("FROM scratch"), True),
+        (lambda root: (root / "docker" / "fill-root.sh").chmod(0o700), True),
+        (lambda root: (root / "requirements" / "tensorboard.lock").write_text(""), True),
+        (lambda root: (root / "requirements" / "tensorboard.in").write_text(""), False),
+        (lambda root: (root / "train" / "__pycache__" / "new.pyc").write_text(""), False),
+    ],
+)
+def test_what_an_image_is_made_of_must_decide_whether_it_is_built(
+    checked_out: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object], builds: bool
+) -> None:
+    (checked_out / "train" / "__pycache__").mkdir(exist_ok=True)
+    monkeypatch.setattr(engine, "ask", answering(labels(BASE) | {images.PYTHON_BASE: [[f"python@{DIGEST}"], LAYERS]}))
+    assert images.are_current("cpu")
+    change(checked_out)
+    assert builds is not images.are_current("cpu")
+    assert builds is bool(startup.image_commands("cpu"))
+
+
+def test_another_commit_or_base_must_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "ask", answering(labels(BASE)))
+    for name, current in [
+        (images.PYTHON_BASE, True),
+        (f"{images.PYTHON_BASE}@{DIGEST}", True),
+        (f"{images.PYTHON_BASE}@sha256:{'c' * 64}", False),
+        ("mine:1", False),
+    ]:
+        monkeypatch.setenv("BASE_IMAGE", name)
+        assert current is images.are_current("cpu"), name
+    monkeypatch.delenv("BASE_IMAGE")
+    monkeypatch.setattr(checkout, "revision", lambda: "c0ffee")
+    assert not images.are_current("cpu")
+
+
+def test_a_base_made_here_must_be_the_same_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = labels(images.Base(images.DEBIAN_BASE, layers=LAYERS))
+    monkeypatch.setattr(engine, "ask", answering(built | {images.DEBIAN_BASE: MADE_HERE}))
+    assert images.are_current("cpu")
+    monkeypatch.setattr(engine, "ask", answering(built | {images.DEBIAN_BASE: [[], ["sha256:another"]]}))
+    assert not images.are_current("cpu")
+    monkeypatch.setattr(engine, "ask", answering(built))
+    assert not images.are_current("cpu")
+    monkeypatch.setattr(engine, "ask", answering({}))
+    assert not images.are_current("cpu")
 
 
 # The Dockerfile
