@@ -101,7 +101,10 @@ def _rounded(values: dict[str, Any]) -> dict[str, float]:
 
 
 def from_marks(marks: list[tuple[str, float]]) -> Times:
-    """Return the times of the steps that were marked whole, by the marks in their order."""
+    """Return the times of the steps that were marked whole, by the marks in their order.
+
+    A batch that is asked for after the gradients is the next step's; to wait for it is work of this task, too.
+    """
     rows, begun, asked, waited, computed = [], 0.0, 0.0, 0.0, None
     for what, moment in marks:
         if what == "begin":
@@ -113,6 +116,7 @@ def from_marks(marks: list[tuple[str, float]]) -> Times:
             asked = moment
         elif what == "batch":
             waited += moment - asked
+            computed = None if computed is None else computed + moment - asked
         else:
             computed = moment
     return Times(*np.array(rows, np.float64).reshape(-1, 3).T)

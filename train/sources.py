@@ -134,10 +134,13 @@ class Feed:
         next: called once a step, outside of the replicas; what it returns is passed to each of them.
         batch: called by each replica with that, the step and the replica's number, or that of one of its virtual
             shards; returns its batch.
+        ahead: whether `next` may be called one step early, so that a step waits for no batch that comes during the one
+            before.
     """
 
     next: Callable[[], Any]
     batch: Callable[[Any, tf.Tensor, tf.Tensor], Batch]
+    ahead: bool = False
 
 
 def train_feed(
@@ -175,9 +178,10 @@ def train_feed(
         return batches if not cut else _stacked(batches, shards, first, last)
 
     iterator = iter(strategy.distribute_datasets_from_function(dataset))
+    ahead = not isinstance(strategy, tf.distribute.TPUStrategy)  # its loops may carry no strings, and feed themselves
     if not cut:
-        return Feed(iterator.get_next, lambda batch, _step, _replica: batch)
-    return Feed(iterator.get_next, lambda batches, _step, shard: _one_of(batches, shards.place(shard)))
+        return Feed(iterator.get_next, lambda batch, _step, _replica: batch, ahead)
+    return Feed(iterator.get_next, lambda batches, _step, shard: _one_of(batches, shards.place(shard)), ahead)
 
 
 def _stacked(batches: tf.data.Dataset, shards: VirtualShards, first: int, last: int) -> tf.data.Dataset:

@@ -140,24 +140,38 @@ def synchronous(
         result_P2 = trainee.advance(feed, given, first + done, replica, watch.lap(*marked))
         return tf.tensor_scatter_nd_update(results_SP2, [[done]], [result_P2])
 
+    @tf.function(autograph=False)  # a call of its own, so that all it does is done when its results are there
+    def all_replicas(*args: Any) -> Any:
+        return strategy.run(one_step, args=args)
+
     def join(results_SP2: tf.Tensor, signals_2: tf.Tensor) -> tf.Tensor:
         return tf.concat([tf.reshape(results_SP2, [-1]), signals_2], 0)
 
     @tf.function(autograph=False)
-    def loop(first: tf.Tensor, count: tf.Tensor, signals_2: tf.Tensor, every: tf.Tensor) -> tf.Tensor:
-        def step(done: tf.Tensor, results: Any) -> Any:
+    def loop(first: tf.Tensor, count: tf.Tensor, signals_2: tf.Tensor, every: tf.Tensor, given: Any) -> Any:
+        def step(done: tf.Tensor, state: Any) -> Any:
+            results, given = state
             marked = watch.begin(done, every)
-            return strategy.run(one_step, args=(results, feed.next(), first, done, marked))
+            if not feed.ahead:
+                return strategy.run(one_step, args=(results, feed.next(), first, done, marked)), given
+            following = feed.next()
+            results = all_replicas(results, given, first, done, marked)
+            return results, watch.has_next(results, following, *marked)
 
-        results = repeat(count, step, strategy.run(start))
-        watch.end(results)
-        return strategy.reduce("SUM", strategy.run(join, args=(results, signals_2)), axis=None)
+        results, given = repeat(count, step, (strategy.run(start), given))
+        watch.end((results, given))
+        return strategy.reduce("SUM", strategy.run(join, args=(results, signals_2)), axis=None), given
+
+    given: list[Any] = []  # what the feed gave for the next step, where that is asked for one step early
 
     def run(first: int, count: int, stop: bool) -> LoopResult:
         signals_2 = tf.constant(Signals(stop, save_due()).to_array())
         numbers = [tf.constant(number, tf.int64) for number in (first, count, watch.every)]
         began = time.perf_counter()
-        flat = loop(numbers[0], numbers[1], signals_2, numbers[2]).numpy()
+        kept = (given.pop() if given else feed.next()) if feed.ahead else ()
+        told, kept = loop(numbers[0], numbers[1], signals_2, numbers[2], kept)
+        given.append(kept)
+        flat = told.numpy()
         times = watch.take(count, time.perf_counter() - began)
         results_S2 = flat[:-2].reshape(steps_per_loop, trainee.parts, 2)[:count].sum(1)
         return LoopResult(results_S2[:, 0], results_S2[:, 1], Signals.from_sum(flat[-2:]), times)

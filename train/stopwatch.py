@@ -1,9 +1,9 @@
 """What the steps of one task take, by marks inside their graph: only there can a task tell its own work from waiting.
 
 Under a synchronous strategy the steps of all tasks take equally long, that of the slowest; what tells them apart is how
-much of it each is busy. A mark waits for what it is the time of, and nothing waits for a mark, so that the step is done
-in the order and with the bits of one without. A step begins once all of the one before is done: its update, and the
-waiting for the others in it.
+much of it each is busy. A mark waits for what it is the time of, and no computation waits for a mark, so that the step
+is done in the order and with the bits of one without. A step begins once all of the one before is done: its update, and
+the waiting for the others in it.
 
 A mark reads Python's clock, because TensorFlow's own refuses to be read in a deterministic process, and leaves the time
 here, so that no step carries it. That costs some 50 us on a busy machine, so of short steps not all are marked.
@@ -57,16 +57,28 @@ class Stopwatch:
         self._laps += 1
         return Lap(self, marked[0]) if marked and self._laps == 1 else Lap()
 
+    def has_next(self, results: Any, batch: Any, *marked: tf.Tensor) -> Any:
+        """Mark, inside the graph, since when all but the next step's batch is there, and when that is; return it.
+
+        The next step begins with what is returned, after both marks: it may otherwise be marked before.
+        """
+        if not marked:
+            return batch
+        asks = self.mark("asks", marked[0], results)
+        there = self.mark("batch", marked[0], (results, batch))
+        with tf.control_dependencies([asks, there]):
+            return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
+
     def end(self, results: Any) -> None:
         """Mark, inside the graph, that the last step is done."""
         if self.works:
             self.mark("begin", tf.constant(True), results)
 
-    def mark(self, what: str, marked: tf.Tensor, after: Any = ()) -> None:
-        """Have the time taken once `after` is there, if it is `marked`."""
+    def mark(self, what: str, marked: tf.Tensor, after: Any = ()) -> tf.Tensor:
+        """Have the time taken once `after` is there, if it is `marked`; return what is there when that is done."""
         there = [tensor for tensor in tf.nest.flatten(after, expand_composites=True) if tensor is not None]
         with tf.control_dependencies(there):
-            tf.cond(marked, lambda: self._noted(what), lambda: tf.constant(0))
+            return tf.cond(marked, lambda: self._noted(what), lambda: tf.constant(0))
 
     def take(self, count: int, seconds: float) -> Times | None:
         """Return the times of a call of `count` steps that took `seconds`, and forget them."""

@@ -89,6 +89,12 @@ def test_parts_of_a_batch_are_waited_for_each() -> None:
     assert [1.75] == from_marks([("begin", 0.0), *marks, ("begin", 9.0)]).inputs.tolist()
 
 
+def test_a_batch_that_is_asked_for_one_step_early_keeps_the_task_busy() -> None:
+    marks = [("begin", 0.0), ("batch", 0.5), ("computed", 4.0), ("asks", 6.0), ("batch", 7.5), ("begin", 8.0)]
+    times = from_marks(marks)
+    assert ([8.0], [2.0], [5.5]) == (times.steps.tolist(), times.inputs.tolist(), times.busy.tolist())
+
+
 def test_before_any_step_there_is_nothing_to_tell() -> None:
     assert ({}, {}, {}) == (Pace().recent(), Pace().life(), Pace().histograms())
 

@@ -33,8 +33,18 @@ def marks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
     return seen
 
 
-def train(made: list[tuple[str, float]], shards: int = 0, every: int | None = None, calls: int = 1) -> Any:
-    """Do some steps on one device; note when each batch is made. Return the last call's result."""
+def train(
+    made: list[tuple[str, float]], shards: int = 0, calls: int = 1, streams: bool = False, slow_s: float = 0
+) -> Any:
+    """Do some steps on one device; note when each batch is made. Return the last call's result.
+
+    Args:
+        made: gets the notes.
+        shards: virtual ones.
+        calls: of as many steps each.
+        streams: batches come from an iterator instead of being made in the step.
+        slow_s: how long it takes to make one.
+    """
     strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
     with strategy.scope():
         model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
@@ -47,6 +57,7 @@ def train(made: list[tuple[str, float]], shards: int = 0, every: int | None = No
     size = BATCH // (shards or 1)
 
     def note(_step: np.ndarray) -> np.ndarray:
+        time.sleep(slow_s)
         made.append(("made", time.perf_counter()))
         return np.ones([size, 3], np.float32)
 
@@ -54,7 +65,11 @@ def train(made: list[tuple[str, float]], shards: int = 0, every: int | None = No
         features = tf.ensure_shape(tf.numpy_function(note, [step], tf.float32), [size, 3])
         return Batch(features, tf.zeros([size], tf.int64), tf.ones([size]))
 
-    inner = steps.synchronous(strategy, trainee, Feed(lambda: (), batch), STEPS)
+    feed = Feed(lambda: (), batch)
+    if streams:
+        iterator = iter(tf.data.Dataset.range(1000).map(lambda number: batch((), number, number)))
+        feed = Feed(iterator.get_next, lambda given, _step, _replica: given, ahead=True)
+    inner = steps.synchronous(strategy, trainee, feed, STEPS)
     for call in range(calls):
         result = inner(call * STEPS, STEPS, False)
     return result
@@ -79,6 +94,25 @@ def test_every_virtual_shard_s_part_of_the_batch_is_waited_for(marks: list[tuple
     train(made, shards=2)
     step = ["begin", "batch", *["asks", "made", "batch"] * 2, "computed"]
     assert [*step * STEPS, "begin"] == order(marks, made)
+
+
+def test_a_stream_s_next_batch_is_asked_for_during_a_step(marks: list[tuple[str, float]]) -> None:
+    made: list[tuple[str, float]] = []
+    train(made, streams=True, calls=2)
+    assert 2 * STEPS + 1 <= len(made)  # tf.data makes one more in advance
+    begun = [moment for what, moment in marks if what == "begin"]
+    firsts = begun[:STEPS] + begun[STEPS + 1 : -1]  # each call's last one only ends its last step
+    assert all(moment < begin for (_, moment), begin in zip(made, firsts, strict=False))
+    step = ["begin", "batch", "computed", "asks", "batch"]
+    assert [*step * STEPS, "begin"] * 2 == [what for what, _ in marks]
+
+
+def test_what_a_step_waits_for_the_next_one_s_batch_is_input(marks: list[tuple[str, float]]) -> None:
+    times = train([], streams=True, slow_s=0.05).times
+    assert STEPS == len(times.steps)
+    assert (times.inputs[1:] > 0.03).all()  # the first two were made while the step was traced
+    assert (times.inputs <= times.busy).all()
+    assert (times.busy <= times.steps).all()
 
 
 def test_of_short_steps_a_sample_is_marked(marks: list[tuple[str, float]], monkeypatch: pytest.MonkeyPatch) -> None:
