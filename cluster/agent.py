@@ -42,7 +42,7 @@ from cluster.watchdog import FROZEN_S, Finding, Watchdog
 BARRIER_TIMEOUT_S = 60.0
 GRACE_S = 40.0
 """Seconds that a program gets to save and end by itself. The engine's own grace period is longer."""
-POLL_S = 0.05
+POLL_S = 0.1
 PEER_LOST_PATIENCE_S = 3.0
 """How long a task that lost contact waits for the task that really died to say so: the root cause is told, not this."""
 SERVERS_S = 120.0

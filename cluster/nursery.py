@@ -15,14 +15,13 @@ import runpy
 import signal
 import subprocess
 import sys
-import time
 import traceback
 import types
 import warnings
 from collections.abc import Callable
 from typing import IO, Any, NoReturn
 
-POLL_S = 0.02
+from cluster import processes
 
 _preloaded = False
 
@@ -120,14 +119,7 @@ class Copy:
         Raises:
             subprocess.TimeoutExpired: it goes on.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            left = POLL_S if deadline is None else min(POLL_S, deadline - time.monotonic())
-            if left <= 0:
-                assert timeout is not None
-                raise subprocess.TimeoutExpired(self.args, timeout)
-            time.sleep(left)
-        return code
+        return processes.wait(self, timeout)
 
     def send_signal(self, number: int) -> None:
         """Send a signal to it, unless it has ended."""

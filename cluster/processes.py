@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 from cluster.errors import TimedOut
+
+POLL_S = 0.02
+"""Between two looks at a child, where the kernel cannot be asked to tell of its end."""
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
@@ -88,6 +93,45 @@ def start_ticks(pid: int) -> int | None:
 def identity(pid: int) -> dict[str, int | None]:
     """Return what identifies the process for `alive` and `kill`."""
     return {"pid": pid, "start_ticks": start_ticks(pid)}
+
+
+class Child(Protocol):
+    """A process that this one started, as `subprocess.Popen` tells of it."""
+
+    pid: int
+    args: Any
+
+    def poll(self) -> int | None:
+        """Return the code that it ended with; None while it runs."""
+
+
+def wait(child: Child, timeout_s: float | None = None) -> int:
+    """Return the code that a child ended with, negative for a signal.
+
+    The kernel wakes this process when that happens: `subprocess` looks every few milliseconds, and an agent waits for
+    its program all day long, on the cores that this trains on.
+
+    Raises:
+        subprocess.TimeoutExpired: it goes on.
+    """
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while (code := child.poll()) is None:
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            assert timeout_s is not None
+            raise subprocess.TimeoutExpired(child.args, timeout_s)
+        try:
+            descriptor = os.pidfd_open(child.pid)
+        except OSError:  # an old kernel, or a sandbox
+            time.sleep(POLL_S if left is None else min(POLL_S, left))
+            continue
+        try:
+            ends = select.poll()
+            ends.register(descriptor, select.POLLIN)
+            ends.poll(None if left is None else left * 1000)
+        finally:
+            os.close(descriptor)
+    return code
 
 
 def alive(recorded: dict[str, int] | None) -> bool:

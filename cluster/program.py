@@ -15,9 +15,8 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import IO
 
-from cluster import nursery
+from cluster import nursery, processes
 from cluster.files import open_file
-from cluster.processes import die_with_parent
 
 KEPT_LINES = 50
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Failed)\b|Exception(:|$)")
@@ -54,7 +53,7 @@ class Program(ABC):
             stderr=subprocess.STDOUT,
             pass_fds=descriptors,
             process_group=0,  # a Ctrl-C in the terminal is for `invoke up` to handle
-            preexec_fn=die_with_parent,
+            preexec_fn=processes.die_with_parent,
         )
         assert self._process.stdout is not None
         copied = (self._process.stdout, self._log, self._lines, self.noise)
@@ -86,7 +85,7 @@ class Program(ABC):
             subprocess.TimeoutExpired: it goes on.
         """
         assert self._process is not None
-        return self._process.wait(timeout_s)
+        return processes.wait(self._process, timeout_s)
 
     def _signal(self, number: int) -> None:
         """Send a signal to the program and whatever it started."""
@@ -110,7 +109,7 @@ class Program(ABC):
         if not self.ended and grace_s > 0:
             self.ask_to_end()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(grace_s)
+                self.wait(grace_s)
         self._signal(signal.SIGKILL)
         code = self._process.wait()
         self._await_log(5.0)

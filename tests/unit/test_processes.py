@@ -47,6 +47,33 @@ def test_what_cannot_be_run_is_no_answer(tmp_path: Path) -> None:
     assert (126, "", f"{program} cannot be run: Exec format error") == processes.ask([str(program)], 30)
 
 
+def no_pidfd(_pid: int) -> int:
+    raise PermissionError
+
+
+@pytest.mark.parametrize("told_by_the_kernel", [True, False])
+def test_a_child_s_end_is_waited_for(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, told_by_the_kernel: bool
+) -> None:
+    if not told_by_the_kernel:
+        monkeypatch.setattr(os, "pidfd_open", no_pidfd)
+    with pytest.raises(subprocess.TimeoutExpired, match=r"'sleep', '60'.*timed out after 0.05 s"):
+        processes.wait(child, 0.05)
+    child.kill()
+    assert -signal.SIGKILL == processes.wait(child, 30) == processes.wait(child)
+
+
+def test_an_agent_that_waits_costs_its_program_nothing(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[None] = []
+    look = child.poll
+    monkeypatch.setattr(child, "poll", lambda: looks.append(None) or look())
+    with pytest.raises(subprocess.TimeoutExpired):
+        processes.wait(child, 0.3)
+    assert 2 == len(looks)
+
+
 @pytest.mark.parametrize(
     ("code", "told"),
     [
