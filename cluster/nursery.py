@@ -15,6 +15,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 import types
 import warnings
@@ -95,6 +96,7 @@ class Copy:
                 _keep_only((null, written, errors), pass_fds)
                 os.environ.clear()
                 os.environ.update(env)
+                tempfile.tempdir = None  # it is remembered, and $TMPDIR may be another one now
                 _run(command)
             finally:
                 os._exit(1)

@@ -219,6 +219,19 @@ def test_a_copy_ends_as_a_new_process_would(parent: Callable[[str], Any], code: 
     assert ended == parent(f"print(begin({code!r}).wait(10))")
 
 
+def test_a_copy_leaves_its_files_in_the_temporary_folder_that_it_is_given(
+    parent: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """Where an agent deletes them after its program, however that ended."""
+    told = parent(f"""
+import tempfile
+before = tempfile.gettempdir()
+copy = begin("import tempfile; print(tempfile.gettempdir())", env={{"TMPDIR": {str(tmp_path)!r}}})
+print(json.dumps([before, copy.stdout.read().decode().strip()]))
+""")
+    assert str(tmp_path) == told[1] != told[0]
+
+
 def test_a_copy_that_goes_on_is_waited_for_no_longer_than_said(parent: Callable[[str], Any]) -> None:
     told = parent("""
 copy = begin("import signal; signal.pause()", process_group=0)
