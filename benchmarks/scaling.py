@@ -16,6 +16,7 @@ from cluster.runs import RunFolder
 
 STEPS = 100
 ONE, SAME_BATCH, SAME_SHARE = "chief", "chief and 1 worker", "chief and 1 worker, twice the batch"
+ONE_LARGE, LARGE = "chief, 4 times the batch", "chief and 1 worker, 8 times the batch"
 APART = "2 chiefs at once that know nothing of each other"
 GOAL = Goal(0.95, at_least=True)
 
@@ -29,7 +30,7 @@ def measure(bench: Bench) -> list[Figure]:
     if cores() < 2:
         raise PrerequisiteError(f"scaling: {cores()} core, expected 2; measure it on another machine, see --only")
     steps = bench.steps(STEPS)
-    asked = {ONE: (0, 1), SAME_SHARE: (1, 2), SAME_BATCH: (1, 1)}
+    asked = {ONE: (0, 1), SAME_SHARE: (1, 2), SAME_BATCH: (1, 1), ONE_LARGE: (0, 4), LARGE: (1, 8)}
     rates: dict[str, list[float]] = {name: [] for name in (*asked, APART)}
     own = sorted(os.sched_getaffinity(0))
     for turn in bench.turns():
@@ -41,6 +42,7 @@ def measure(bench: Bench) -> list[Figure]:
     return [
         _figure("scaling", SAME_SHARE, rates, GOAL),
         _figure("scaling-same-batch", SAME_BATCH, rates, GOAL),
+        _figure("scaling-large-batch", LARGE, rates, GOAL, one=ONE_LARGE),
         _figure("scaling-apart", APART, rates, None),
     ]
 
@@ -74,7 +76,7 @@ def _start(bench: Bench, name: str, workers: int, batch: int, own: Sequence[int]
     return planned.run
 
 
-def _figure(name: str, two: str, rates: dict[str, list[float]], goal: Goal | None) -> Figure:
-    title = f"examples/s of {two} over twice those of a chief, one core each"
-    halves = [ratio / 2 for ratio in ratios(rates[two], rates[ONE])]
-    return Figure(name, title, "examples/s", {two: rates[two], ONE: rates[ONE]}, halves, "times", goal)
+def _figure(name: str, two: str, rates: dict[str, list[float]], goal: Goal | None, one: str = ONE) -> Figure:
+    title = f"examples/s of {two} over twice those of a {one}, one core each"
+    halves = [ratio / 2 for ratio in ratios(rates[two], rates[one])]
+    return Figure(name, title, "examples/s", {two: rates[two], one: rates[one]}, halves, "times", goal)

@@ -268,7 +268,7 @@ def test_a_full_disk_must_fail_the_run_and_lose_no_good_checkpoint(small: Cluste
     subprocess.run(["dd", "if=/dev/zero", f"of={fill}", "bs=1M"], capture_output=True)  # until it is full
     output = small.invoke("wait", "--timeout=60", expect=1)
     assert "the disk is full" in output
-    assert [] == local.processes_left(run)
+    wait_for(lambda: not local.processes_left(run), "the end of all that was started")  # `wait` tells of the run's end
     fill.unlink()
     small.invoke("up", "--resume=full", "--runtime=local", "--tensorboard-port=0", "--", "--max-steps", "60")
     assert ("succeeded", 60) == (summary(run)["state"], summary(run)["steps"])
