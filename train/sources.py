@@ -178,7 +178,7 @@ def train_feed(
         return batches if not cut else _stacked(batches, shards, first, last)
 
     iterator = iter(strategy.distribute_datasets_from_function(dataset))
-    ahead = not isinstance(strategy, tf.distribute.TPUStrategy)  # its loops may carry no strings, and feed themselves
+    ahead = not isinstance(strategy, tf.distribute.TPUStrategy)  # where it could not be tried
     if not cut:
         return Feed(iterator.get_next, lambda batch, _step, _replica: batch, ahead)
     return Feed(iterator.get_next, lambda batches, _step, shard: _one_of(batches, shards.place(shard)), ahead)

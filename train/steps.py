@@ -162,15 +162,15 @@ def synchronous(
         watch.end((results, given))
         return strategy.reduce("SUM", strategy.run(join, args=(results, signals_2)), axis=None), given
 
-    given: list[Any] = []  # what the feed gave for the next step, where that is asked for one step early
+    early: list[Any] = []  # what the feed gave for the next step, where that is asked for one step early
 
     def run(first: int, count: int, stop: bool) -> LoopResult:
         signals_2 = tf.constant(Signals(stop, save_due()).to_array())
         numbers = [tf.constant(number, tf.int64) for number in (first, count, watch.every)]
         began = time.perf_counter()
-        kept = (given.pop() if given else feed.next()) if feed.ahead else ()
-        told, kept = loop(numbers[0], numbers[1], signals_2, numbers[2], kept)
-        given.append(kept)
+        given = (early.pop() if early else feed.next()) if feed.ahead else ()
+        told, given = loop(numbers[0], numbers[1], signals_2, numbers[2], given)
+        early.append(given)
         flat = told.numpy()
         times = watch.take(count, time.perf_counter() - began)
         results_S2 = flat[:-2].reshape(steps_per_loop, trainee.parts, 2)[:count].sum(1)
