@@ -46,8 +46,9 @@ class Stopwatch:
         if not self.works:
             return ()
         phase = done % every
-        self.mark("begin", phase <= 1)  # a marked step ends when the next one begins
-        return (tf.equal(phase, 0),)
+        begun = self.mark("begin", phase <= 1)  # a marked step ends when the next one begins
+        with tf.control_dependencies([begun]):  # so that no other mark of the step, whose batch may be there, is before
+            return (tf.equal(phase, 0),)
 
     def lap(self, *marked: tf.Tensor) -> Lap:
         """Return what marks a replica's step; it does so for the first replica of this task alone.
@@ -65,8 +66,7 @@ class Stopwatch:
         if not marked:
             return batch
         asks = self.mark("asks", marked[0], results)
-        there = self.mark("batch", marked[0], (results, batch))
-        with tf.control_dependencies([asks, there]):
+        with tf.control_dependencies([self.mark("batch", marked[0], (asks, batch))]):
             return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
 
     def end(self, results: Any) -> None:

@@ -122,7 +122,9 @@ def test_an_archive_of_several_images_must_be_refused(tmp_path: Path) -> None:
 @pytest.fixture
 def engine_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "probe", lambda: Answer(True, "Docker Engine 0"))
-    monkeypatch.setattr(engine, "ask", lambda *words, **_: (0, "[]") if words[-1] != "nothing:1" else (1, "No such"))
+    monkeypatch.setattr(
+        engine, "ask", lambda *words, **_: (0, "[[], []]") if words[-1] != "nothing:1" else (1, "No such")
+    )
 
 
 class Shell:

@@ -301,7 +301,8 @@ def engine_that_fails(docker: Callable[[str], Path], monkeypatch: pytest.MonkeyP
         calls = docker(
             f'case "$*" in\n*"{fails_at}"*) echo "the engine is gone" >&2; exit 17;;\n'
             "info*) echo '\"26.1.5\"';;\n*version*) echo 2.26.1;;\n"
-            f"*'{{{{json .}}}}'*) echo '{json.dumps(IMAGE)}';;\nimage*) echo '[]';;\nesac"
+            f"*'{{{{json .}}}}'*) echo '{json.dumps(IMAGE)}';;\n*RootFS*) echo '[[], []]';;\n"
+            "image*) echo '{}';;\nesac"
         )
         monkeypatch.setenv("PATH", f"{os.environ['PATH']}:/usr/bin:/bin")
         config = {"dataset": "mnist", "global_batch": 192}
