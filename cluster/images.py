@@ -30,6 +30,8 @@ DEBIAN_BASE = "tf-cluster/base:bookworm"
 INPUTS_LABEL = "tf-cluster.inputs"
 """What an image was made of, in one hash: as long as it is what it would be made of now, `up` builds nothing."""
 
+_OCI = "org.opencontainers.image."
+
 REGISTRY_TIMEOUT_S = 20.0
 _BASE_TAR = ".build/base.tar"
 _CA_BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
@@ -136,14 +138,13 @@ def build_command(image: str, accelerator: str, base: Base, *options: str) -> st
     """
     name(image, accelerator)
     date_s = checkout.commit_time_s()
-    labels = {f"org.opencontainers.image.{key}": value for key, value in _labels(base, date_s).items()}
-    labels |= {INPUTS_LABEL: inputs_sha256(image, accelerator, base)}
+    labels = _labels(base, date_s) | {INPUTS_LABEL: inputs_sha256(base)}
     words = ["docker", "build", "--file=docker/Dockerfile", f"--build-arg=BASE_IMAGE={base.name}"]
     # BuildKit dates the image with it, so that the same commit on the same base makes the same image.
     words += [f"--build-arg=SOURCE_DATE_EPOCH={date_s}"]
     # Without a value: passed on from the environment, and neither printed nor kept in the image.
     words += [f"--build-arg={proxy}" for proxy in _PROXIES if proxy in os.environ]
-    words += [f"--label={name}={value}" for name, value in labels.items()]
+    words += [f"--label={key}={value}" for key, value in labels.items()]
     bundle = os.environ.get("SSL_CERT_FILE", _CA_BUNDLE)
     if Path(bundle).is_file():
         quoted = bundle.replace('"', '""')  # the engine reads the value as a line of CSV
@@ -152,11 +153,12 @@ def build_command(image: str, accelerator: str, base: Base, *options: str) -> st
     return shlex.join([*words, f"--target={image}", *options, "."])
 
 
-def inputs_sha256(image: str, accelerator: str, base: Base) -> str:
-    """Return a hash of all that one of `IMAGES` is built from: files, base, date and labels, as they are now."""
-    asked = [image, json.dumps(_labels(base, checkout.commit_time_s()))]
-    asked += [accelerator] if image == "train" else []
-    asked += [] if base.digest else base.layers
+def inputs_sha256(base: Base) -> str:
+    """Return a hash of all that images are built from: files, base, date and labels, as they are now.
+
+    Which image it is, and for which accelerator, its name tells.
+    """
+    asked = [json.dumps(_labels(base, checkout.commit_time_s())), *([] if base.digest else base.layers)]
     files = [ROOT / "docker" / "Dockerfile", *_context()]
     names = [str(path.relative_to(ROOT)) for path in files]
     modes = [f"{path.stat().st_mode:o}" for path in files]
@@ -171,13 +173,12 @@ def are_current(accelerator: str) -> bool:
     names = [name(image, accelerator) for image in IMAGES]
     code, told = engine.ask("image", "inspect", "--format={{json .Config.Labels}}", *names)
     labels = [json.loads(line) or {} for line in told.splitlines()] if code == 0 else [{}]
-    recorded = [labels[0].get(f"org.opencontainers.image.base.{key}", "") for key in ("name", "digest")]
+    recorded = [labels[0].get(f"{_OCI}base.{key}", "") for key in ("name", "digest")]
     asked, _, asked_digest = os.environ.get("BASE_IMAGE", "").partition("@")
     if not recorded[0] or asked not in ("", recorded[0]) or asked_digest not in ("", recorded[1]):
         return False
     base = Base(*recorded) if recorded[1] else _on_engine(recorded[0])
-    found = [each.get(INPUTS_LABEL) for each in labels]
-    return base is not None and found == [inputs_sha256(image, accelerator, base) for image in IMAGES]
+    return base is not None and {each.get(INPUTS_LABEL) for each in labels} == {inputs_sha256(base)}
 
 
 def _on_engine(name: str) -> Base | None:
@@ -205,7 +206,7 @@ def _labels(base: Base, date_s: int) -> dict[str, str]:
         "base.name": base.name.partition("@")[0],
         "base.digest": base.digest,
     }
-    return {name: value for name, value in labels.items() if value}
+    return {f"{_OCI}{key}": value for key, value in labels.items() if value}
 
 
 def inspect(image: str) -> dict[str, str]:
@@ -224,9 +225,9 @@ def inspect(image: str) -> dict[str, str]:
     return {
         "image": image,
         "id": details["Id"],
-        "revision": labels.get("org.opencontainers.image.revision", ""),
-        "base": labels.get("org.opencontainers.image.base.name", ""),
-        "base_digest": labels.get("org.opencontainers.image.base.digest", details["RootFS"]["Layers"][0]),
+        "revision": labels.get(f"{_OCI}revision", ""),
+        "base": labels.get(f"{_OCI}base.name", ""),
+        "base_digest": labels.get(f"{_OCI}base.digest", details["RootFS"]["Layers"][0]),
     }
 
 

@@ -153,11 +153,10 @@ def require_image(sh: Shell, accelerator: str) -> None:
 
 def image_commands(accelerator: str) -> list[str]:
     """Return the commands that build the images of this checkout; none where they are there and current."""
-    names = (images.train_image(accelerator), images.TENSORBOARD_IMAGE)
     if images.are_current(accelerator):
         return []
     commands = images.build_commands(accelerator, images.default_base())
-    if all(engine.ask("image", "inspect", name)[0] == 0 for name in names):
+    if engine.ask("image", "inspect", *(images.name(image, accelerator) for image in images.IMAGES))[0] == 0:
         # A rebuild with little or nothing changed takes seconds: then only what goes wrong is worth reading.
         return [command.replace("docker build", "docker build --quiet", 1) for command in commands]
     return commands

@@ -162,15 +162,15 @@ def synchronous(
         watch.end((results, given))
         return strategy.reduce("SUM", strategy.run(join, args=(results, signals_2)), axis=None), given
 
-    early: list[Any] = []  # what the feed gave for the next step, where that is asked for one step early
+    given: Any = None if feed.ahead else ()  # for the next step, where the feed is asked one step early
 
     def run(first: int, count: int, stop: bool) -> LoopResult:
+        nonlocal given
         signals_2 = tf.constant(Signals(stop, save_due()).to_array())
         numbers = [tf.constant(number, tf.int64) for number in (first, count, watch.every)]
         began = time.perf_counter()
-        given = (early.pop() if early else feed.next()) if feed.ahead else ()
+        given = feed.next() if given is None else given
         told, given = loop(numbers[0], numbers[1], signals_2, numbers[2], given)
-        early.append(given)
         flat = told.numpy()
         times = watch.take(count, time.perf_counter() - began)
         results_S2 = flat[:-2].reshape(steps_per_loop, trainee.parts, 2)[:count].sum(1)

@@ -1,9 +1,9 @@
 """What the steps of one task take, by marks inside their graph: only there can a task tell its own work from waiting.
 
 Under a synchronous strategy the steps of all tasks take equally long, that of the slowest; what tells them apart is how
-much of it each is busy. A mark waits for what it is the time of, and no computation waits for a mark, so that the step
-is done in the order and with the bits of one without. A step begins once all of the one before is done: its update, and
-the waiting for the others in it.
+much of it each is busy. A mark waits for what it is the time of, and no computation of its step waits for a mark, so
+that the step is done in the order and with the bits of one without. A step begins once all of the one before is done:
+its update, and the waiting for the others in it.
 
 A mark reads Python's clock, because TensorFlow's own refuses to be read in a deterministic process, and leaves the time
 here, so that no step carries it. That costs some 50 us on a busy machine, so of short steps not all are marked.
