@@ -10,6 +10,7 @@ LOCKS := $(addprefix requirements/,host.lock train-cpu.lock tensorboard.lock)
 # What the locks hold and nothing else: no dependency is looked up, and nothing unlocked builds what has no wheel.
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet install \
   --require-hashes --no-deps --use-pep517 --no-build-isolation
+GITHUB_SCHEMA := $(VENV)/bin/check-jsonschema --quiet --builtin-schema
 .DEFAULT_GOAL := help
 
 .PHONY: help setup up test test-all check bench clean
@@ -31,11 +32,16 @@ test: check ## run the whole suite on CPU (with the linters first)
 test-all: check ## the same with the long matrices
 	@$(VENV)/bin/invoke test --all
 
-check: $(VENV)/.dev ## linters, types, import directions, Dockerfile and Compose files
+check: $(VENV)/.dev ## linters, types, import directions, Dockerfile, Compose files and GitHub workflows
 	@$(VENV)/bin/ruff check --quiet . && $(VENV)/bin/ruff format --check --quiet . && echo "ruff: ok"
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/lint-imports --no-logo | tail -n 3
 	@$(VENV)/bin/hadolint docker/Dockerfile && echo "hadolint: ok"
+	@$(GITHUB_SCHEMA) vendor.github-workflows .github/workflows/*.yml && \
+	  $(GITHUB_SCHEMA) custom.github-workflows-require-timeout .github/workflows/*.yml && \
+	  $(GITHUB_SCHEMA) vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml && \
+	  $(GITHUB_SCHEMA) vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml)) && \
+	  echo "GitHub workflows and forms: ok"
 	@if docker compose version >/dev/null 2>&1; then \
 	  docker compose -f compose/compose.yaml --profile tensorboard config --quiet && \
 	  docker compose -f compose/example.json -f compose/compose.yaml config --quiet && \
