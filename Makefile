@@ -13,7 +13,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet install \
 GITHUB_SCHEMA := $(VENV)/bin/check-jsonschema --quiet --builtin-schema
 .DEFAULT_GOAL := help
 
-.PHONY: help setup up test test-all check bench clean
+.PHONY: help setup up test test-fast test-all lint check bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,13 +29,18 @@ up: setup ## train Fashion-MNIST on a chief and two workers; `make up UP="--work
 test: check ## run the whole suite on CPU (with the linters first)
 	@$(VENV)/bin/invoke test
 
+test-fast: lint ## run the tests that need neither TensorFlow nor containers, in about a minute
+	@$(VENV)/bin/invoke test --fast
+
 test-all: check ## the same with the long matrices
 	@$(VENV)/bin/invoke test --all
 
-check: $(VENV)/.dev ## linters, types, import directions, Dockerfile, Compose files and GitHub workflows
+lint: $(VENV)/.dev ## ruff, types and import directions
 	@$(VENV)/bin/ruff check --quiet . && $(VENV)/bin/ruff format --check --quiet . && echo "ruff: ok"
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/lint-imports --no-logo | tail -n 3
+
+check: lint ## the same, and the Dockerfile, the Compose files and the GitHub workflow
 	@$(VENV)/bin/hadolint docker/Dockerfile && echo "hadolint: ok"
 	@$(GITHUB_SCHEMA) vendor.github-workflows .github/workflows/*.yml && \
 	  $(GITHUB_SCHEMA) custom.github-workflows-require-timeout .github/workflows/*.yml && \
