@@ -1,8 +1,9 @@
-"""The fast set, `pytest -p tests.fast`: every test that starts neither TensorFlow nor containers and is not `slow`.
+"""The fast set, `pytest -p tests.fast`: every test that starts neither TensorFlow, containers nor clusters.
 
 Nothing lists these tests. Importing TensorFlow skips the test that does so, or the whole file where it is imported at
-the top, so a new file falls into the right set by itself. A test that takes much processor time must say that it is
-`slow`: the fast set fails it otherwise.
+the top, and the helpers that start TensorFlow or a cluster in other processes skip as well. So a new file falls into
+the right set by itself. A test that takes seconds for any other reason is marked `slow`; the fast set fails it
+otherwise.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import pytest
 
 LEFT_OUT = ("docker", "long", "slow")
 TENSORFLOW = ("tensorflow", "keras", "tf_keras")
-LIMIT_S = 5.0
-"""Seconds of processor time that a fast test may take: several times what one takes, on a slow machine as well."""
+LIMIT_S = 4.0
+"""Seconds of processor time that a fast test may take: twice what the longest takes, and less than a process of its own
+needs to import TensorFlow."""
 
 _active = False
 
