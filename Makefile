@@ -10,9 +10,10 @@ LOCKS := $(addprefix requirements/,host.lock train-cpu.lock tensorboard.lock)
 # What the locks hold and nothing else: no dependency is looked up, and nothing unlocked builds what has no wheel.
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet install \
   --require-hashes --no-deps --use-pep517 --no-build-isolation
+GITHUB_SCHEMA := $(VENV)/bin/check-jsonschema --quiet --builtin-schema
 .DEFAULT_GOAL := help
 
-.PHONY: help setup up test test-all check bench clean
+.PHONY: help setup up test test-fast test-all lint check bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,14 +29,24 @@ up: setup ## train Fashion-MNIST on a chief and two workers; `make up UP="--work
 test: check ## run the whole suite on CPU (with the linters first)
 	@$(VENV)/bin/invoke test
 
+test-fast: lint ## run the tests that need neither TensorFlow nor containers, in about a minute
+	@$(VENV)/bin/invoke test --fast
+
 test-all: check ## the same with the long matrices
 	@$(VENV)/bin/invoke test --all
 
-check: $(VENV)/.dev ## linters, types, import directions, Dockerfile and Compose files
+lint: $(VENV)/.dev ## ruff, types and import directions
 	@$(VENV)/bin/ruff check --quiet . && $(VENV)/bin/ruff format --check --quiet . && echo "ruff: ok"
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/lint-imports --no-logo | tail -n 3
+
+check: lint ## the same, and the Dockerfile, the Compose files and the GitHub workflow
 	@$(VENV)/bin/hadolint docker/Dockerfile && echo "hadolint: ok"
+	@$(GITHUB_SCHEMA) vendor.github-workflows .github/workflows/*.yml && \
+	  $(GITHUB_SCHEMA) custom.github-workflows-require-timeout .github/workflows/*.yml && \
+	  $(GITHUB_SCHEMA) vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml && \
+	  $(GITHUB_SCHEMA) vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml)) && \
+	  echo "GitHub workflows and forms: ok"
 	@if docker compose version >/dev/null 2>&1; then \
 	  docker compose -f compose/compose.yaml --profile tensorboard config --quiet && \
 	  docker compose -f compose/example.json -f compose/compose.yaml config --quiet && \

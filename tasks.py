@@ -372,7 +372,7 @@ def chaos(
 
 ABREAST = (
     *(f"tests/e2e/test_{name}.py" for name in ("image_contents", "own_models", "strategies", "scripts")),
-    *(f"tests/e2e/test_{name}.py" for name in ("saved", "virtual_tasks", "golden")),
+    *(f"tests/e2e/test_{name}.py" for name in ("saved", "virtual_tasks", "asked_gpus", "golden")),
     *("tests/compose", "tests/unit"),
 )
 """Tests that run two at a time, the longest first. The others measure times: they have the machine to themselves."""
@@ -380,22 +380,27 @@ TESTS = (
     [*ABREAST, "--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder"],
     ["tests", *(f"--ignore={path}" for path in ABREAST)],
 )
+FAST = (["tests", "--ignore=tests/e2e", "-p", "tests.fast", "-r", "fE", "--numprocesses=2", "--dist=loadfile"],)
+"""Tests that start neither TensorFlow nor containers nor clusters; see `tests/fast.py`."""
 
 
 @task(
     auto_shortflags=False,
     help={
         "all": "the long matrices too (default: no)",
+        "fast": "only tests that start neither TensorFlow nor containers nor clusters (default: no)",
         "select": "only tests whose name matches this expression (default: every test)",
     },
 )
 @told
-def test(c, all=False, select=""):
+def test(c, all=False, fast=False, select=""):
     """Run the tests on this machine's CPU; container tests are skipped where no Docker Engine answers."""
+    if all and fast:
+        raise UsageError("--all and --fast: choose one of them")
     chosen = [*(["-m", ""] if all else []), *(["-k", select] if select else [])]
     with c.cd(str(launch.ROOT)):
         codes: list[int] = []
-        for part in TESTS:
+        for part in FAST if fast else TESTS:
             codes.append(c.run(shlex.join([sys.executable, "-m", "pytest", *chosen, *part]), warn=True).exited)
             if codes[-1] == 2:  # Ctrl-C, or tests that cannot be imported
                 break

@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests import fast
+
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
@@ -24,6 +26,7 @@ results = Path()
 
 def start(module: str, result: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
     """Start `tests/unit/measure/<module>.py`, which writes what it measured to `result`."""
+    fast.leave_out("starts TensorFlow")
     return subprocess.Popen(
         [sys.executable, "-m", f"tests.unit.measure.{module}", str(result), *arguments],
         cwd=ROOT,

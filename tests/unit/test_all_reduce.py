@@ -10,11 +10,13 @@ import sys
 import pytest
 
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE
+from tests import fast
 from train.bandwidth import bus_bandwidth
 
 
 def program(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `train.bandwidth` where no GPU is seen."""
+    fast.leave_out("starts TensorFlow")
     given = os.environ | {"CUDA_VISIBLE_DEVICES": "-1"} | environment
     command = [sys.executable, "-m", "train.bandwidth", *words]
     return subprocess.run(command, capture_output=True, text=True, env=given, check=False)

@@ -210,6 +210,7 @@ def test_commands_on_folders_and_datasets_are_the_words_that_were_meant(
     assert os.pathsep.join(path) == variables.get("PYTHONPATH", "")
 
 
+@pytest.mark.slow
 @unhurried
 @given(base=TEXT, folder=FILE)
 @example(base="x", folder="a,type=env,b")

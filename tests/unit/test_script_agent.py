@@ -18,6 +18,7 @@ from cluster import local, restarts, script_agent, spec, tf_config, view, watch
 from cluster.files import write_json
 from cluster.payload import Payload, lay_out
 from cluster.runs import RunFolder
+from tests import fast
 from tests.unit.gang import Gang
 from tests.waiting import wait_for
 
@@ -49,6 +50,7 @@ StartScripts = Callable[..., Gang]
 @pytest.fixture
 def start_scripts(make_run: Callable[..., RunFolder], tmp_path: Path) -> Iterator[StartScripts]:
     """Starts a cluster whose every task runs these lines; takes the script's arguments and `spec.build`'s options."""
+    fast.leave_out("starts a cluster")
     started = []
 
     def start(lines: str, arguments: tuple[str, ...] = (), **topology: Any) -> Gang:

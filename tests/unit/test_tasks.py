@@ -394,6 +394,17 @@ def test_test_runs_each_test_once_some_of_them_two_at_a_time() -> None:
     assert (0, [f"-m '' {abreast}", f"-m '' {others}"]) == what_test_runs(0, 0, all=True)
 
 
+def test_the_fast_tests_are_chosen_by_a_rule_and_no_list() -> None:
+    code, parts = what_test_runs(0, fast=True)
+    assert (0, 1) == (code, len(parts))
+    assert parts[0].startswith("tests --ignore=tests/e2e -p tests.fast ")
+
+
+def test_all_and_fast_exclude_each_other() -> None:
+    code, _ = refusal("test", MockContext(), all=True, fast=True)
+    assert 2 == code
+
+
 @pytest.mark.parametrize(
     ("exited", "expected"), [((1, 0), 1), ((0, 1), 1), ((-9, 0), -9), ((5, 0), 0), ((1, 5), 1), ((5, 5), 5)]
 )

@@ -1,0 +1,85 @@
+"""What `make test-fast` leaves out, and that it finds out by itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = {
+    "test_plain": "def test_one(): pass",
+    **{
+        f"test_imports_0{number}": f"import {module}\ndef test_one(): pass\ndef test_two(): pass"
+        for number, module in enumerate(["tensorflow", "keras", "tf_keras", "tensorflow.python", "train.models"])
+    },
+    "test_imports_late": """
+def test_one():
+    try:
+        import tensorflow
+    except Exception:
+        pass
+    raise ValueError
+def test_two(): pass
+""",
+    "test_marked": """
+import pytest
+@pytest.mark.docker
+def test_one(): pass
+@pytest.mark.long
+def test_two(): pass
+@pytest.mark.slow
+def test_three(): pass
+def test_four(): pass
+""",
+    "test_takes_long": """
+from tests import fast
+def test_one(): fast.LIMIT_S = 0
+""",
+}
+
+
+Ended = dict[str, dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """How the tests of each file end in the fast set; a file that is left out counts as a test of its own name."""
+    folder = tmp_path_factory.mktemp("new")
+    for name, lines in FILES.items():
+        (folder / f"{name}.py").write_text(lines)
+    report = folder / "report.xml"
+    options = ["-c", "pyproject.toml", f"--rootdir={folder}", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    outside = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "-p", "tests.fast", *options, str(folder)]
+    subprocess.run(command, cwd=ROOT, env=outside, capture_output=True, timeout=60)
+    found: Ended = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        name, outcome = case.get("name", ""), next((part.tag for part in case), "passed")
+        found.setdefault(case.get("classname") or name, {})[name] = outcome
+    return found
+
+
+def test_what_takes_little_runs(ended: Ended) -> None:
+    assert {"test_one": "passed"} == ended["test_plain"]
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("test_imports_0")])
+def test_a_file_that_imports_tensorflow_is_left_out(ended: Ended, name: str) -> None:
+    assert {name: "skipped"} == ended[name]
+
+
+def test_a_test_that_imports_tensorflow_is_left_out(ended: Ended) -> None:
+    assert {"test_one": "skipped", "test_two": "passed"} == ended["test_imports_late"]
+
+
+def test_marked_tests_are_left_out(ended: Ended) -> None:
+    assert {"test_four": "passed"} == ended["test_marked"]
+
+
+def test_a_test_that_takes_long_and_has_no_mark_fails(ended: Ended) -> None:
+    assert {"test_one": "failure"} == ended["test_takes_long"]

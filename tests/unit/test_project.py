@@ -1,0 +1,72 @@
+"""The project's metadata, and the workflow that runs the README's commands."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from ruamel.yaml import YAML
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+READ = """
+import json
+from setuptools.config.pyprojecttoml import read_configuration
+print(json.dumps(read_configuration("pyproject.toml")))
+"""
+
+
+@functools.cache
+def metadata() -> dict[str, Any]:
+    """`pyproject.toml` as setuptools reads and validates it: in a process of its own, whose `sys.path` it extends."""
+    done = subprocess.run([sys.executable, "-c", READ], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert 0 == done.returncode, done.stderr
+    return json.loads(done.stdout)
+
+
+def steps(workflow: Path) -> list[dict[str, Any]]:
+    jobs = YAML(typ="safe").load(workflow)["jobs"].values()
+    return [step for job in jobs for step in job["steps"]]
+
+
+def test_metadata_is_valid_and_packages_no_runs_or_data() -> None:
+    read = metadata()
+    assert {"name", "version", "description", "license", "readme", "requires-python"} <= read["project"].keys()
+    assert (ROOT / "LICENSE").read_text().lstrip().startswith("Apache License")
+    assert [] == read["tool"]["setuptools"]["packages"]
+
+
+def test_metadata_names_the_python_versions_that_make_accepts() -> None:
+    project = metadata()["project"]
+    first, last = re.findall(r"\((\d), (\d+)\)", (ROOT / "Makefile").read_text())
+    supported = [f"{first[0]}.{minor}" for minor in range(int(first[1]), int(last[1]) + 1)]
+    declared = [name.rpartition(" ")[2] for name in project["classifiers"] if "Python :: 3." in name]
+    assert supported == declared
+    every = [f"3.{minor}" for minor in range(30)]
+    assert supported == [version for version in every if version in SpecifierSet(project["requires-python"])]
+
+
+def test_ci_runs_every_make_command_of_the_readme() -> None:
+    commands = re.findall(r"^\$ (make .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    run = [step.get("run") for workflow in WORKFLOWS for step in steps(workflow)]
+    assert {"make up", "make test"} <= set(commands)
+    assert set(commands) <= set(run)
+
+
+def test_workflows_may_only_read_and_pin_actions_to_commits() -> None:
+    for workflow in WORKFLOWS:
+        document = YAML(typ="safe").load(workflow)
+        assert {"contents": "read"} == document["permissions"]
+        assert not [name for name, job in document["jobs"].items() if "permissions" in job]
+        assert "secrets." not in workflow.read_text()
+        used = [step["uses"] for step in steps(workflow) if "uses" in step]
+        assert used
+        assert [] == [name for name in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", name)]
