@@ -21,7 +21,6 @@ ROOT = Path(__file__).resolve().parent.parent
 ACCELERATORS = ("cpu", "gpu")
 IMAGES = ("train", "tensorboard")
 """As the stages of the Dockerfile that make them are called."""
-TENSORBOARD_IMAGE = "tf-cluster/tensorboard:latest"
 
 PYTHON_BASE = "python:3.11-slim-bookworm"
 DEBIAN_BASE = "tf-cluster/base:bookworm"
@@ -59,7 +58,17 @@ def name(image: str, accelerator: str) -> str:
     """
     if image not in IMAGES:
         raise UsageError(f"--image {image!r} is no image{nearest(image, IMAGES)}")
-    return train_image(accelerator) if image == "train" else TENSORBOARD_IMAGE
+    return train_image(accelerator) if image == "train" else tensorboard_image()
+
+
+def namespace() -> str:
+    """Return what the images' names begin with: IMAGE_NAMESPACE, or `tf-cluster`."""
+    return os.environ.get("IMAGE_NAMESPACE") or "tf-cluster"
+
+
+def tensorboard_image() -> str:
+    """Return the name of the image that TensorBoard runs in."""
+    return f"{namespace()}/tensorboard:latest"
 
 
 def train_image(accelerator: str) -> str:
@@ -70,7 +79,7 @@ def train_image(accelerator: str) -> str:
     """
     if accelerator not in ACCELERATORS:
         raise UsageError(f"accelerator {accelerator!r} has no image{nearest(accelerator, ACCELERATORS)}")
-    return f"tf-cluster/train:{accelerator}"
+    return f"{namespace()}/train:{accelerator}"
 
 
 def default_base(asked: str = "") -> Base:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from cluster import compose, engine, images, local, namespaces, spec
+from cluster import compose, engine, local, namespaces, spec
 from cluster.runs import RunFolder
 from tests import doors
-from tests.e2e.scenario import TRAINING, Clusters, step_of, summary
+from tests.e2e.scenario import TRAIN_IMAGE, TRAINING, Clusters, step_of, summary
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("require_engine", "images")]
@@ -105,7 +105,7 @@ def reached(network: str, ports: list[tuple[str, int]]) -> list[tuple[str, int]]
     """Return those of the ports that another container, in this network, reaches."""
     words = [str(word) for port in ports for word in port]
     program = Path(doors.__file__).read_text()
-    run = ("run", "--rm", f"--network={network}", "--entrypoint=python", images.train_image("cpu"))
+    run = ("run", "--rm", f"--network={network}", "--entrypoint=python", TRAIN_IMAGE)
     code, told = engine.ask(*run, "-c", program, *words, timeout_s=60)
     assert 0 == code, told
     return [(line.split()[0], int(line.split()[1])) for line in told.splitlines()]
@@ -127,7 +127,7 @@ def test_no_port_must_be_reached_from_the_host(ports: list[tuple[str, int]]) -> 
 
 def test_local_tasks_in_a_container_must_be_told_why_they_have_no_network_of_their_own() -> None:
     program = Path(namespaces.__file__).read_text() + "\nprint(refusal().why)"
-    run = ("run", "--rm", "--network=none", "--entrypoint=python", images.train_image("cpu"))
+    run = ("run", "--rm", "--network=none", "--entrypoint=python", TRAIN_IMAGE)
     assert (0, "system calls are filtered") == engine.ask(*run, "-c", program, timeout_s=60)
 
 

@@ -74,7 +74,7 @@ def test_make_up_must_look_for_these_images_and_pass_its_options_on() -> None:
     # `--no-print-directory`: `make test`, which this may run under, would have it say where it is.
     words = ["make", "--no-print-directory", "--dry-run", "--always-make", "up", "UP=--workers 1"]
     shown = subprocess.run(words, cwd=images.ROOT, capture_output=True, text=True, check=True).stdout
-    assert f"docker image inspect {images.train_image('cpu')} {images.TENSORBOARD_IMAGE} " in shown
+    assert f"docker image inspect {images.train_image('cpu')} {images.tensorboard_image()} " in shown
     assert shown.endswith("invoke up --workers 1\n")  # invoke refuses an option that is given twice
 
 
@@ -126,7 +126,7 @@ def test_an_image_asked_for_must_be_used_or_refused(monkeypatch: pytest.MonkeyPa
 def test_both_images_must_be_built_from_the_same_base() -> None:
     train, board = (shlex.split(command) for command in images.build_commands("gpu", BASE))
     assert {"--target=train", "--tag=tf-cluster/train:gpu", "--build-arg=ACCELERATOR=gpu"} <= set(train)
-    assert {"--target=tensorboard", f"--tag={images.TENSORBOARD_IMAGE}"} <= set(board)
+    assert {"--target=tensorboard", f"--tag={images.tensorboard_image()}"} <= set(board)
     for command in (train, board):
         assert {
             f"--build-arg=BASE_IMAGE={BASE.name}",
@@ -170,7 +170,7 @@ def test_a_proxys_address_must_not_be_printed(monkeypatch: pytest.MonkeyPatch) -
 def test_inspecting_a_missing_image_must_tell_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "ask", answering({}))
     with pytest.raises(PrerequisiteError, match=r"No such image.*invoke image\.build"):
-        images.inspect(images.TENSORBOARD_IMAGE)
+        images.inspect(images.tensorboard_image())
 
 
 # Whether there is anything to build
