@@ -79,7 +79,7 @@ def up(
     if asked.asks_for_help:
         print(configuration.options(asked))
         return
-    planned = launch.plan(asked)
+    planned = launch.plan(asked, installs=not dry)
     told = f"{planned.cluster.strategy_class} on {counted(len(planned.cluster.tasks), 'task')} as {planned.why_runtime}"
     data = [f"data: {planned.data}"] if planned.data else []  # otherwise the command that prepares it tells
     print("\n".join([told, *planned.notes, *data]), flush=True)
@@ -103,7 +103,7 @@ def plan(
     if asked.asks_for_help:
         print(configuration.options(asked))
         return
-    show(launch.plan(asked).to_json(), view.plan, as_json=json)
+    show(launch.plan(asked, installs=False).to_json(), view.plan, as_json=json)
 
 
 @task(

@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 import shutil
+import stat
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -165,13 +166,14 @@ def build_command(image: str, accelerator: str, base: Base, *options: str) -> st
 def inputs_sha256(base: Base) -> str:
     """Return a hash of all that images are built from: files, base, date and labels, as they are now.
 
-    Which image it is, and for which accelerator, its name tells.
+    Which image it is, and for which accelerator, its name tells. Of a file's mode only counts what git keeps, whether
+    it is a program: the build sets the others.
     """
     asked = [json.dumps(_labels(base, checkout.commit_time_s())), *([] if base.digest else base.layers)]
     files = [ROOT / "docker" / "Dockerfile", *_context()]
     names = [str(path.relative_to(ROOT)) for path in files]
-    modes = [f"{path.stat().st_mode:o}" for path in files]
-    return files_sha256(ROOT, names, "\0".join([*asked, *modes]).encode())
+    programs = [name for name, path in zip(names, files, strict=True) if path.stat().st_mode & stat.S_IXUSR]
+    return files_sha256(ROOT, names, "\0".join([*asked, *programs]).encode())
 
 
 def are_current(accelerator: str) -> bool:

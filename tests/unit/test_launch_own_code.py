@@ -145,3 +145,19 @@ def test_extra_packages_are_got_before_anything_is_started(
     docker(WORKING_ENGINE)
     launch.plan(Request(script=str(theirs), requirements=str(tmp_path / "r.txt")))
     assert (tmp_path / "r.txt", "3.11") == asked[-1]
+
+
+@pytest.mark.parametrize("scripted", [True, False])
+def test_a_plan_that_is_not_started_installs_no_packages(
+    resolved: None, theirs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scripted: bool
+) -> None:
+    monkeypatch.setattr(launch.packages, "FOLDER", tmp_path / "kept")
+    monkeypatch.setattr(launch.packages, "_run", lambda *_: pytest.fail("pip is called for nothing"))
+    monkeypatch.setattr(launch.packages, "_resolve", lambda *_: [])
+    (wanted := tmp_path / "r.txt").touch()
+    options = {"script": str(theirs)} if scripted else {}
+    planned = launch.plan(Request(**options, requirements=str(wanted), runtime="local", workers="0"), installs=False)
+    assert not (tmp_path / "kept").exists()
+    assert launch.packages.folder(wanted, launch.packages.host_python()) == planned.payload.packages
+    command = launch.packages.command(wanted, launch.packages.host_python())
+    assert command == startup.commands(planned)[0]
