@@ -22,7 +22,7 @@ from cluster import tensorboard as board
 from cluster import trace as tracing
 from cluster import verify as verification
 from cluster import watch as watching
-from cluster.command_line import JSON_HELP, request, shell, show, told
+from cluster.command_line import JSON_HELP, in_checkout, request, shell, show, told
 from cluster.commands import data, image, requirements
 from cluster.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, UsageError
 from cluster.words import counted
@@ -393,7 +393,7 @@ TESTS = (
 def test(c, all=False, select=""):
     """Run the tests on this machine's CPU; container tests are skipped where no Docker Engine answers."""
     chosen = [*(["-m", ""] if all else []), *(["-k", select] if select else [])]
-    with c.cd(str(launch.ROOT)):
+    with in_checkout(c):
         codes: list[int] = []
         for part in TESTS:
             codes.append(c.run(shlex.join([sys.executable, "-m", "pytest", *chosen, *part]), warn=True).exited)
