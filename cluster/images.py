@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import stat
+import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,6 +35,7 @@ INPUTS_LABEL = "tf-cluster.inputs"
 _OCI = "org.opencontainers.image."
 
 REGISTRY_TIMEOUT_S = 20.0
+_REFERENCE = r"[A-Za-z0-9][A-Za-z0-9._:/@-]*"
 _BASE_TAR = ".build/base.tar"
 _CA_BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
@@ -90,9 +93,12 @@ def default_base(asked: str = "") -> Base:
     Python image, pinned to the digest that its tag has now; then a Debian base that `base_commands` makes.
 
     Raises:
+        UsageError: what is asked for is no image's name.
         PrerequisiteError: the image asked for cannot be had, or a base must be made and mmdebstrap is not installed.
     """
     asked = asked or os.environ.get("BASE_IMAGE", "")
+    if asked and not re.fullmatch(_REFERENCE, asked):
+        raise UsageError(f"base image {asked!r}: expected an image's name, such as {PYTHON_BASE}; name one, or none")
     for name in [asked] if asked else [PYTHON_BASE, DEBIAN_BASE]:
         if found := _on_engine(name):
             return found
@@ -117,16 +123,20 @@ def default_base(asked: str = "") -> Base:
 
 
 def base_commands() -> list[str]:
-    """Return the commands that make `DEBIAN_BASE`. The same packages make the same bytes."""
+    """Return the commands that make `DEBIAN_BASE`, and say how its packages differ from those on record.
+
+    The same packages make the same bytes.
+    """
     left_out = ["path-exclude=/usr/share/doc/*", "path-include=/usr/share/doc/*/copyright"]
     left_out += ["path-exclude=/usr/share/man/*", "path-exclude=/usr/share/locale/*"]
     bootstrap = ["mmdebstrap", "--quiet", "--variant=minbase", "--include=python3,python3-venv,ca-certificates"]
     bootstrap += [f"--dpkgopt={rule}" for rule in left_out]
     return [
         f"mkdir -p {Path(_BASE_TAR).parent}",
-        f"SOURCE_DATE_EPOCH={checkout.commit_time_s()} {shlex.join([*bootstrap, 'bookworm', _BASE_TAR])}",
+        f"umask 022; SOURCE_DATE_EPOCH={checkout.commit_time_s()} {shlex.join([*bootstrap, 'bookworm', _BASE_TAR])}",
         shlex.join(["docker", "import", '--change=CMD ["python3"]', _BASE_TAR, DEBIAN_BASE]),
         f"rm {_BASE_TAR}",
+        shlex.join([sys.executable, "-m", "cluster.base_packages"]),
     ]
 
 

@@ -299,3 +299,31 @@ def test_only_what_is_copied_may_enter_the_build() -> None:
 
 def test_docker_must_not_become_a_python_package() -> None:
     assert [] == list(DOCKER.rglob("*.py"))
+
+
+@pytest.mark.parametrize("base", ["--help", "-", "a b", "$(id)", "a\nb"])
+def test_a_base_that_is_no_image_s_name_is_refused_before_docker_is_called(
+    base: str, docker: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = docker("exit 0")
+    monkeypatch.setenv("BASE_IMAGE", base)
+    for asked in ("", base):
+        with pytest.raises(UsageError) as refused:
+            images.default_base(asked)
+        assert repr(base) in str(refused.value)
+    assert "" == calls.read_text()
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o002, 0o022])
+def test_the_umask_of_a_clone_does_not_decide_what_an_image_is_made_of(
+    umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = images.ROOT
+    before = images.inputs_sha256(images.Base("base"))
+    for name in ("docker", "requirements", "cluster", "train", ".dockerignore"):
+        copy = shutil.copytree if (root / name).is_dir() else shutil.copy
+        copy(root / name, tmp_path / name)
+    for path in tmp_path.rglob("*"):
+        path.chmod((0o777 if path.is_dir() or path.stat().st_mode & 0o100 else 0o666) & ~umask)
+    monkeypatch.setattr(images, "ROOT", tmp_path)
+    assert before == images.inputs_sha256(images.Base("base"))
