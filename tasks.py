@@ -22,7 +22,7 @@ from cluster import tensorboard as board
 from cluster import trace as tracing
 from cluster import verify as verification
 from cluster import watch as watching
-from cluster.command_line import JSON_HELP, request, shell, show, told
+from cluster.command_line import JSON_HELP, in_checkout, request, shell, show, told
 from cluster.commands import data, image, requirements
 from cluster.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, UsageError
 from cluster.words import counted
@@ -79,7 +79,7 @@ def up(
     if asked.asks_for_help:
         print(configuration.options(asked))
         return
-    planned = launch.plan(asked)
+    planned = launch.plan(asked, installs=not dry)
     told = f"{planned.cluster.strategy_class} on {counted(len(planned.cluster.tasks), 'task')} as {planned.why_runtime}"
     data = [f"data: {planned.data}"] if planned.data else []  # otherwise the command that prepares it tells
     print("\n".join([told, *planned.notes, *data]), flush=True)
@@ -103,7 +103,7 @@ def plan(
     if asked.asks_for_help:
         print(configuration.options(asked))
         return
-    show(launch.plan(asked).to_json(), view.plan, as_json=json)
+    show(launch.plan(asked, installs=False).to_json(), view.plan, as_json=json)
 
 
 @task(
@@ -398,7 +398,7 @@ def test(c, all=False, fast=False, select=""):
     if all and fast:
         raise UsageError("--all and --fast: choose one of them")
     chosen = [*(["-m", ""] if all else []), *(["-k", select] if select else [])]
-    with c.cd(str(launch.ROOT)):
+    with in_checkout(c):
         codes: list[int] = []
         for part in FAST if fast else TESTS:
             codes.append(c.run(shlex.join([sys.executable, "-m", "pytest", *chosen, *part]), warn=True).exited)

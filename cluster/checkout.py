@@ -32,12 +32,12 @@ def commit_time_s() -> int:
 
 
 def changes_sha256(*folders: str) -> str | None:
-    """Return a hash of what differs from the commit; None where nothing does.
+    """Return a hash of what differs from the commit in these folders; None where nothing does.
 
     Args:
-        folders: where files that git does not know count as well.
+        folders: those that count, with the files in them that git does not know; others may hold anything.
     """
-    changes = _git("diff", "HEAD", "--binary")
+    changes = _git("diff", "HEAD", "--binary", "--", *folders)
     others = _git("ls-files", "--others", "--exclude-standard", "-z", "--", *folders).decode()
     new = [name for name in others.split("\0") if name and (ROOT / name).is_file()]  # git lists links to nothing, too
     return files_sha256(ROOT, new, changes) if changes or new else None

@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from invoke import Context, Exit
@@ -125,6 +126,12 @@ def show(value: Any, lines: Callable[[Any], Sequence[str]], *, as_json: bool) ->
         print("\n".join(text))
 
 
+def in_checkout(c: Context) -> AbstractContextManager[None]:
+    """Have commands run in the checkout, whatever its folder is called: invoke's own `cd` quotes spaces alone."""
+    found: AbstractContextManager[None] = c.prefix(f"cd {shlex.quote(str(launch.ROOT))}")
+    return found
+
+
 def shell(c: Context, *, aside: bool = False, quiet: bool = False) -> Callable[[str], object]:
     """Return what runs a command in the checkout and shows what it prints.
 
@@ -135,7 +142,7 @@ def shell(c: Context, *, aside: bool = False, quiet: bool = False) -> Callable[[
     """
 
     def sh(command: str) -> object:
-        with c.cd(str(launch.ROOT)):
+        with in_checkout(c):
             if aside:
                 return c.run(command, echo=False, out_stream=sys.stderr)
             return c.run(command, echo=False) if quiet else c.run(command)

@@ -58,6 +58,16 @@ def make_folder(path: Path) -> None:
         pass
 
 
+def let_all_read(folder: Path) -> None:
+    """Let everybody read a folder of ours and all in it, whatever the umask was: containers run as another user."""
+    for at, inside, names in os.walk(folder):
+        for path in (Path(at), *(Path(at, name) for name in (*inside, *names))):
+            mode = path.lstat().st_mode
+            missing = (0o555 if mode & stat.S_IXUSR else 0o444) & ~mode
+            if missing and not stat.S_ISLNK(mode):
+                path.chmod(mode | missing)
+
+
 def remove(path: Path) -> None:
     """Remove a file or a link, if it is there."""
     with contextlib.suppress(FileNotFoundError), _folder_of(path) as (name, folder):

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
+import stat
+import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +24,6 @@ ROOT = Path(__file__).resolve().parent.parent
 ACCELERATORS = ("cpu", "gpu")
 IMAGES = ("train", "tensorboard")
 """As the stages of the Dockerfile that make them are called."""
-TENSORBOARD_IMAGE = "tf-cluster/tensorboard:latest"
 
 PYTHON_BASE = "python:3.11-slim-bookworm"
 DEBIAN_BASE = "tf-cluster/base:bookworm"
@@ -33,6 +35,7 @@ INPUTS_LABEL = "tf-cluster.inputs"
 _OCI = "org.opencontainers.image."
 
 REGISTRY_TIMEOUT_S = 20.0
+_REFERENCE = r"[A-Za-z0-9][A-Za-z0-9._:/@-]*"
 _BASE_TAR = ".build/base.tar"
 _CA_BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
@@ -59,7 +62,17 @@ def name(image: str, accelerator: str) -> str:
     """
     if image not in IMAGES:
         raise UsageError(f"--image {image!r} is no image{nearest(image, IMAGES)}")
-    return train_image(accelerator) if image == "train" else TENSORBOARD_IMAGE
+    return train_image(accelerator) if image == "train" else tensorboard_image()
+
+
+def namespace() -> str:
+    """Return what the images' names begin with: IMAGE_NAMESPACE, or `tf-cluster`."""
+    return os.environ.get("IMAGE_NAMESPACE") or "tf-cluster"
+
+
+def tensorboard_image() -> str:
+    """Return the name of the image that TensorBoard runs in."""
+    return f"{namespace()}/tensorboard:latest"
 
 
 def train_image(accelerator: str) -> str:
@@ -70,7 +83,7 @@ def train_image(accelerator: str) -> str:
     """
     if accelerator not in ACCELERATORS:
         raise UsageError(f"accelerator {accelerator!r} has no image{nearest(accelerator, ACCELERATORS)}")
-    return f"tf-cluster/train:{accelerator}"
+    return f"{namespace()}/train:{accelerator}"
 
 
 def default_base(asked: str = "") -> Base:
@@ -80,9 +93,12 @@ def default_base(asked: str = "") -> Base:
     Python image, pinned to the digest that its tag has now; then a Debian base that `base_commands` makes.
 
     Raises:
+        UsageError: what is asked for is no image's name.
         PrerequisiteError: the image asked for cannot be had, or a base must be made and mmdebstrap is not installed.
     """
     asked = asked or os.environ.get("BASE_IMAGE", "")
+    if asked and not re.fullmatch(_REFERENCE, asked):
+        raise UsageError(f"base image {asked!r}: expected an image's name, such as {PYTHON_BASE}; name one, or none")
     for name in [asked] if asked else [PYTHON_BASE, DEBIAN_BASE]:
         if found := _on_engine(name):
             return found
@@ -107,16 +123,20 @@ def default_base(asked: str = "") -> Base:
 
 
 def base_commands() -> list[str]:
-    """Return the commands that make `DEBIAN_BASE`. The same packages make the same bytes."""
+    """Return the commands that make `DEBIAN_BASE`, and say how its packages differ from those on record.
+
+    The same packages make the same bytes.
+    """
     left_out = ["path-exclude=/usr/share/doc/*", "path-include=/usr/share/doc/*/copyright"]
     left_out += ["path-exclude=/usr/share/man/*", "path-exclude=/usr/share/locale/*"]
     bootstrap = ["mmdebstrap", "--quiet", "--variant=minbase", "--include=python3,python3-venv,ca-certificates"]
     bootstrap += [f"--dpkgopt={rule}" for rule in left_out]
     return [
         f"mkdir -p {Path(_BASE_TAR).parent}",
-        f"SOURCE_DATE_EPOCH={checkout.commit_time_s()} {shlex.join([*bootstrap, 'bookworm', _BASE_TAR])}",
+        f"umask 022; SOURCE_DATE_EPOCH={checkout.commit_time_s()} {shlex.join([*bootstrap, 'bookworm', _BASE_TAR])}",
         shlex.join(["docker", "import", '--change=CMD ["python3"]', _BASE_TAR, DEBIAN_BASE]),
         f"rm {_BASE_TAR}",
+        shlex.join([sys.executable, "-m", "cluster.base_packages"]),
     ]
 
 
@@ -156,13 +176,14 @@ def build_command(image: str, accelerator: str, base: Base, *options: str) -> st
 def inputs_sha256(base: Base) -> str:
     """Return a hash of all that images are built from: files, base, date and labels, as they are now.
 
-    Which image it is, and for which accelerator, its name tells.
+    Which image it is, and for which accelerator, its name tells. Of a file's mode only counts what git keeps, whether
+    it is a program: the build sets the others.
     """
     asked = [json.dumps(_labels(base, checkout.commit_time_s())), *([] if base.digest else base.layers)]
     files = [ROOT / "docker" / "Dockerfile", *_context()]
     names = [str(path.relative_to(ROOT)) for path in files]
-    modes = [f"{path.stat().st_mode:o}" for path in files]
-    return files_sha256(ROOT, names, "\0".join([*asked, *modes]).encode())
+    programs = [name for name, path in zip(names, files, strict=True) if path.stat().st_mode & stat.S_IXUSR]
+    return files_sha256(ROOT, names, "\0".join([*asked, *programs]).encode())
 
 
 def are_current(accelerator: str) -> bool:

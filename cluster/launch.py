@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -162,12 +163,13 @@ def find_run(name: str = "") -> RunFolder:
     return run
 
 
-def plan(request: Request, *, stops_first: bool = False) -> Plan:
+def plan(request: Request, *, stops_first: bool = False, installs: bool = True) -> Plan:
     """Check a request and return what would be started. Changes nothing.
 
     Args:
         request: what was asked for.
         stops_first: whether the run to resume may be in progress, because it is stopped before the plan is started.
+        installs: whether the packages of `--requirements` are installed, or only resolved: the plan is not started.
 
     Raises:
         UsageError: something asked for cannot be done.
@@ -190,7 +192,7 @@ def plan(request: Request, *, stops_first: bool = False) -> Plan:
         topology["devices"] = len(given.of("chief"))
         asked = spec.build(**topology)
     runtime, why = _choose_runtime(request.runtime, asked.strategy)
-    config, payload, data = _resolve(request, base, runtime)
+    config, payload, data = _resolve(request, base, runtime, installs=installs)
     if payload.script is None:
         _check_sharing(config, asked)
     contained = runtime != "local"
@@ -367,29 +369,41 @@ def _choose_runtime(requested: str, strategy: str) -> tuple[str, str]:
     return engine.choose_runtime(requested)
 
 
-def _resolve(request: Request, base: RunFolder | None, runtime: str) -> tuple[dict[str, Any], Payload, str]:
+def _resolve(
+    request: Request, base: RunFolder | None, runtime: str, *, installs: bool
+) -> tuple[dict[str, Any], Payload, str]:
     """Return the run's `config.json`, what its tasks bring along, and in words what data is there for them already.
 
     Args:
         request: what was asked for.
         base: the run to go on with, or to repeat.
         runtime: `docker` or `local`.
+        installs: whether the packages of `--requirements` are installed, or only resolved.
     """
-    had = read_json(base.control / "started.json", {}).get("requirements", "") if base else ""
-    check_path("requirements", request.requirements or had)
-    requirements = Path(request.requirements or had).expanduser().absolute() if request.requirements or had else None
-    here = there = None
-    recorded = base.script if base else None
-    if script := request.script or (recorded or {}).get("script", ""):
-        script = check_script(script, runs_dir())
-    if requirements:
-        python = packages.IMAGE_PYTHON if runtime == "docker" else packages.host_python()
-        there = packages.prepare(requirements, python)
-        here = there if script else packages.prepare(requirements, packages.host_python())
-    if script:
-        arguments = request.overrides or (recorded or {}).get("arguments", [])
-        renamed = request.chief_as_worker or bool((recorded or {}).get("chief_as_worker"))
-        payload = Payload(script, tuple(arguments), (), requirements, there, renamed)
+    previous = read_json(base.control / "started.json", {}).get("requirements", "") if base else ""
+    check_path("requirements", named := request.requirements or previous)
+    requirements = Path(named).expanduser().absolute() if named else None
+    recorded = (base.script if base else None) or {}
+    if script := request.script or recorded.get("script", ""):
+        arguments = request.overrides or recorded.get("arguments", [])
+        renamed = request.chief_as_worker or bool(recorded.get("chief_as_worker"))
+        path = check_script(script, runs_dir())
+        found = _packages(requirements, runtime, installs=installs)
+        payload = Payload(path, tuple(arguments), (), requirements, found, renamed)
         return payload.to_json(), payload, ""
-    config, code_dirs, data = configuration.resolve(request, base.config if base else None, here, data_dir())
-    return config, Payload(code_dirs=code_dirs, requirements=requirements, packages=there), data
+    with packages.importable(requirements, installs=installs) if requirements else nullcontext() as here:
+        resolved = configuration.resolve(request, base.config if base else None, here, data_dir())
+    found = _packages(requirements, runtime, installs=installs)
+    config, code_dirs, data = resolved
+    if requirements and here in code_dirs:  # the preset is in one of the packages
+        kept = packages.folder(requirements, packages.host_python())
+        code_dirs = tuple(kept if folder == here else folder for folder in code_dirs)
+    return config, Payload(code_dirs=code_dirs, requirements=requirements, packages=found), data
+
+
+def _packages(requirements: Path | None, runtime: str, *, installs: bool) -> Path | None:
+    """Return the folder with the packages of a requirements file for the Python that tasks run with."""
+    if requirements is None:
+        return None
+    python = packages.IMAGE_PYTHON if runtime == "docker" else packages.host_python()
+    return packages.prepare(requirements, python) if installs else packages.check(requirements, python)

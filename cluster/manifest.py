@@ -49,11 +49,11 @@ def read(run: RunFolder) -> dict[str, Any]:
 
 
 def _code() -> dict[str, Any]:
-    """Return which code runs: the commit and a hash of what differs from it, or without git a hash of the files."""
-    commit = checkout.commit()
-    if not commit:
-        return {"commit": None, **{f"{part}_sha256": _tree(checkout.ROOT / part) for part in CODE}}
-    return {"commit": commit, "changes_sha256": checkout.changes_sha256(*CODE)}
+    """Return which code runs: a hash of each folder's files and, in a git checkout, where they come from."""
+    hashes = {f"{part}_sha256": _tree(checkout.ROOT / part) for part in CODE}
+    if not (commit := checkout.commit()):
+        return {"commit": None, **hashes}
+    return {"commit": commit, "changes_sha256": checkout.changes_sha256(*CODE), **hashes}
 
 
 def _config(plan: Plan) -> dict[str, Any]:

@@ -1,7 +1,11 @@
 """Extra packages for one's own code: `--requirements FILE` -> a folder for PYTHONPATH, made once and kept.
 
+    python -m cluster.packages FILE PYTHON
+
 Neither .venv nor the image changes: what they have stays as locked, and only what the file needs beyond that is put
-into `.build/packages/`, every file checked against the hash that it was resolved with.
+into `.build/packages/`, every file checked against the hash that it was resolved with. Wheels alone are taken, so that
+nothing is built with packages that no hash pins; what the file names with `--no-binary`, or as an archive, is built
+with the locked setuptools.
 """
 
 from __future__ import annotations
@@ -9,16 +13,19 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from cluster import locks
-from cluster.errors import PrerequisiteError, UsageError
-from cluster.files import sha256
+from cluster.errors import ClusterError, PrerequisiteError, UsageError
+from cluster.files import let_all_read, sha256
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".build" / "packages"
@@ -28,6 +35,8 @@ RESOLVED = "requirements.txt"
 """In the folder of packages: what was installed there, each with its hash."""
 
 _PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries=1"]
+_LOCKED_BUILDS = ["--only-binary=:all:", "--use-pep517", "--no-build-isolation"]
+"""A requirements file may name exceptions to the first; the others have those built with what `.venv` holds."""
 _TENSORFLOW = ("tensorflow", "tensorflow-cpu")
 _OURS = (*_TENSORFLOW, "tf-keras")
 _NO_NETWORK = ("NewConnectionError", "ConnectTimeoutError", "ProxyError", "ReadTimeoutError", "NameResolutionError")
@@ -70,19 +79,60 @@ def prepare(requirements: Path, python: str) -> Path:
     print(f"getting the packages of {requirements} (once)", file=sys.stderr, flush=True)
     FOLDER.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".filling-", dir=FOLDER) as scratch:
-        filled = Path(scratch) / "packages"
-        filled.mkdir()
-        lines = _resolve(requirements, python, Path(scratch))
-        (filled / RESOLVED).write_text("".join(line + "\n" for line in lines))
-        if lines:
-            pip = [*_PIP, "install", "--no-deps", "--require-hashes", "--target", str(filled), "-r"]
-            _run([*pip, str(filled / RESOLVED), *_for_python(python)], requirements)
+        filled = _fill(requirements, python, Path(scratch))
         try:
             filled.rename(target)  # whole or not at all, and the first of two wins
         except OSError:
             if not target.exists():
                 raise
     return target
+
+
+def check(requirements: Path, python: str) -> Path:
+    """Return the folder that `prepare` would return; resolve the packages unless it is there, and install nothing.
+
+    Raises:
+        UsageError, PrerequisiteError: as `prepare`.
+    """
+    target = folder(requirements, python)
+    if not target.exists():
+        print(f"resolving the packages of {requirements}", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory(prefix="packages-") as scratch:
+            _resolve(requirements, python, Path(scratch))
+    return target
+
+
+@contextmanager
+def importable(requirements: Path, *, installs: bool) -> Iterator[Path]:
+    """Yield a folder with the packages for this Python; without `installs` one that is deleted in the end.
+
+    Raises:
+        UsageError, PrerequisiteError: as `prepare`.
+    """
+    target = folder(requirements, host_python())
+    if installs or target.exists():
+        yield prepare(requirements, host_python())
+        return
+    with tempfile.TemporaryDirectory(prefix="packages-") as scratch:
+        yield _fill(requirements, host_python(), Path(scratch))
+
+
+def command(requirements: Path, python: str) -> str:
+    """Return the command that calls `prepare`; run it from the root."""
+    return shlex.join([sys.executable, "-m", "cluster.packages", str(requirements), python])
+
+
+def _fill(requirements: Path, python: str, scratch: Path) -> Path:
+    """Return a new folder in `scratch` with the packages."""
+    filled = scratch / "packages"
+    filled.mkdir()
+    lines = _resolve(requirements, python, scratch)
+    (filled / RESOLVED).write_text("".join(line + "\n" for line in lines))
+    if lines:
+        pip = [*_PIP, "install", "--no-deps", "--require-hashes", "--target", str(filled), "-r"]
+        _run([*pip, str(filled / RESOLVED), *_for_python(python)], requirements)
+    let_all_read(filled)
+    return filled
 
 
 def _resolve(requirements: Path, python: str, scratch: Path) -> list[str]:
@@ -124,8 +174,10 @@ def _line(found: dict[str, Any], requirements: Path) -> str:
 
 
 def _for_python(python: str) -> list[str]:
-    """Return pip's options where the packages are for another Python than this one: then only wheels will do."""
-    return [] if python == host_python() else ["--python-version", python, "--only-binary=:all:", "--no-compile"]
+    """Return pip's options for a version of Python; for another than this one wheels alone will do."""
+    if python == host_python():
+        return _LOCKED_BUILDS
+    return ["--python-version", python, "--only-binary=:all:", "--no-compile"]
 
 
 def _run(command: list[str], requirements: Path) -> None:
@@ -147,6 +199,8 @@ def _gist(said: str) -> str:
     """Return what pip says of a failure in one line."""
     errors = [line.removeprefix("ERROR: ") for line in said.splitlines() if line.startswith("ERROR: ")]
     gist = next((line for line in reversed(errors) if not line.startswith("ResolutionImpossible")), "")
+    if gist.startswith("No matching distribution"):
+        gist += "; only wheels are taken: a line such as `--no-binary NAME` has that package built from its source"
     wanted = re.findall(r"^ +((?:The user requested|.* depends on) .*)$", said, re.MULTILINE)
     clash = "; ".join(dict.fromkeys(line.replace("The user requested (constraint)", "tasks have") for line in wanted))
     return f"{gist} ({clash})" if clash else gist or (said.splitlines()[-1] if said else "pip failed")
@@ -166,3 +220,11 @@ def _files_named_in(text: str, requirements: Path) -> list[bytes]:
 
 def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+if __name__ == "__main__":
+    try:
+        print(prepare(Path(sys.argv[1]), sys.argv[2]))
+    except ClusterError as failure:
+        print(f"error: {failure}", file=sys.stderr)
+        sys.exit(failure.exit_code)

@@ -144,6 +144,8 @@ def check_readable(payload: Payload, user: str) -> None:
         return
     files = [(payload.script, stat.S_IROTH)] if payload.script else []
     for path, bits in [*files, *((folder, stat.S_IROTH | stat.S_IXOTH) for folder, _ in payload.mounts())]:
+        if path == payload.packages:
+            continue  # perhaps not installed yet, and readable whatever the umask
         if path.stat().st_mode & bits != bits:
             raise PrerequisiteError(
                 f"containers run as user {user}, who cannot read {path}: `chmod -R o+rX {shlex.quote(str(path))}`, "

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster import contents, engine, images
+from cluster import base_packages, contents, engine, images
 from cluster.errors import UsageError, nearest
 from cluster.words import counted
 
@@ -89,7 +89,7 @@ def examine(image: str, accelerator: str, against: str, sh: contents.Shell) -> V
 
     Raises:
         UsageError: there is no image for this accelerator, or `against` is none.
-        PrerequisiteError: no engine answers, or there is nothing to build on.
+        PrerequisiteError: no engine answers, there is nothing to build on, or its packages are not those on record.
     """
     called = images.name(image, accelerator)
     engine.demand("building an image")
@@ -97,6 +97,8 @@ def examine(image: str, accelerator: str, against: str, sh: contents.Shell) -> V
     base = images.default_base()
     for command in images.base_commands() if base.missing else []:
         sh(command)
+    if base.name == images.DEBIAN_BASE:
+        base_packages.check()
 
     def built() -> contents.Image:
         """Build; the tag is removed again, and with it the image unless that has another."""

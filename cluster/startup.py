@@ -54,6 +54,7 @@ def go_on(plan: Plan, sh: Shell) -> None:
 def _start_tasks(plan: Plan, sh: Shell) -> None:
     try:
         if plan.contained:
+            _let_tasks_read_data()
             _hand_over(plan.run.path)
             if plan.payload.script:
                 _hand_over(plan.run.scratch)
@@ -68,7 +69,7 @@ def _start_tasks(plan: Plan, sh: Shell) -> None:
 
 def commands(plan: Plan) -> list[str]:
     """Return the commands that `start` runs, to be shown or pasted. The run folder must exist for the last ones."""
-    shown = _data_commands(plan)
+    shown = _package_commands(plan) + _data_commands(plan)
     if plan.contained:
         shown += image_commands(plan.gpus.accelerator)
         shown += [compose.up(plan.run.compose, plan.cluster)]
@@ -125,6 +126,15 @@ def data_command(verb: str, name: str, *words: str, path: Sequence[str] = ()) ->
     """
     command = [sys.executable, "-m", "train.data", verb, "--name", name, "--data-dir", str(data_dir()), *words]
     return (f"PYTHONPATH={shlex.quote(os.pathsep.join(path))} " if path else "") + shlex.join(command)
+
+
+def _package_commands(plan: Plan) -> list[str]:
+    """Return what installs the packages of `--requirements`; nothing where they are installed."""
+    if plan.payload.packages is None or plan.payload.packages.exists():
+        return []
+    assert plan.payload.requirements is not None
+    python = packages.IMAGE_PYTHON if plan.contained else packages.host_python()
+    return [packages.command(plan.payload.requirements, python)]
 
 
 def _data_commands(plan: Plan) -> list[str]:
@@ -208,6 +218,16 @@ def _begin_life(plan: Plan) -> dict[str, Any]:
     for beat in (plan.run.path / "status").glob("*.json"):
         files.remove(beat)
     return plan.run.reopen()
+
+
+def _let_tasks_read_data() -> None:
+    """Let the user that the containers run as read what root prepared, perhaps under another umask."""
+    if os.getuid() != 0 or not data_dir().exists():
+        return
+    if (mode := data_dir().stat().st_mode) & 0o055 != 0o055:
+        data_dir().chmod(mode | 0o055)
+    for folder in ("arrays", "shards"):
+        files.let_all_read(data_dir() / folder)
 
 
 def _hand_over(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -22,6 +23,20 @@ NVIDIA = Path(__file__).parent / "unit" / "nvidia"
 # A shell that runs the suite in the background has it ignore SIGINT, and whatever it starts would, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+FIRST_EPHEMERAL_PORT = 32768
+"""Where Linux begins with the ports that it gives out by itself."""
+
+
+def _refuse_fixed_ports(event: str, arguments: tuple[Any, ...]) -> None:
+    """Fail a test that binds a port of its choice: a user's run, or its TensorBoard, may have it."""
+    if event == "socket.bind" and isinstance(address := arguments[1], tuple):
+        port = address[1]
+        if 0 < port < FIRST_EPHEMERAL_PORT and port not in local.PORTS:  # those are tried until one is free
+            raise AssertionError(f"a test binds port {port}: take a free one, or tensorboard_port='0'")
+
+
+sys.addaudithook(_refuse_fixed_ports)
 
 
 @pytest.fixture(scope="session", autouse=True)

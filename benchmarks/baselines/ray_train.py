@@ -6,6 +6,7 @@ The workers' lines go through a file, because Ray puts words of its own before w
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -36,12 +37,20 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
         model.fit(batches, steps_per_epoch=config["steps"], verbose=0, callbacks=[Tell(config["steps"])])
 
 
+def report_nothing(folder: Path) -> None:
+    """Have Ray send no usage report, whatever the caller's environment or `~/.ray/config.json` says."""
+    config = folder / "usage.json"
+    config.write_text(json.dumps({"usage_stats": False}))
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_USAGE_STATS_CONFIG_PATH=str(config))
+
+
 def main() -> None:
     """Train."""
     options = arguments()
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         output = Path(folder) / "rows.jsonl"
         output.touch()
+        report_nothing(Path(folder))
         ray.init(
             num_cpus=options.tasks,
             include_dashboard=False,

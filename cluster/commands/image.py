@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from invoke import Exit, task
 
-from cluster import images, launch, reproduction
+from cluster import base_packages, images, launch, reproduction
 from cluster import sbom as bill
 from cluster.command_line import JSON_HELP, shell, show, told
 from cluster.errors import EXIT_DONE, EXIT_FAILED
@@ -22,12 +22,15 @@ def build(c, accelerator="cpu", base=""):
         shell(c)(command)
 
 
-@task
+@task(auto_shortflags=False, help={"renew": "record its packages in docker/base-packages.txt (default: no)"})
 @told
-def base(c):
-    """Make a Debian base image from Debian's packages, on a machine that can pull none."""
+def base(c, renew=False):
+    """Make a Debian base image; exit code 3 where its packages are not those on record in docker/base-packages.txt."""
     for command in images.base_commands():
         shell(c)(command)
+    if renew:
+        base_packages.renew()
+    base_packages.check()
 
 
 IMAGE_HELP = {"accelerator": "cpu or gpu (default: cpu)", "image": "train or tensorboard (default: train)"}

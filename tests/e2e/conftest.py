@@ -13,7 +13,14 @@ import pytest
 
 from cluster import local
 from cluster.runs import RunFolder
-from tests.e2e.scenario import DATA, ROOT, Clusters
+from tests.e2e.scenario import DATA, IMAGES, ROOT, Clusters
+
+
+@pytest.fixture(autouse=True)
+def image_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The images of the tests, also for what runs in pytest's own process."""
+    for name, value in IMAGES.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="session")
@@ -50,4 +57,6 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Both images, built from this checkout with the project's own task, by one process of pytest after the other."""
     with (tmp_path_factory.getbasetemp().parent / "images.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        subprocess.run([sys.executable, "-m", "invoke", "image.build"], cwd=ROOT, check=True, timeout=900)
+        subprocess.run(
+            [sys.executable, "-m", "invoke", "image.build"], cwd=ROOT, env=os.environ | IMAGES, check=True, timeout=900
+        )

@@ -14,6 +14,9 @@ from cluster.runs import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("DATA_DIR", ROOT / "data"))
+IMAGES = {"IMAGE_NAMESPACE": "tf-cluster-tests"}
+"""Images of the tests' own, so that none which a user's run may use is replaced."""
+TRAIN_IMAGE, TENSORBOARD_IMAGE = (f"tf-cluster-tests/{name}" for name in ("train:cpu", "tensorboard:latest"))
 STEPS = 40
 TRAINING = ("--max-steps", str(STEPS), "--log-every", "1", "--steps-per-loop", "5", "--evaluate-every", "1000")
 """A short training whose every step is logged and that comes back to Python every 5 steps."""
@@ -29,7 +32,7 @@ class Clusters:
     @property
     def _settings(self) -> dict[str, str]:
         # No spares: a fixture of a module is made before the one that keeps them from every test.
-        return {"RUNS_DIR": str(self.runs_dir), "DATA_DIR": str(DATA), "WARM_SPARE": "0"}
+        return {"RUNS_DIR": str(self.runs_dir), "DATA_DIR": str(DATA), "WARM_SPARE": "0", **IMAGES}
 
     def popen(self, *words: str) -> subprocess.Popen[str]:
         """Start `invoke` with these words."""

@@ -19,12 +19,11 @@ from cluster.command_line import shell
 from cluster.files import read_json
 from cluster.payload import Payload
 from cluster.request import Request
-from tests.e2e.scenario import Clusters
+from tests.e2e.scenario import TRAIN_IMAGE, Clusters
 from tests.e2e.test_containers import containers
 
 pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("require_engine", "images")]
 
-CPU_IMAGE = images.train_image("cpu")
 FAKE = "FAKE_GPU_"
 """What the stand-in's CDI devices put into a container's environment begins with it."""
 
@@ -50,7 +49,7 @@ def host(clusters: Clusters, nvidia_smi: Callable[[str], None], monkeypatch: pyt
     """A host with eight GPUs, and the CPU image in place of the GPU image; what its commands run with."""
     nvidia_smi("8-h100-nvswitch")
     monkeypatch.setenv("RUNS_DIR", str(clusters.runs_dir))
-    monkeypatch.setattr(images, "train_image", lambda accelerator: CPU_IMAGE)
+    monkeypatch.setattr(images, "train_image", lambda accelerator: TRAIN_IMAGE)
     monkeypatch.setattr(startup, "build_images", lambda sh, accelerator="cpu": None)  # a fixture has built both
     # No engine may lift memlock without CAP_SYS_RESOURCE, which a machine for tests may lack.
     monkeypatch.setattr(compose, "GPU_LIMITS", {"stack": compose.GPU_LIMITS["stack"]})

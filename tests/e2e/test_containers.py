@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster import compose, engine, images, local, namespaces, spec
+from cluster import compose, engine, local, namespaces, spec
 from cluster.runs import RunFolder
 from tests import doors
-from tests.e2e.scenario import TRAINING, Clusters, step_of, summary
+from tests.e2e.scenario import TRAIN_IMAGE, TRAINING, Clusters, step_of, summary
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("require_engine", "images")]
@@ -105,7 +107,7 @@ def reached(network: str, ports: list[tuple[str, int]]) -> list[tuple[str, int]]
     """Return those of the ports that another container, in this network, reaches."""
     words = [str(word) for port in ports for word in port]
     program = Path(doors.__file__).read_text()
-    run = ("run", "--rm", f"--network={network}", "--entrypoint=python", images.train_image("cpu"))
+    run = ("run", "--rm", f"--network={network}", "--entrypoint=python", TRAIN_IMAGE)
     code, told = engine.ask(*run, "-c", program, *words, timeout_s=60)
     assert 0 == code, told
     return [(line.split()[0], int(line.split()[1])) for line in told.splitlines()]
@@ -127,7 +129,7 @@ def test_no_port_must_be_reached_from_the_host(ports: list[tuple[str, int]]) -> 
 
 def test_local_tasks_in_a_container_must_be_told_why_they_have_no_network_of_their_own() -> None:
     program = Path(namespaces.__file__).read_text() + "\nprint(refusal().why)"
-    run = ("run", "--rm", "--network=none", "--entrypoint=python", images.train_image("cpu"))
+    run = ("run", "--rm", "--network=none", "--entrypoint=python", TRAIN_IMAGE)
     assert (0, "system calls are filtered") == engine.ask(*run, "-c", program, timeout_s=60)
 
 
@@ -148,6 +150,73 @@ def test_tensorboard_must_show_the_run_on_loopback_only(training: RunFolder, por
             return json.load(answer)
 
     wait_for(lambda: "contained/tensorboard/chief" in shown(), "TensorBoard to show the run")
+
+
+@pytest.fixture
+def neighbour() -> Iterator[list[str]]:
+    """A machine beside this one that routes everything through it; the words that run a command there."""
+    if os.getuid() != 0:
+        pytest.skip("only root can make a network namespace")
+    name = f"nb{os.getpid()}"
+    inside = ["ip", "netns", "exec", name]
+    first = ["ip", "link", "add", f"{name}h", "type", "veth", "peer", "name", f"{name}n", "netns", name]
+    made = [["ip", "netns", "add", name], first, ["ip", "address", "add", "198.18.77.1/30", "dev", f"{name}h"]]
+    made += [["ip", "link", "set", f"{name}h", "up"], [*inside, "ip", "link", "set", f"{name}n", "up"]]
+    made += [[*inside, "ip", "address", "add", "198.18.77.2/30", "dev", f"{name}n"]]
+    made += [[*inside, "ip", "route", "add", "default", "via", "198.18.77.1"]]
+    try:
+        for command in made:
+            subprocess.run(command, check=True)
+        yield inside
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], check=False)  # and the link with it
+
+
+@pytest.fixture
+def beside() -> Iterator[Callable[..., str]]:
+    """Starts a server in a network that the engine does not protect; returns its address. It is ended afterwards."""
+    name, started = f"tf-cluster-tests-{os.getpid()}", []
+    unprotected = "--opt=com.docker.network.bridge.gateway_mode_ipv4=nat-unprotected"
+    assert 0 == engine.ask("network", "create", unprotected, name)[0]
+
+    def start(*options: str) -> str:
+        words = ("run", "--detach", "--rm", f"--network={name}", "--publish=127.0.0.1::6006", *options)
+        code, told = engine.ask(*words, "--entrypoint=python", TRAIN_IMAGE, "-m", "http.server", "6006", timeout_s=60)
+        assert 0 == code, told
+        started.append(told)
+        return address_of(told)
+
+    yield start
+    for container in started:
+        engine.ask("rm", "--force", container, timeout_s=60)
+    engine.ask("network", "rm", name, timeout_s=60)
+
+
+def address_of(container: str) -> str:
+    """Return a container's own address."""
+    _, text = engine.ask("inspect", "--format={{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}", container)
+    return text
+
+
+def answers(address: str, *where: str) -> bool:
+    """Whether TensorBoard's port can be connected to from here, or where the words before the command lead."""
+    code = f"import socket; socket.create_connection(({address!r}, 6006), 3)"
+    return 0 == subprocess.run([*where, sys.executable, "-c", code], capture_output=True).returncode
+
+
+def test_a_neighbour_must_not_reach_tensorboard(
+    training: RunFolder, port: int, neighbour: list[str], beside: Callable[..., str]
+) -> None:
+    _, board = engine.ask("ps", "--quiet", "--filter", f"publish={port}")
+    _, settings = engine.ask("inspect", "--format={{json .HostConfig.Sysctls}}", board)
+    (setting,) = json.loads(settings).items()
+    open_server, closed_server = beside(), beside("--sysctl={}={}".format(*setting))
+    for address in (open_server, closed_server):
+        wait_for(lambda address=address: answers(address), "the server to answer this machine")
+    wait_for(lambda: answers(open_server, *neighbour), "the neighbour to have a route to containers", timeout_s=20)
+    assert not answers(closed_server, *neighbour)
+    assert answers(address_of(board))
+    assert not answers(address_of(board), *neighbour)
 
 
 def test_a_container_that_died_must_come_back_and_all_go_on(clusters: Clusters, training: RunFolder) -> None:

@@ -16,11 +16,11 @@ from packaging.markers import Marker
 from packaging.utils import canonicalize_name
 
 from cluster import checkout, contents, images, locks, reproduction, sbom
+from tests.e2e.scenario import TENSORBOARD_IMAGE as BOARD
+from tests.e2e.scenario import TRAIN_IMAGE as TRAIN
 
 pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("images")]
 
-TRAIN = images.train_image("cpu")
-BOARD = images.TENSORBOARD_IMAGE
 LOCKED = [(TRAIN, "train-cpu"), (BOARD, "tensorboard")]
 HARDENED = (
     "--rm --read-only --tmpfs=/tmp --cap-drop=ALL --security-opt=no-new-privileges --network=none --user=12345:12345"

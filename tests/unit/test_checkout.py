@@ -54,6 +54,13 @@ def test_what_differs_from_the_commit_is_told_by_a_hash(folder: Path, committed:
     assert clean == checkout.commit()
 
 
+def test_only_the_named_folders_count(folder: Path, committed: Path) -> None:
+    (folder / "README.md").write_text("about")
+    subprocess.run([*GIT, "-C", str(folder), "add", "README.md"], check=True)
+    assert checkout.changes_sha256(*CODE) is None
+    assert checkout.revision().endswith("-dirty")
+
+
 def test_a_link_to_nothing_is_not_a_change(folder: Path, committed: Path) -> None:
     (folder / "train" / ".#code.py").symlink_to("user@host.1:2")  # an editor's lock
     assert checkout.changes_sha256(*CODE) is None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import doctor, gpu_host
+from cluster import doctor, gpu_host, local
 from cluster.findings import Finding
 from cluster.gpu_host import settings
 from tests.conftest import NVIDIA
@@ -70,7 +70,7 @@ def test_a_machine_without_gpus_lacks_nothing(docker: Docker) -> None:
 
 def test_the_doctor_looks_at_gpus(docker: Docker) -> None:
     docker("exit 1")
-    assert Finding("gpus", "ok", "none: no nvidia-smi on this machine") in doctor.examine()
+    assert Finding("gpus", "ok", "none: no nvidia-smi on this machine") in doctor.examine(local.free_ports(1)[0])
 
 
 def test_a_good_host_is_ok(

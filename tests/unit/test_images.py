@@ -74,7 +74,7 @@ def test_make_up_must_look_for_these_images_and_pass_its_options_on() -> None:
     # `--no-print-directory`: `make test`, which this may run under, would have it say where it is.
     words = ["make", "--no-print-directory", "--dry-run", "--always-make", "up", "UP=--workers 1"]
     shown = subprocess.run(words, cwd=images.ROOT, capture_output=True, text=True, check=True).stdout
-    assert f"docker image inspect {images.train_image('cpu')} {images.TENSORBOARD_IMAGE} " in shown
+    assert f"docker image inspect {images.train_image('cpu')} {images.tensorboard_image()} " in shown
     assert shown.endswith("invoke up --workers 1\n")  # invoke refuses an option that is given twice
 
 
@@ -126,7 +126,7 @@ def test_an_image_asked_for_must_be_used_or_refused(monkeypatch: pytest.MonkeyPa
 def test_both_images_must_be_built_from_the_same_base() -> None:
     train, board = (shlex.split(command) for command in images.build_commands("gpu", BASE))
     assert {"--target=train", "--tag=tf-cluster/train:gpu", "--build-arg=ACCELERATOR=gpu"} <= set(train)
-    assert {"--target=tensorboard", f"--tag={images.TENSORBOARD_IMAGE}"} <= set(board)
+    assert {"--target=tensorboard", f"--tag={images.tensorboard_image()}"} <= set(board)
     for command in (train, board):
         assert {
             f"--build-arg=BASE_IMAGE={BASE.name}",
@@ -170,7 +170,7 @@ def test_a_proxys_address_must_not_be_printed(monkeypatch: pytest.MonkeyPatch) -
 def test_inspecting_a_missing_image_must_tell_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "ask", answering({}))
     with pytest.raises(PrerequisiteError, match=r"No such image.*invoke image\.build"):
-        images.inspect(images.TENSORBOARD_IMAGE)
+        images.inspect(images.tensorboard_image())
 
 
 # Whether there is anything to build
@@ -299,3 +299,31 @@ def test_only_what_is_copied_may_enter_the_build() -> None:
 
 def test_docker_must_not_become_a_python_package() -> None:
     assert [] == list(DOCKER.rglob("*.py"))
+
+
+@pytest.mark.parametrize("base", ["--help", "-", "a b", "$(id)", "a\nb"])
+def test_a_base_that_is_no_image_s_name_is_refused_before_docker_is_called(
+    base: str, docker: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = docker("exit 0")
+    monkeypatch.setenv("BASE_IMAGE", base)
+    for asked in ("", base):
+        with pytest.raises(UsageError) as refused:
+            images.default_base(asked)
+        assert repr(base) in str(refused.value)
+    assert "" == calls.read_text()
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o002, 0o022])
+def test_the_umask_of_a_clone_does_not_decide_what_an_image_is_made_of(
+    umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = images.ROOT
+    before = images.inputs_sha256(images.Base("base"))
+    for name in ("docker", "requirements", "cluster", "train", ".dockerignore"):
+        copy = shutil.copytree if (root / name).is_dir() else shutil.copy
+        copy(root / name, tmp_path / name)
+    for path in tmp_path.rglob("*"):
+        path.chmod((0o777 if path.is_dir() or path.stat().st_mode & 0o100 else 0o666) & ~umask)
+    monkeypatch.setattr(images, "ROOT", tmp_path)
+    assert before == images.inputs_sha256(images.Base("base"))

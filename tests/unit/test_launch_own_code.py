@@ -69,7 +69,7 @@ def test_a_script_s_run_goes_on_with_its_script(theirs: Path, monkeypatch: pytes
     run = launch.find_run("one")
     run.end("stopped")
     write_json(run.summary, {"state": "stopped"})
-    resumed = launch.plan(Request(resume="one", runtime="local"))
+    resumed = launch.plan(Request(resume="one", runtime="local", tensorboard_port="0"))
     assert (theirs, ("7",), 2) == (resumed.payload.script, resumed.payload.arguments, len(resumed.cluster.tasks))
     assert ("8",) == launch.plan(Request(resume="one", runtime="local", overrides=("8",))).payload.arguments
     assert str(refusal(Request(resume="one", preset="mnist"))).startswith("--preset with a script: ")
@@ -134,7 +134,8 @@ def test_extra_packages_are_got_before_anything_is_started(
     monkeypatch.setattr(launch.packages, "prepare", prepare)
     (tmp_path / "r.txt").touch()
     for options in ({"script": str(theirs)}, {}):
-        planned = launch.plan(Request(**options, requirements=str(tmp_path / "r.txt"), runtime="local", workers="0"))
+        words = {**options, "requirements": str(tmp_path / "r.txt"), "runtime": "local", "workers": "0"}
+        planned = launch.plan(Request(**words, tensorboard_port="0"))
         assert str(tmp_path / "kept") == planned.compose["tasks"]["chief"]["environment"]["PYTHONPATH"]
     startup.start(planned, Commands(), began=time.time())
     assert "resolved\n" == (planned.run.path / "requirements.txt").read_text()
@@ -144,3 +145,19 @@ def test_extra_packages_are_got_before_anything_is_started(
     docker(WORKING_ENGINE)
     launch.plan(Request(script=str(theirs), requirements=str(tmp_path / "r.txt")))
     assert (tmp_path / "r.txt", "3.11") == asked[-1]
+
+
+@pytest.mark.parametrize("scripted", [True, False])
+def test_a_plan_that_is_not_started_installs_no_packages(
+    resolved: None, theirs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scripted: bool
+) -> None:
+    monkeypatch.setattr(launch.packages, "FOLDER", tmp_path / "kept")
+    monkeypatch.setattr(launch.packages, "_run", lambda *_: pytest.fail("pip is called for nothing"))
+    monkeypatch.setattr(launch.packages, "_resolve", lambda *_: [])
+    (wanted := tmp_path / "r.txt").touch()
+    options = {"script": str(theirs)} if scripted else {}
+    planned = launch.plan(Request(**options, requirements=str(wanted), runtime="local", workers="0"), installs=False)
+    assert not (tmp_path / "kept").exists()
+    assert launch.packages.folder(wanted, launch.packages.host_python()) == planned.payload.packages
+    command = launch.packages.command(wanted, launch.packages.host_python())
+    assert command == startup.commands(planned)[0]

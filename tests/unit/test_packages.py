@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import json
+import os
+import shlex
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -57,6 +62,82 @@ def test_packages_are_installed_once_with_what_they_need(tmp_path: Path, monkeyp
     monkeypatch.setattr(packages, "_run", lambda *_: pytest.fail("installed again"))
     assert folder == packages.prepare(asked, PYTHON)
     assert [folder] == list(packages.FOLDER.iterdir())  # nothing half done is left
+
+
+@pytest.mark.parametrize("installed_before", [False, True])
+def test_a_check_resolves_and_installs_nothing(tmp_path: Path, installed_before: bool) -> None:
+    asked = requirements(tmp_path, wheel(tmp_path, "their_package"))
+    if installed_before:
+        packages.prepare(asked, PYTHON)
+    before = sorted(tmp_path.rglob("*"))
+    assert packages.folder(asked, PYTHON) == packages.check(asked, PYTHON)
+    with packages.importable(asked, installs=False) as folder:
+        assert (folder / "their_package.py").exists()
+    assert before == sorted(tmp_path.rglob("*"))
+    assert installed_before == folder.exists()
+    with pytest.raises(UsageError, match="No matching distribution"):
+        packages.check(requirements(tmp_path, "no-such-package-of-ours"), PYTHON)
+
+
+def test_the_command_of_a_dry_run_prepares_the_packages(tmp_path: Path) -> None:
+    asked = requirements(tmp_path, "no-such-package-of-ours")
+    words = shlex.split(packages.command(asked, PYTHON))
+    done = subprocess.run(words, cwd=packages.ROOT, capture_output=True, text=True)
+    assert (UsageError.exit_code, "") == (done.returncode, done.stdout)
+    assert "error: --requirements " in done.stderr.splitlines()[-1]
+
+
+def test_packages_are_readable_whatever_the_umask(tmp_path: Path) -> None:
+    old = os.umask(0o077)
+    try:
+        folder = packages.prepare(requirements(tmp_path, wheel(tmp_path, "their_package")), PYTHON)
+    finally:
+        os.umask(old)
+    modes = {path.stat().st_mode & 0o055 for path in (folder, *folder.rglob("*"))}
+    assert modes <= {0o044, 0o055}
+    assert 0o055 == folder.stat().st_mode & 0o055
+
+
+SETUP = """\
+import pathlib, sys
+from setuptools import setup
+pathlib.Path({ran!r}).touch()
+setup(name="their_source", version="1.0", py_modules=["their_source"])
+"""
+
+
+def source(folder: Path, *needs: str) -> Path:
+    """Make a source distribution whose build leaves a file behind."""
+    path, top = folder / "their_source-1.0.tar.gz", "their_source-1.0"
+    files = {
+        "setup.py": SETUP.format(ran=str(folder / "ran")),
+        "their_source.py": "X = 3\n",
+        "PKG-INFO": "Metadata-Version: 2.1\nName: their_source\nVersion: 1.0\n",
+        "pyproject.toml": f"[build-system]\nrequires = {json.dumps(['setuptools', *needs])}\n"
+        'build-backend = "setuptools.build_meta"\n',
+    }
+    with tarfile.open(path, "w:gz") as archive:
+        for name, text in files.items():
+            info = tarfile.TarInfo(f"{top}/{name}")
+            info.size = len(text)
+            archive.addfile(info, io.BytesIO(text.encode()))
+    return path
+
+
+def test_a_source_distribution_is_refused_and_not_run(tmp_path: Path) -> None:
+    source(tmp_path)
+    with pytest.raises(UsageError, match="--no-binary"):
+        packages.prepare(requirements(tmp_path, "their_source", f"--find-links {tmp_path}"), PYTHON)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("named", ["--no-binary their_source", "archive"])
+def test_a_source_distribution_that_is_named_is_built_with_what_is_locked(tmp_path: Path, named: str) -> None:
+    archive = source(tmp_path, "a-build-dependency-that-nothing-may-fetch")
+    line = str(archive) if named == "archive" else "their_source"
+    option = f"--find-links {tmp_path}" + ("" if named == "archive" else f"\n{named}")
+    folder = packages.prepare(requirements(tmp_path, line, option), PYTHON)
+    assert "X = 3\n" == (folder / "their_source.py").read_text()
 
 
 def test_what_our_own_lock_has_is_left_out(tmp_path: Path) -> None:

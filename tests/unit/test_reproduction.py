@@ -153,8 +153,8 @@ def test_two_builds_must_be_from_nothing_and_leave_nothing() -> None:
     tags = [re.findall(r"--tag=(\S+)", each) for each in builds]
     assert all("--no-cache" in each for each in builds)
     assert [each.split()[-1:] for each in removals] == tags
-    assert not {images.train_image("cpu"), images.TENSORBOARD_IMAGE} & {tag for (tag,) in tags}
-    assert not list((images.ROOT / ".build").glob("image-*"))
+    assert not {images.train_image("cpu"), images.tensorboard_image()} & {tag for (tag,) in tags}
+    assert not [path for each in saves for path in re.findall(r"--output=(\S+)", each) if Path(path).parent.exists()]
 
 
 @pytest.mark.usefixtures("engine_ready")

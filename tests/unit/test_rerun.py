@@ -75,6 +75,15 @@ def test_ports_and_names_do_not_count_as_differences(made: Callable[..., RunFold
     assert [] == rerun.compare(one, two, 0.0).differences
 
 
+def test_another_commit_with_the_same_code_is_no_difference(made: Callable[..., RunFolder]) -> None:
+    code = {"commit": "a", "changes_sha256": None, "cluster_sha256": "1", "train_sha256": "2"}
+    first, documented = made("one", code=code), made("two", sha256="bb", code=code | {"commit": "b"})
+    assert [] == rerun.compare(first, documented, 0.0).differences
+    changed = made("three", sha256="bb", code=code | {"commit": "b", "train_sha256": "3"})
+    told = rerun.compare(first, changed, 0.0).differences
+    assert ["code.commit", "code.train_sha256"] == [each.partition(":")[0] for each in told]
+
+
 def test_only_a_run_that_succeeded_can_be_made_again(made: Callable[..., RunFolder], make_run: MakeRun) -> None:
     def refused(run: RunFolder) -> str:
         with pytest.raises(UsageError) as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -138,5 +137,5 @@ def test_what_is_missing_must_be_told(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(engine, "ask", lambda *words, **_: (1, "No such image"))
     assert re.search(r"tf-cluster/train:cpu .*No such image.*`invoke image.build`", missing())
     monkeypatch.setattr(images, "inspect", lambda name: {})
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(sbom.importlib.util, "find_spec", lambda name: None)
     assert "`make setup` installs it" in missing()

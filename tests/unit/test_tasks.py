@@ -134,7 +134,7 @@ def test_up_and_plan_ask_for_the_same() -> None:
 def test_options_and_overrides_reach_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def plan(request: Request) -> None:
+    def plan(request: Request, *, installs: bool) -> None:
         asked.append(request)
         raise PrerequisiteError("enough")
 
@@ -147,7 +147,7 @@ def test_options_and_overrides_reach_the_request(monkeypatch: pytest.MonkeyPatch
 def test_words_reach_a_script_as_they_were_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def plan(request: Request) -> None:
+    def plan(request: Request, *, installs: bool) -> None:
         asked.append(request.overrides)
         raise PrerequisiteError("enough")
 
@@ -275,7 +275,7 @@ def test_waiting_tells_how_the_run_ended(
 
 
 def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(request: Request) -> None:
+    def interrupt(request: Request, *, installs: bool) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(launch, "plan", interrupt)

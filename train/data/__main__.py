@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Do what the command line says and return the exit code."""
     # Read when TensorFlow is imported: no start-up messages, and no GPU taken from whoever is training on it.
     os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1")
+    os.umask(0o022)  # containers read as another user what root prepares
     try:
         arguments = _parser().parse_args(argv)
         name, data_dir = arguments.name, arguments.data_dir

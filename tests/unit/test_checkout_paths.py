@@ -1,0 +1,142 @@
+"""A checkout in a folder with any name: commands work there, and no part of the name is run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.launching import WORKING_ENGINE
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ["$(touch PWNED)", "a;touch PWNED; R&D", "tf-cluster (1) `touch PWNED`", '-x \\ bob\'s "tf" a$b ü']
+PYTHON = """#!/bin/sh
+echo "$*" >>"$CALLS"
+case "$*" in
+"-m venv "*)
+  mkdir -p .venv/bin
+  cp "$0" .venv/bin/python
+  printf '%s\\n' "VIRTUAL_ENV=\\"$PWD/.venv\\"" >.venv/bin/activate
+  printf '%s\\n' '#!/bin/sh' "'''exec' \\"$PWD/.venv/bin/python\\" \\"\\$0\\"" >.venv/bin/invoke ;;
+"-m pip "*) echo "what pip prints"; exit "${PIP_CODE:-0}" ;;
+esac
+"""
+"""Stands in for Python in `make`: it writes down how it is called, and makes the scripts that venv and pip make."""
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkout's files without their history."""
+    folder = tmp_path_factory.mktemp("sources") / "checkout"
+    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, check=True, text=True)
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file() and not name.startswith(("docs/", "tests/")):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+@pytest.fixture(params=NAMES)
+def checkout(request: pytest.FixtureRequest, tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the checkout in a folder with this name, which keeps its runs and data to itself."""
+    folder = tmp_path / "clones" / request.param
+    shutil.copytree(sources, folder)
+    for name in ("RUNS_DIR", "DATA_DIR"):
+        monkeypatch.delenv(name)
+    return folder
+
+
+def call(folder: Path, *words: str, expect: int = 0, **environment: str) -> str:
+    done = subprocess.run(
+        words,
+        cwd=folder,
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": "", **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert expect == done.returncode, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert [] == list(folder.parents[1].rglob("PWNED"))
+    return done.stdout
+
+
+def invoke(folder: Path, *words: str, expect: int = 0, **environment: str) -> str:
+    return call(folder, sys.executable, "-m", "invoke", *words, expect=expect, **environment)
+
+
+def test_local_runs_are_planned_and_ended(checkout: Path) -> None:
+    assert '"runtime": "local"' in invoke(checkout, "plan", "--runtime=local", "--json")
+    shown = invoke(checkout, "up", "--dry", "--runtime=local", "--name=one", "--workers=1").splitlines()
+    tasks = [shlex.split(line.removesuffix("&")) for line in shown if line.endswith("&")]
+    assert 2 == len(tasks)
+    assert all(f"RUN_DIR={checkout}/runs/one" in words for words in tasks)
+    assert f"--data-dir {shlex.quote(str(checkout / 'data'))}" in shown[1]
+    # A command that is shown may be pasted.
+    pasted = shlex.split(shown[1])
+    call(checkout, "bash", "-c", shlex.join(["echo", *pasted]))
+    invoke(checkout, "status", expect=2)
+    invoke(checkout, "down")
+
+
+def test_commands_run_in_the_checkout(checkout: Path) -> None:
+    told = invoke(checkout, "data.verify", expect=3)
+    assert f"cd {shlex.quote(str(checkout))} && " in told
+
+
+def test_containers_are_given_the_folder_as_it_is(checkout: Path, tmp_path: Path) -> None:
+    (engine := tmp_path / "bin" / "docker").parent.mkdir()
+    engine.write_text(f"#!/bin/sh\n{WORKING_ENGINE}\n")
+    engine.chmod(0o755)
+    path = f"{engine.parent}:{os.environ['PATH']}"
+    shown = invoke(checkout, "up", "--dry", "--runtime=docker", "--name=one", BASE_IMAGE="", PATH=path).splitlines()
+    started, board = (shlex.split(line) for line in shown[-2:])
+    assert ["docker", "compose"] == started[:2]
+    assert {str(checkout), f"{checkout}/compose/compose.yaml", f"{checkout}/runs/one/compose.json"} <= set(started)
+    assert f"RUNS_DIR={checkout}/runs" in board
+
+
+def make(folder: Path, *words: str, expect: int = 0, **environment: str) -> str:
+    program = folder.parents[1] / "python3"
+    program.write_text(PYTHON)
+    program.chmod(0o755)
+    calls = folder.parents[1] / "calls"
+    calls.write_text("")
+    told = call(folder, "make", f"PYTHON={program}", *words, expect=expect, CALLS=str(calls), **environment)
+    return told + calls.read_text()
+
+
+def test_make_calls_nothing_with_the_folder_s_name_in_a_shell(checkout: Path) -> None:
+    make(checkout, "help")
+    told = make(checkout, "up", DATA_DIR="$(touch PWNED) `touch PWNED`")
+    assert "-m invoke data.prepare\n" in told
+    assert told.endswith("-m invoke up --workers 2\n")
+    assert "what pip prints" not in told
+    unsafe = set(str(checkout)) & set('$`"\\')
+    assert bool(unsafe) is not (checkout / ".venv" / "bin" / "activate").exists()
+    scripts = (path for path in (checkout / ".venv" / "bin").iterdir() if path.name != "python")
+    assert not unsafe or [] == list(scripts)
+
+
+@pytest.mark.parametrize("name", ["a:b", "a\nb"])
+def test_a_folder_that_cannot_hold_an_environment_is_refused(tmp_path: Path, sources: Path, name: str) -> None:
+    folder = tmp_path / "clones" / name
+    shutil.copytree(sources, folder)
+    told = make(folder, "setup", expect=2)
+    assert 1 == told.count("error: ")
+    assert not (folder / ".venv").exists()
+
+
+def test_what_pip_prints_is_shown_where_it_fails(tmp_path: Path, sources: Path) -> None:
+    folder = tmp_path / "clones" / "one"
+    shutil.copytree(sources, folder)
+    assert "what pip prints" in make(folder, "setup", expect=2, PIP_CODE="1")
+    assert "what pip prints\n" == (folder / ".build" / "pip.log").read_text()
+    assert not (folder / ".venv" / ".host").exists()
+    assert "what pip prints" not in make(folder, "setup")
+    assert (folder / ".venv" / ".host").exists()
