@@ -180,6 +180,7 @@ def plan(request: Request, *, stops_first: bool = False) -> Plan:
     if base and base.script:
         check_together(request, scripted=True)
     topology = topology_of(request, base.load_cluster() if base else None)
+    topology["separate_chief"] = _separate_chief(request, base)
     check_tpu(topology["strategy"])
     asked = spec.build(**topology)
     port = spec.parse_count("tensorboard-port", request.tensorboard_port, 0, 65535)
@@ -219,6 +220,14 @@ def plan(request: Request, *, stops_first: bool = False) -> Plan:
         trusts=request.trust,
         network=inside,
     )
+
+
+def _separate_chief(request: Request, base: RunFolder | None) -> bool:
+    """Return whether TF_CONFIG has a chief beside the workers: always, but for a script that did not ask for one."""
+    recorded = base.script if base else None
+    if not request.script and not recorded:
+        return True
+    return request.separate_chief or bool((recorded or {}).get("separate_chief"))
 
 
 def _memory(request: Request, base: RunFolder | None, num_tasks: int, *, contained: bool) -> Memory:
@@ -388,8 +397,7 @@ def _resolve(request: Request, base: RunFolder | None, runtime: str) -> tuple[di
         here = there if script else packages.prepare(requirements, packages.host_python())
     if script:
         arguments = request.overrides or (recorded or {}).get("arguments", [])
-        renamed = request.chief_as_worker or bool((recorded or {}).get("chief_as_worker"))
-        payload = Payload(script, tuple(arguments), (), requirements, there, renamed)
+        payload = Payload(script, tuple(arguments), (), requirements, there, _separate_chief(request, base))
         return payload.to_json(), payload, ""
     config, code_dirs, data = configuration.resolve(request, base.config if base else None, here, data_dir())
     return config, Payload(code_dirs=code_dirs, requirements=requirements, packages=there), data

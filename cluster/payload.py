@@ -22,7 +22,6 @@ SCRIPT_MOUNT = "/script"
 CODE_MOUNT = "/code"
 PACKAGES_MOUNT = "/packages"
 LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
-CHIEF_AS_WORKER = "CHIEF_AS_WORKER"
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
 
 
@@ -36,8 +35,8 @@ class Payload:
     requirements: Path | None = None
     packages: Path | None = None
     """The folder with what `requirements` asks for."""
-    chief_as_worker: bool = False
-    """Whether the script's TF_CONFIG has the chief as worker 0, as TensorFlow's multi-worker tutorials expect."""
+    separate_chief: bool = False
+    """Whether the script's TF_CONFIG has a chief beside the workers, and not workers alone, as most scripts expect."""
 
     def command(self, *, contained: bool) -> list[str]:
         """Return what the agent is told to run; nothing for the built-in trainer."""
@@ -59,8 +58,6 @@ class Payload:
             found[LEGACY_KERAS] = "1"
         elif contained and LEGACY_KERAS in os.environ:
             found[LEGACY_KERAS] = None
-        if self.chief_as_worker:
-            found[CHIEF_AS_WORKER] = "1"
         if contained:
             found |= {name: None for name in PROXIES if name in os.environ}
         return found
@@ -90,7 +87,7 @@ class Payload:
         return {
             "script": str(self.script),
             "arguments": list(self.arguments),
-            "chief_as_worker": self.chief_as_worker,
+            "separate_chief": self.separate_chief,
         }
 
 

@@ -18,11 +18,9 @@ import signal
 import time
 from pathlib import Path
 
-from cluster import tf_config
 from cluster.agent import PEER_LOST_PATIENCE_S, POLL_S, Agent
 from cluster.errors import EXIT_FAILED
 from cluster.heartbeat import Heartbeat
-from cluster.payload import CHIEF_AS_WORKER
 from cluster.processes import as_exit_code
 from cluster.program import Program, Script
 from cluster.restarts import SAME_STEP_LIMIT
@@ -145,13 +143,8 @@ class ScriptAgent(Agent):
 
 
 def script_environment(environment: dict[str, str]) -> dict[str, str]:
-    """Return what a script is started with.
-
-    Modules of this checkout must not stand before the ones it means, and its chief is called as it expects.
-    """
+    """Return what a script is started with: modules of this checkout must not stand before the ones it means."""
     entries = environment.get("PYTHONPATH", "").split(os.pathsep)
     kept = [entry for entry in entries if entry and Path(entry).resolve() != ROOT]
     rest = {name: value for name, value in environment.items() if name != "PYTHONPATH"}
-    if rest.get(CHIEF_AS_WORKER) == "1" and "TF_CONFIG" in rest:
-        rest["TF_CONFIG"] = tf_config.without_chief(rest["TF_CONFIG"])
     return rest | ({"PYTHONPATH": os.pathsep.join(kept)} if kept else {})
