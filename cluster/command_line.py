@@ -14,7 +14,7 @@ from invoke import Context, Exit
 from invoke.exceptions import ThreadException, UnexpectedExit
 from invoke.parser.parser import ParseMachine
 
-from cluster import launch
+from cluster import caller, launch
 from cluster.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -72,6 +72,7 @@ def told(body: Callable[..., Any]) -> Callable[..., Any]:
 def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Exit | None:
     """Run a task; return how it ended, if it says so."""
     said = None
+    caller.settle()
     try:
         body(*arguments, **options)
         return None
@@ -110,7 +111,9 @@ def _unread() -> bool:
 
 def request(c: Context, options: dict[str, Any]) -> Request:
     """Return what a task's options and the words after `--` ask for."""
-    asked = {name: value for name, value in options.items() if name in Request.__dataclass_fields__}
+    asked = {
+        name: value for name, value in options.items() if name in Request.__dataclass_fields__ and value is not None
+    }
     typed = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
     # invoke joins the words and loses their quotes.
     words = typed if " ".join(typed) == c.remainder else shlex.split(c.remainder)

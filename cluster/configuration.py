@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from cluster import inherited
 from cluster.errors import ClusterError, UsageError
-from cluster.payload import callers_path
 from cluster.request import PRESET, Request
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,7 +49,7 @@ def options(request: Request) -> str:
 def _ask(preset: str, words: list[str], packages: Path | None) -> str:
     # The caller's modules are looked for where the caller is, although the program runs in the checkout.
     here = [] if Path.cwd() == ROOT else [str(Path.cwd())]
-    path = [*here, *callers_path(), *([str(packages)] if packages else [])]
+    path = [*here, *inherited.python_path(), *([str(packages)] if packages else [])]
     done = subprocess.run(
         [sys.executable, "-m", "train", "--print-config", "--preset", preset, *words],
         capture_output=True,

@@ -13,12 +13,14 @@ from cluster import (
     engine,
     gpus,
     images,
+    inherited,
     limits,
     local,
     network,
     packages,
     placement,
     seal,
+    settings,
     spec,
     tensorboard,
     tf_config,
@@ -136,12 +138,12 @@ class Plan:
 
 def runs_dir() -> Path:
     """Return the folder of all runs: RUNS_DIR, or `runs` in this checkout."""
-    return Path(os.environ.get("RUNS_DIR", ROOT / "runs")).absolute()
+    return settings.folder("RUNS_DIR", "runs")
 
 
 def data_dir() -> Path:
     """Return the folder of prepared data: DATA_DIR, or `data` in this checkout."""
-    return Path(os.environ.get("DATA_DIR", ROOT / "data")).absolute()
+    return settings.folder("DATA_DIR", "data")
 
 
 def find_run(name: str = "") -> RunFolder:
@@ -173,6 +175,7 @@ def plan(request: Request, *, stops_first: bool = False) -> Plan:
         UsageError: something asked for cannot be done.
         PrerequisiteError: something that this machine must have is missing.
     """
+    settings.check()
     check_together(request, scripted=bool(request.script))
     base = find_run(request.resume or request.again) if request.resume or request.again else None
     if base and not request.trust:
@@ -386,7 +389,11 @@ def _resolve(request: Request, base: RunFolder | None, runtime: str) -> tuple[di
     """
     had = read_json(base.control / "started.json", {}).get("requirements", "") if base else ""
     check_path("requirements", request.requirements or had)
-    requirements = Path(request.requirements or had).expanduser().absolute() if request.requirements or had else None
+    requirements = (
+        settings.expanded("requirements", named).absolute() if (named := request.requirements or had) else None
+    )
+    env = tuple(request.env or (read_json(base.control / "started.json", {}).get("env", ()) if base else ()))
+    inherited.parse(env)  # a typo is told first
     here = there = None
     recorded = base.script if base else None
     if script := request.script or (recorded or {}).get("script", ""):
@@ -397,7 +404,7 @@ def _resolve(request: Request, base: RunFolder | None, runtime: str) -> tuple[di
         here = there if script else packages.prepare(requirements, packages.host_python())
     if script:
         arguments = request.overrides or (recorded or {}).get("arguments", [])
-        payload = Payload(script, tuple(arguments), (), requirements, there, _separate_chief(request, base))
+        payload = Payload(script, tuple(arguments), (), requirements, there, _separate_chief(request, base), env)
         return payload.to_json(), payload, ""
     config, code_dirs, data = configuration.resolve(request, base.config if base else None, here, data_dir())
-    return config, Payload(code_dirs=code_dirs, requirements=requirements, packages=there), data
+    return config, Payload(code_dirs=code_dirs, requirements=requirements, packages=there, env=env), data

@@ -32,6 +32,8 @@ class Request:
     loop: str = ""
     script: str = ""
     requirements: str = ""
+    env: Sequence[str] = ()
+    """Variables for every task: `NAME`, with the caller's value, or `NAME=VALUE`."""
     separate_chief: bool = False
     strategy: str = ""
     devices: str = ""

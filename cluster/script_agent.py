@@ -18,6 +18,7 @@ import signal
 import time
 from pathlib import Path
 
+from cluster import settings
 from cluster.agent import PEER_LOST_PATIENCE_S, POLL_S, Agent
 from cluster.errors import EXIT_FAILED
 from cluster.heartbeat import Heartbeat
@@ -28,9 +29,6 @@ from cluster.runs import FINAL_STATES, LOST_AFTER_S
 from cluster.spec import Role, Task
 
 ROOT = Path(__file__).resolve().parent.parent
-GRACE_S = float(os.environ.get("SCRIPT_GRACE_S", "10"))
-"""Seconds that a script gets to end by itself after SIGTERM, as many as `docker stop` gives. TensorFlow takes SIGTERM
-for a notice of preemption, so a script that trains on several tasks does not hear of it unless it asks TensorFlow."""
 SILENT_S = 3.0
 """Age of a heartbeat after which its task may be dead, agent and all, and not yet brought back."""
 LONE_RESTART_S = 60.0
@@ -41,6 +39,10 @@ OTHERS_POLL_S = 0.2
 class ScriptAgent(Agent):
     """Runs one task's script from its start to the run's outcome."""
 
+    grace_s = settings.seconds("SCRIPT_GRACE_S")
+    """Seconds that a script gets to end by itself after SIGTERM, as many as `docker stop` gives. TensorFlow takes
+    SIGTERM for a notice of preemption, so a script that trains on several tasks does not hear of it unless it asks
+    TensorFlow."""
     grace_ends = 0.0
     """When a script that was asked to end is killed."""
 
@@ -56,12 +58,12 @@ class ScriptAgent(Agent):
 
     def _ask_to_end(self, program: Program) -> None:
         super()._ask_to_end(program)
-        self.grace_ends = self.grace_ends or time.monotonic() + GRACE_S
+        self.grace_ends = self.grace_ends or time.monotonic() + self.grace_s
         if time.monotonic() > self.grace_ends:
             self.run.end("stopped", task=self.task.name)
 
     def _grace_s(self) -> float:
-        left_s = max(0.0, self.grace_ends - time.monotonic()) if self.grace_ends else GRACE_S
+        left_s = max(0.0, self.grace_ends - time.monotonic()) if self.grace_ends else self.grace_s
         return min(left_s, super()._grace_s())
 
     @property

@@ -186,7 +186,7 @@ def _write_folder(plan: Plan, began: float) -> None:
     requirements = str(plan.payload.requirements) if plan.payload.requirements else ""
     started = {"time": began, "runtime": plan.runtime, "requirements": requirements}
     started |= {"hang_timeout_s": plan.hang_timeout_s, "gpus": plan.gpus.to_json(), "memory": plan.memory.asked}
-    started["network"] = plan.network.asked
+    started |= {"network": plan.network.asked, "env": list(plan.payload.env)}
     files.write_json(plan.run.control / "started.json", started)
     _begin_life(plan)
     (runs_dir() / ".current").write_text(plan.run.name + "\n")
