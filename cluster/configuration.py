@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from cluster import inherited
-from cluster.errors import ClusterError, UsageError
+from cluster import answers, inherited
 from cluster.request import PRESET, Request
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,7 +30,7 @@ def resolve(
         UsageError: a preset, an option or a value is wrong.
     """
     command = ["--data-dir", str(data_dir), *(["--base", str(base)] if base else [])]
-    value = json.loads(_ask(request.preset or PRESET, [*command, "--", *request.training()], packages))
+    value = _ask(request.preset or PRESET, [*command, "--", *request.training()], packages)
     return value["config"], tuple(Path(folder) for folder in value["code_dirs"]), value["data"]
 
 
@@ -43,23 +40,17 @@ def options(request: Request) -> str:
     Raises:
         UsageError: there is no such preset.
     """
-    return _ask(request.preset or PRESET, ["--", "-h"], None)
+    return str(_ask(request.preset or PRESET, ["--", "-h"], None))
 
 
-def _ask(preset: str, words: list[str], packages: Path | None) -> str:
+def _ask(preset: str, words: list[str], packages: Path | None) -> Any:
     # The caller's modules are looked for where the caller is, although the program runs in the checkout.
     here = [] if Path.cwd() == ROOT else [str(Path.cwd())]
     path = [*here, *inherited.python_path(), *([str(packages)] if packages else [])]
-    done = subprocess.run(
+    return answers.ask(
         [sys.executable, "-m", "train", "--print-config", "--preset", preset, *words],
-        capture_output=True,
-        text=True,
+        f"--preset {preset!r}",
+        "PRESET_TIMEOUT_S",
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
-        check=False,
+        environment=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
     )
-    if done.returncode:
-        told = (done.stderr.strip() or done.stdout.strip() or "the configuration cannot be read").splitlines()[-1]
-        error = UsageError if done.returncode == UsageError.exit_code else ClusterError
-        raise error(told.removeprefix("error: "))
-    return done.stdout

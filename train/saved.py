@@ -32,7 +32,7 @@ RESTORE_TRIES = 5
 
 def main(arguments: list[str]) -> int:
     """Run the command line; return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m train.saved", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m train.saved", description="A run's newest checkpoint, used.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("evaluate", "export", "predict"):
         command = commands.add_parser(name)
