@@ -52,5 +52,8 @@ def _ask(preset: str, words: list[str], packages: Path | None) -> Any:
         f"--preset {preset!r}",
         "PRESET_TIMEOUT_S",
         cwd=ROOT,
-        environment=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+        # For presets that import TensorFlow: no start-up messages, and no GPU taken from whoever trains on it.
+        environment={"TF_CPP_MIN_LOG_LEVEL": "3"}
+        | os.environ
+        | {"CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": os.pathsep.join(path)},
     )

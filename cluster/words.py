@@ -29,9 +29,9 @@ def described(error: BaseException) -> str:
         except Exception:  # whatever their class does
             said = "it cannot be shown"
         what = f"{type(error).__name__}: {' '.join(said.split())}"
-    ours = ("<frozen", *(str(ROOT / package) + os.sep for package in ("cluster", "train")))
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
-    return plain(what + (f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""))
+    ours = (" (<frozen", *(f" ({ROOT / package}{os.sep}" for package in ("cluster", "train")))
+    places = [f" ({frame.filename}:{frame.lineno})" for frame in traceback.extract_tb(error.__traceback__)[-1:]]
+    return plain(what + "".join(place for place in places if not place.startswith(ours)))
 
 
 def system_error(error: OSError, instead: str = "the system") -> str:
