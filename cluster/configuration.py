@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,35 @@ def resolve(
         UsageError: a preset, an option or a value is wrong.
     """
     command = ["--data-dir", str(data_dir), *(["--base", str(base)] if base else [])]
-    value = _ask(request.preset or PRESET, [*command, "--", *request.training()], packages)
+    value: dict[str, Any] = _ask(request.preset or PRESET, [*command, "--", *request.training()], packages)
     return value["config"], tuple(Path(folder) for folder in value["code_dirs"]), value["data"]
+
+
+def check(config: dict[str, Any], strategy: str, path: Sequence[str], data_dir: Path) -> None:
+    """Check that a configuration's data, model and loss fit together, once the data is prepared.
+
+    Where all are ours they do. Otherwise this takes as long as TensorFlow's import.
+
+    Args:
+        config: what `resolve` returned.
+        strategy: which it is trained with, a key of `spec.CLASS_NAMES`.
+        path: where modules of the user's own are found.
+        data_dir: where prepared data lies.
+
+    Raises:
+        UsageError: they do not fit.
+    """
+    named = [str(config.get(part, "")) for part in ("dataset", "model", "loss")]
+    if not any(":" in name and not name.startswith("train.") for name in named):
+        return
+    words = ["--config", json.dumps(config), "--strategy", strategy, "--data-dir", str(data_dir)]
+    answers.ask(
+        [sys.executable, "-m", "train.preflight", *words],
+        f"--model {config['model']!r} or --loss {config['loss']!r}",
+        "PRESET_TIMEOUT_S",
+        cwd=ROOT,
+        environment=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+    )
 
 
 def options(request: Request) -> str:
