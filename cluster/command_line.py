@@ -24,8 +24,9 @@ from cluster.errors import (
     EXIT_USAGE,
     ClusterError,
 )
+from cluster.files import DISK_FULL
 from cluster.request import Request
-from cluster.words import plain
+from cluster.words import plain, system_error
 
 JSON_HELP = "print as JSON (default: no)"
 KNOWN_CODES = (EXIT_USAGE, EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_INTERRUPTED)
@@ -72,8 +73,8 @@ def told(body: Callable[..., Any]) -> Callable[..., Any]:
 def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Exit | None:
     """Run a task; return how it ended, if it says so."""
     said = None
-    caller.settle()
     try:
+        caller.settle()
         body(*arguments, **options)
         return None
     except Exit as ended:
@@ -91,10 +92,20 @@ def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[s
             raise
         code = EXIT_UNREAD
     except OSError as error:
-        said, code = f"error: {plain(str(error.filename))}: {error.strerror}; mend that and try again", EXIT_FAILED
+        said, code = f"error: {_explained(error)}", EXIT_FAILED
     except KeyboardInterrupt:
         said, code = "interrupted", EXIT_INTERRUPTED
     return Exit(said, code=code)
+
+
+def _explained(error: OSError) -> str:
+    """Return what the system refused and what to do about it; which file that was is not always told."""
+    if error.errno in DISK_FULL and not error.filename:
+        where = launch.shown(launch.runs_dir())
+        return (
+            f"{where}, or a temporary folder: {error.strerror}; free space, or set RUNS_DIR or TMPDIR to another disk"
+        )
+    return f"{system_error(error)}; mend that and try again"
 
 
 def _unread() -> bool:

@@ -365,6 +365,11 @@ def _run_folder(request: Request, *, stops_first: bool) -> RunFolder:
         raise UsageError(
             f"run {name!r} exists; go on with --resume {name}, or start it again with --name {name} --fresh"
         )
+    if run.path.is_symlink():
+        raise UsageError(
+            f"--name {name}: {shown(run.path)} is a link to {str(run.path.readlink())!r}, and what it leads to is not "
+            "replaced; remove the link, or choose another --name"
+        )
     if run.path.exists() and in_progress(run):
         raise UsageError(f"run {name!r} is still in progress; `invoke down {name}` before it is started again")
     return run
