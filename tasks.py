@@ -39,8 +39,9 @@ UP_HELP = {
     "preset": "fashion_mnist, mnist, resnet50_synthetic or package.module:function (default: fashion_mnist)",
     "loop": "custom, or fit for Keras's own (default: custom)",
     "script": "run this script, which reads TF_CONFIG, in every task; its arguments follow -- (default: our trainer)",
-    "chief-as-worker": "the script's TF_CONFIG has the chief as worker 0, as in TensorFlow's tutorials (default: no)",
+    "separate-chief": "give the script's TF_CONFIG a chief, as with --ps (default: no, it is worker 0)",
     "requirements": "requirements file with packages for your own code (default: none)",
+    "env": "variable for every task: NAME, with its value here, or NAME=VALUE; may be repeated (default: none)",
     "strategy": "auto, one, mirrored, central, multiworker, ps or tpu (default: auto, from the topology)",
     "devices": "replicas in each training task, on logical CPUs; with --gpus as many as its GPUs (default: 1)",
     "runtime": "auto, docker or local (default: auto: containers where a Docker Engine answers)",
@@ -65,11 +66,11 @@ UP_HELP = {
 }
 
 
-@task(auto_shortflags=False, help={name: text for name, text in UP_HELP.items() if name != "json"})
+@task(auto_shortflags=False, iterable=["env"], help={name: text for name, text in UP_HELP.items() if name != "json"})
 @told
 def up(
-    c, workers="", ps="", evaluator=False, preset="", loop="", script="", chief_as_worker=False, requirements="",
-    strategy="", devices="", runtime="auto", gpus="", gpus_per_task="", gpu_runtime="", nccl_debug="",
+    c, workers="", ps="", evaluator=False, preset="", loop="", script="", separate_chief=False, requirements="",
+    env=None, strategy="", devices="", runtime="auto", gpus="", gpus_per_task="", gpu_runtime="", nccl_debug="",
     network="", memory="", bitwise_elastic="", precision="", checkpoint_every="", hang_timeout="", name="", resume="",
     trust=False, fresh=False, tensorboard_port=str(board.PORT), detach=False, dry=False,
 ):  # fmt: skip
@@ -90,11 +91,15 @@ def up(
     raise Exit(code=watching.attend(planned.run, planned.runtime, planned.tensorboard_port, detach, shell(c)))
 
 
-@task(auto_shortflags=False, help={name: text for name, text in UP_HELP.items() if name not in ("detach", "dry")})
+@task(
+    auto_shortflags=False,
+    iterable=["env"],
+    help={name: text for name, text in UP_HELP.items() if name not in ("detach", "dry")},
+)
 @told
 def plan(
-    c, workers="", ps="", evaluator=False, preset="", loop="", script="", chief_as_worker=False, requirements="",
-    strategy="", devices="", runtime="auto", gpus="", gpus_per_task="", gpu_runtime="", nccl_debug="",
+    c, workers="", ps="", evaluator=False, preset="", loop="", script="", separate_chief=False, requirements="",
+    env=None, strategy="", devices="", runtime="auto", gpus="", gpus_per_task="", gpu_runtime="", nccl_debug="",
     network="", memory="", bitwise_elastic="", precision="", checkpoint_every="", hang_timeout="", name="", resume="",
     trust=False, fresh=False, tensorboard_port=str(board.PORT), json=False,
 ):  # fmt: skip

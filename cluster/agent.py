@@ -27,7 +27,7 @@ import sys
 import time
 from pathlib import Path
 
-from cluster import barrier, cgroup, restarts, summary, tf_config
+from cluster import barrier, cgroup, restarts, settings, summary, tf_config
 from cluster.errors import EXIT_FAILED, EXIT_PEER_LOST, EXIT_TIMEOUT, ClusterError, UsageError
 from cluster.files import read_json, write_json
 from cluster.heartbeat import Heartbeat
@@ -39,7 +39,6 @@ from cluster.spare import Spare
 from cluster.spec import Role, Task
 from cluster.watchdog import FROZEN_S, Finding, Watchdog
 
-BARRIER_TIMEOUT_S = 60.0
 GRACE_S = 40.0
 """Seconds that a program gets to save and end by itself. The engine's own grace period is longer."""
 POLL_S = 0.1
@@ -326,7 +325,7 @@ class Agent:
         if beat.get("exit_code") is not None:
             told += f", {describe_exit(beat['exit_code'])}"
         with contextlib.suppress(OSError, IndexError):
-            told += f", last line: {self.run.log(name).read_text().splitlines()[-1][:200]}"
+            told += f", last line: {self.run.log(name).read_text(errors='replace').splitlines()[-1][:200]}"
         return told
 
     def _finish(self) -> None:
@@ -355,7 +354,7 @@ def main(arguments: list[str]) -> int:
         run_dir, task = os.environ["RUN_DIR"], os.environ["TASK"]
         if text := os.environ.get("TF_CONFIG"):
             tf_config.parse(text)
-        timeout_s = float(os.environ.get("BARRIER_TIMEOUT_S", str(BARRIER_TIMEOUT_S)))
+        timeout_s = settings.seconds("BARRIER_TIMEOUT_S")
         run = RunFolder(Path(run_dir))
         if arguments[:1] == ["--script"]:
             from cluster.script_agent import ScriptAgent  # it is built on this module

@@ -15,7 +15,7 @@ from invoke import Context, Exit
 from invoke.exceptions import ThreadException, UnexpectedExit
 from invoke.parser.parser import ParseMachine
 
-from cluster import launch
+from cluster import caller, launch
 from cluster.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -25,8 +25,9 @@ from cluster.errors import (
     EXIT_USAGE,
     ClusterError,
 )
+from cluster.files import DISK_FULL
 from cluster.request import Request
-from cluster.words import plain
+from cluster.words import plain, system_error
 
 JSON_HELP = "print as JSON (default: no)"
 KNOWN_CODES = (EXIT_USAGE, EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_INTERRUPTED)
@@ -74,6 +75,7 @@ def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[s
     """Run a task; return how it ended, if it says so."""
     said = None
     try:
+        caller.settle()
         body(*arguments, **options)
         return None
     except Exit as ended:
@@ -91,10 +93,20 @@ def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[s
             raise
         code = EXIT_UNREAD
     except OSError as error:
-        said, code = f"error: {plain(str(error.filename))}: {error.strerror}; mend that and try again", EXIT_FAILED
+        said, code = f"error: {_explained(error)}", EXIT_FAILED
     except KeyboardInterrupt:
         said, code = "interrupted", EXIT_INTERRUPTED
     return Exit(said, code=code)
+
+
+def _explained(error: OSError) -> str:
+    """Return what the system refused and what to do about it; which file that was is not always told."""
+    if error.errno in DISK_FULL and not error.filename:
+        where = launch.shown(launch.runs_dir())
+        return (
+            f"{where}, or a temporary folder: {error.strerror}; free space, or set RUNS_DIR or TMPDIR to another disk"
+        )
+    return f"{system_error(error)}; mend that and try again"
 
 
 def _unread() -> bool:
@@ -111,7 +123,9 @@ def _unread() -> bool:
 
 def request(c: Context, options: dict[str, Any]) -> Request:
     """Return what a task's options and the words after `--` ask for."""
-    asked = {name: value for name, value in options.items() if name in Request.__dataclass_fields__}
+    asked = {
+        name: value for name, value in options.items() if name in Request.__dataclass_fields__ and value is not None
+    }
     typed = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
     # invoke joins the words and loses their quotes.
     words = typed if " ".join(typed) == c.remainder else shlex.split(c.remainder)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import ClusterError, UsageError
-from cluster.payload import callers_path
+from cluster import answers, inherited
 from cluster.request import PRESET, Request
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,8 +32,35 @@ def resolve(
         UsageError: a preset, an option or a value is wrong.
     """
     command = ["--data-dir", str(data_dir), *(["--base", str(base)] if base else [])]
-    value = json.loads(_ask(request.preset or PRESET, [*command, "--", *request.training()], packages))
+    value: dict[str, Any] = _ask(request.preset or PRESET, [*command, "--", *request.training()], packages)
     return value["config"], tuple(Path(folder) for folder in value["code_dirs"]), value["data"]
+
+
+def check(config: dict[str, Any], strategy: str, path: Sequence[str], data_dir: Path) -> None:
+    """Check that a configuration's data, model and loss fit together, once the data is prepared.
+
+    Where all are ours they do. Otherwise this takes as long as TensorFlow's import.
+
+    Args:
+        config: what `resolve` returned.
+        strategy: which it is trained with, a key of `spec.CLASS_NAMES`.
+        path: where modules of the user's own are found.
+        data_dir: where prepared data lies.
+
+    Raises:
+        UsageError: they do not fit.
+    """
+    named = [str(config.get(part, "")) for part in ("dataset", "model", "loss")]
+    if not any(":" in name and not name.startswith("train.") for name in named):
+        return
+    words = ["--config", json.dumps(config), "--strategy", strategy, "--data-dir", str(data_dir)]
+    answers.ask(
+        [sys.executable, "-m", "train.preflight", *words],
+        f"--model {config['model']!r} or --loss {config['loss']!r}",
+        "PRESET_TIMEOUT_S",
+        cwd=ROOT,
+        environment=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+    )
 
 
 def options(request: Request) -> str:
@@ -43,23 +69,20 @@ def options(request: Request) -> str:
     Raises:
         UsageError: there is no such preset.
     """
-    return _ask(request.preset or PRESET, ["--", "-h"], None)
+    return str(_ask(request.preset or PRESET, ["--", "-h"], None))
 
 
-def _ask(preset: str, words: list[str], packages: Path | None) -> str:
+def _ask(preset: str, words: list[str], packages: Path | None) -> Any:
     # The caller's modules are looked for where the caller is, although the program runs in the checkout.
     here = [] if Path.cwd() == ROOT else [str(Path.cwd())]
-    path = [*here, *callers_path(), *([str(packages)] if packages else [])]
-    done = subprocess.run(
+    path = [*here, *inherited.python_path(), *([str(packages)] if packages else [])]
+    return answers.ask(
         [sys.executable, "-m", "train", "--print-config", "--preset", preset, *words],
-        capture_output=True,
-        text=True,
+        f"--preset {preset!r}",
+        "PRESET_TIMEOUT_S",
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
-        check=False,
+        # For presets that import TensorFlow: no start-up messages, and no GPU taken from whoever trains on it.
+        environment={"TF_CPP_MIN_LOG_LEVEL": "3"}
+        | os.environ
+        | {"CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": os.pathsep.join(path)},
     )
-    if done.returncode:
-        told = (done.stderr.strip() or done.stdout.strip() or "the configuration cannot be read").splitlines()[-1]
-        error = UsageError if done.returncode == UsageError.exit_code else ClusterError
-        raise error(told.removeprefix("error: "))
-    return done.stdout

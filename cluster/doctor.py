@@ -122,6 +122,4 @@ def _engine() -> Finding:
     answer = engine.probe()
     if answer.ready:
         return Finding("docker", "ok", answer.detail)
-    return Finding(
-        "docker", "warning", answer.detail, "install Docker Engine with Compose v2; until then runs are local"
-    )
+    return Finding("docker", "warning", answer.detail, f"{engine.fix(answer.detail)}; until then runs are local")

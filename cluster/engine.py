@@ -47,6 +47,16 @@ def probe() -> Answer:
     return Answer(True, f"Docker Engine {version}, Compose {compose_version}")
 
 
+def fix(detail: str) -> str:
+    """Return what to do where no engine can be used, for the reason why."""
+    said = detail.lower()
+    if "permission denied" in said or "may not be run" in said:
+        return "let this user use Docker (`sudo usermod -aG docker $USER`, then log in again)"
+    if "cannot connect" in said or "is the docker daemon running" in said or "did not answer" in said:
+        return "start Docker (`sudo systemctl start docker`), or set DOCKER_HOST to where it answers"
+    return "install and start Docker with Compose v2"
+
+
 def memory_bytes() -> int:
     """Return the memory of the engine's machine, perhaps a virtual one; where it does not tell, of this one."""
     code, text = ask("info", "--format", "{{.MemTotal}}")
@@ -61,7 +71,7 @@ def demand(what: str) -> None:
     """
     answer = probe()
     if not answer.ready:
-        raise PrerequisiteError(f"{what}: {answer.detail}; install and start Docker with Compose v2")
+        raise PrerequisiteError(f"{what}: {answer.detail}; {fix(answer.detail)}")
 
 
 def choose_runtime(requested: str) -> tuple[str, str]:
@@ -79,7 +89,5 @@ def choose_runtime(requested: str) -> tuple[str, str]:
     if answer.ready:
         return "docker", f"containers: {answer.detail}"
     if requested == "docker":
-        raise PrerequisiteError(
-            f"--runtime docker: {answer.detail}; install and start Docker with Compose v2, or use --runtime local"
-        )
+        raise PrerequisiteError(f"--runtime docker: {answer.detail}; {fix(answer.detail)}, or use --runtime local")
     return "local", f"local processes: {answer.detail}"

@@ -14,12 +14,14 @@ from cluster import (
     engine,
     gpus,
     images,
+    inherited,
     limits,
     local,
     network,
     packages,
     placement,
     seal,
+    settings,
     spec,
     tensorboard,
     tf_config,
@@ -137,12 +139,12 @@ class Plan:
 
 def runs_dir() -> Path:
     """Return the folder of all runs: RUNS_DIR, or `runs` in this checkout."""
-    return Path(os.environ.get("RUNS_DIR", ROOT / "runs")).absolute()
+    return settings.folder("RUNS_DIR", "runs")
 
 
 def data_dir() -> Path:
     """Return the folder of prepared data: DATA_DIR, or `data` in this checkout."""
-    return Path(os.environ.get("DATA_DIR", ROOT / "data")).absolute()
+    return settings.folder("DATA_DIR", "data")
 
 
 def find_run(name: str = "") -> RunFolder:
@@ -175,6 +177,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         UsageError: something asked for cannot be done.
         PrerequisiteError: something that this machine must have is missing.
     """
+    settings.check()
     check_together(request, scripted=bool(request.script))
     base = find_run(request.resume or request.again) if request.resume or request.again else None
     if base and not request.trust:
@@ -182,6 +185,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
     if base and base.script:
         check_together(request, scripted=True)
     topology = topology_of(request, base.load_cluster() if base else None)
+    topology["separate_chief"] = _separate_chief(request, base)
     check_tpu(topology["strategy"])
     asked = spec.build(**topology)
     port = spec.parse_count("tensorboard-port", request.tensorboard_port, 0, 65535)
@@ -221,6 +225,14 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         trusts=request.trust,
         network=inside,
     )
+
+
+def _separate_chief(request: Request, base: RunFolder | None) -> bool:
+    """Return whether TF_CONFIG has a chief beside the workers: always, but for a script that did not ask for one."""
+    recorded = base.script if base else None
+    if not request.script and not recorded:
+        return True
+    return request.separate_chief or bool((recorded or {}).get("separate_chief"))
 
 
 def _memory(request: Request, base: RunFolder | None, num_tasks: int, *, contained: bool) -> Memory:
@@ -355,6 +367,11 @@ def _run_folder(request: Request, *, stops_first: bool) -> RunFolder:
         raise UsageError(
             f"run {name!r} exists; go on with --resume {name}, or start it again with --name {name} --fresh"
         )
+    if run.path.is_symlink():
+        raise UsageError(
+            f"--name {name}: {shown(run.path)} is a link to {str(run.path.readlink())!r}, and what it leads to is not "
+            "replaced; remove the link, or choose another --name"
+        )
     if run.path.exists() and in_progress(run):
         raise UsageError(f"run {name!r} is still in progress; `invoke down {name}` before it is started again")
     return run
@@ -380,16 +397,17 @@ def _resolve(
         runtime: `docker` or `local`.
         installs: whether the packages of `--requirements` are installed, or only resolved.
     """
-    previous = read_json(base.control / "started.json", {}).get("requirements", "") if base else ""
-    check_path("requirements", named := request.requirements or previous)
-    requirements = Path(named).expanduser().absolute() if named else None
+    started = read_json(base.control / "started.json", {}) if base else {}
+    check_path("requirements", named := request.requirements or started.get("requirements", ""))
+    requirements = settings.expanded("requirements", named).absolute() if named else None
+    env = tuple(request.env or started.get("env", ()))
+    inherited.parse(env)  # a typo is told first
     recorded = (base.script if base else None) or {}
     if script := request.script or recorded.get("script", ""):
         arguments = request.overrides or recorded.get("arguments", [])
-        renamed = request.chief_as_worker or bool(recorded.get("chief_as_worker"))
         path = check_script(script, runs_dir())
         found = _packages(requirements, runtime, installs=installs)
-        payload = Payload(path, tuple(arguments), (), requirements, found, renamed)
+        payload = Payload(path, tuple(arguments), (), requirements, found, _separate_chief(request, base), env)
         return payload.to_json(), payload, ""
     with packages.importable(requirements, installs=installs) if requirements else nullcontext() as here:
         resolved = configuration.resolve(request, base.config if base else None, here, data_dir())
@@ -398,7 +416,7 @@ def _resolve(
     if requirements and here in code_dirs:  # the preset is in one of the packages
         kept = packages.folder(requirements, packages.host_python())
         code_dirs = tuple(kept if folder == here else folder for folder in code_dirs)
-    return config, Payload(code_dirs=code_dirs, requirements=requirements, packages=found), data
+    return config, Payload(code_dirs=code_dirs, requirements=requirements, packages=found, env=env), data
 
 
 def _packages(requirements: Path | None, runtime: str, *, installs: bool) -> Path | None:

@@ -15,7 +15,7 @@ from cluster.words import counted
 
 SHARED = 0.9
 """The part of the machine's memory that the tasks of a run share."""
-UNITS = {"mib": 2**20, "gib": 2**30}
+UNITS = {"mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,14 @@ def parse(text: str) -> int:
     """
     if not text:
         return 0
-    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(MiB|GiB)", text, re.IGNORECASE | re.ASCII)
-    asked = int(float(match[1]) * UNITS[match[2].lower()]) if match else 0
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(MiB|GiB|TiB)", text, re.IGNORECASE | re.ASCII)
+    if not match:
+        raise UsageError(f"--memory {text!r}: expected a number and MiB, GiB or TiB, such as 8GiB or 1500MiB")
+    asked = int(float(match[1]) * UNITS[match[2].lower()])
     if asked < TASK_MEMORY_BYTES:
         raise UsageError(
-            f"--memory {text!r}: expected at least {TASK_MEMORY_BYTES // 2**20}MiB, what TensorFlow alone takes; "
-            "use such as 8GiB or 1500MiB"
+            f"--memory {text!r}: expected at least {TASK_MEMORY_BYTES // 2**20}MiB, what TensorFlow alone takes, and "
+            "at most what the machine has; use such as 8GiB or 1500MiB"
         )
     return asked
 

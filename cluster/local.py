@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster import namespaces, nursery, processes, summary, tf_config
+from cluster import inherited, namespaces, nursery, processes, settings, summary, tf_config
 from cluster.errors import PrerequisiteError, TimedOut
 from cluster.files import open_file, read_json, write_json
 from cluster.heartbeat import Heartbeat
@@ -99,7 +99,7 @@ def processes_of(
         run_dir: the run's folder.
         data_dir: the folder of prepared data.
         command: what the agents start; empty for the built-in trainer.
-        more: variables that every task gets; one without a value is inherited anyway.
+        more: variables that every task gets; None is the value that the caller has.
         gpus: each task's; without, none sees any.
         network: `private` or `host`.
     """
@@ -117,10 +117,11 @@ def processes_of(
             "command": [sys.executable, "-m", "cluster.agent", *command],
             "environment": environment,
         }
-    found: dict[str, Any] = {"runtime": "local", "network": network, "tasks": tasks}
+    names = [name for name, value in (more or {}).items() if value is None]
+    found: dict[str, Any] = {"runtime": "local", "network": network, "inherits": names, "tasks": tasks}
     # An accelerator's library must be new in the process that uses it.
     accelerated = spec.strategy == "tpu" or any(gpus.of(task.name) for task in spec.tasks)
-    wanted = os.environ.get("SHARED_IMPORT", "1") != "0"
+    wanted = settings.is_on("SHARED_IMPORT")
     return found | {"preload": PRELOAD} if wanted and not command and not accelerated else found
 
 
@@ -143,7 +144,7 @@ def start(run: RunFolder) -> None:
         supervisor = subprocess.Popen(
             [sys.executable, "-m", "cluster.local", str(run.path)],
             cwd=root,
-            env=os.environ | _shared_environment(run) | {"RUN_DIR": str(run.path)},
+            env=_environment(run) | {"RUN_DIR": str(run.path)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -157,10 +158,15 @@ def start(run: RunFolder) -> None:
         time.sleep(POLL_S)
 
 
-def _shared_environment(run: RunFolder) -> dict[str, str]:
-    """Return the variables that are the same in every task: with these the supervisor imports for all of them."""
-    environments = [task["environment"].items() for task in read_json(run.compose).get("tasks", {}).values()]
-    return dict(set(environments[0]).intersection(*environments[1:])) if environments else {}
+def _environment(run: RunFolder) -> dict[str, str]:
+    """Return what all tasks take over from the caller, and the variables that are the same in every task.
+
+    With these the supervisor imports for all of them.
+    """
+    how = read_json(run.compose)
+    environments = [task["environment"].items() for task in how.get("tasks", {}).values()]
+    same = dict(set(environments[0]).intersection(*environments[1:])) if environments else {}
+    return inherited.for_process(how.get("inherits", ())) | same
 
 
 def running(run: RunFolder) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster import inherited, settings
 from cluster.errors import PrerequisiteError, UsageError
 from cluster.files import make_folder
 from cluster.runs import RunFolder
@@ -22,8 +23,6 @@ SCRIPT_MOUNT = "/script"
 CODE_MOUNT = "/code"
 PACKAGES_MOUNT = "/packages"
 LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
-CHIEF_AS_WORKER = "CHIEF_AS_WORKER"
-PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,10 @@ class Payload:
     requirements: Path | None = None
     packages: Path | None = None
     """The folder with what `requirements` asks for."""
-    chief_as_worker: bool = False
-    """Whether the script's TF_CONFIG has the chief as worker 0, as TensorFlow's multi-worker tutorials expect."""
+    separate_chief: bool = False
+    """Whether the script's TF_CONFIG has a chief beside the workers, and not workers alone, as most scripts expect."""
+    env: tuple[str, ...] = ()
+    """`--env` as typed: variables that the tasks get besides."""
 
     def command(self, *, contained: bool) -> list[str]:
         """Return what the agent is told to run; nothing for the built-in trainer."""
@@ -48,7 +49,8 @@ class Payload:
 
     def environment(self, spec: ClusterSpec, *, contained: bool) -> dict[str, str | None]:
         """Return the variables that the tasks get for it; None is the value that the caller has."""
-        found: dict[str, str | None] = {}
+        found = inherited.for_container(way_out=self.script is not None) if contained else {}
+        found |= inherited.parse(self.env)
         path = [*(target for _, target in self.mounts() if target != SCRIPT_MOUNT)] if contained else self.local_path()
         if path:
             found["PYTHONPATH"] = os.pathsep.join(path)
@@ -57,12 +59,6 @@ class Payload:
         found["PYTHONUNBUFFERED"] = "1"
         if self.needs_legacy_keras(spec):
             found[LEGACY_KERAS] = "1"
-        elif contained and LEGACY_KERAS in os.environ:
-            found[LEGACY_KERAS] = None
-        if self.chief_as_worker:
-            found[CHIEF_AS_WORKER] = "1"
-        if contained:
-            found |= {name: None for name in PROXIES if name in os.environ}
         return found
 
     def local_path(self) -> list[str]:
@@ -70,7 +66,7 @@ class Payload:
         if not self.code_dirs and not self.packages:
             return []
         own = [*map(str, self.code_dirs), *([str(self.packages)] if self.packages else [])]
-        return list(dict.fromkeys([*own, *callers_path()]))
+        return list(dict.fromkeys([*own, *inherited.python_path()]))
 
     def mounts(self) -> list[tuple[Path, str]]:
         """Return each folder that containers see, and where."""
@@ -83,20 +79,16 @@ class Payload:
 
     def needs_legacy_keras(self, spec: ClusterSpec) -> bool:
         """Whether tf.keras must be Keras 2: Keras 3's own `fit` fails on more than one task."""
-        return self.script is not None and bool(spec.members) and LEGACY_KERAS not in os.environ
+        chosen = LEGACY_KERAS in os.environ or LEGACY_KERAS in inherited.parse(self.env)
+        return self.script is not None and bool(spec.members) and not chosen
 
     def to_json(self) -> dict[str, Any]:
         """Return the form that is saved as the `config.json` of a script's run."""
         return {
             "script": str(self.script),
             "arguments": list(self.arguments),
-            "chief_as_worker": self.chief_as_worker,
+            "separate_chief": self.separate_chief,
         }
-
-
-def callers_path() -> list[str]:
-    """Return the caller's PYTHONPATH, its folders absolute: commands of ours run in another folder than the caller."""
-    return [str(Path(folder).absolute()) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
 
 
 def check_path(option: str, name: str) -> None:
@@ -116,12 +108,14 @@ def check_script(name: str, runs_dir: Path) -> Path:
         UsageError: there is no such file, it cannot be read, or its folder cannot be shared with the tasks.
     """
     check_path("script", name)
-    script = Path(name).expanduser().resolve()
+    script = settings.expanded("script", name).resolve()
     if not script.is_file() or not os.access(script, os.R_OK):
         what = "is a folder" if script.is_dir() else "cannot be read" if script.exists() else "does not exist"
         raise UsageError(f"--script {name!r} {what}: expected a Python file that reads TF_CONFIG; name one")
     folder = script.parent
-    shared = {Path("/"): "the root of the file system", Path.home().resolve(): "your home folder"}
+    shared = {Path("/"): "the root of the file system"}
+    if home := settings.home():
+        shared[home.resolve()] = "your home folder"
     if folder in shared:
         raise UsageError(
             f"--script {name!r} lies in {shared[folder]}, and tasks see all of the folder that a script lies in; "

@@ -43,7 +43,9 @@ def ask(command: Sequence[str], timeout_s: float, name: str = "") -> tuple[int, 
         stderr why.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=timeout_s, check=False
+        )
     except FileNotFoundError:
         return 127, "", f"{command[0]} is not installed"
     except PermissionError:

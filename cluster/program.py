@@ -189,6 +189,7 @@ class Script(Program):
 
 def _copy(stream: IO[bytes], log: Path, last_lines: list[str], noise: tuple[bytes, ...]) -> None:
     """Copy the program's output to its log and to the agent's own output, and remember its end."""
+    line = b"\n"
     with open_file(log, "ab") as file:
         for line in stream:
             if any(part in line for part in noise):
@@ -201,3 +202,7 @@ def _copy(stream: IO[bytes], log: Path, last_lines: list[str], noise: tuple[byte
                 sys.stdout.buffer.flush()
             if text := line.decode(errors="replace").strip():
                 last_lines[:] = [*last_lines[1 - KEPT_LINES :], text]
+        if not line.endswith(b"\n"):
+            with contextlib.suppress(OSError):
+                file.write(b"\n")  # what the next life prints first is a line of its own
+                file.flush()

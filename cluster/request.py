@@ -32,7 +32,9 @@ class Request:
     loop: str = ""
     script: str = ""
     requirements: str = ""
-    chief_as_worker: bool = False
+    env: Sequence[str] = ()
+    """Variables for every task: `NAME`, with the caller's value, or `NAME=VALUE`."""
+    separate_chief: bool = False
     strategy: str = ""
     devices: str = ""
     runtime: str = "auto"
@@ -122,8 +124,8 @@ def check_together(request: Request, *, scripted: bool) -> None:
     }
     if scripted and (given := [f"--{name}" for name, value in trainer.items() if value]):
         raise UsageError(f"{' and '.join(given)} with a script: they are the built-in trainer's; leave them out")
-    if request.chief_as_worker and not scripted:
-        raise UsageError("--chief-as-worker is for scripts, whose TF_CONFIG it changes; add --script FILE")
+    if request.separate_chief and not scripted:
+        raise UsageError("--separate-chief is for scripts, whose TF_CONFIG it changes; add --script FILE")
     if scripted and request.evaluator:
         raise UsageError(
             "--evaluator with a script: it evaluates the built-in trainer's checkpoints; evaluate in the script instead"

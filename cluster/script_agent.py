@@ -18,11 +18,10 @@ import signal
 import time
 from pathlib import Path
 
-from cluster import tf_config
+from cluster import settings
 from cluster.agent import PEER_LOST_PATIENCE_S, POLL_S, Agent
 from cluster.errors import EXIT_FAILED
 from cluster.heartbeat import Heartbeat
-from cluster.payload import CHIEF_AS_WORKER
 from cluster.processes import as_exit_code
 from cluster.program import Program, Script
 from cluster.restarts import SAME_STEP_LIMIT
@@ -30,9 +29,6 @@ from cluster.runs import FINAL_STATES, LOST_AFTER_S
 from cluster.spec import Role, Task
 
 ROOT = Path(__file__).resolve().parent.parent
-GRACE_S = float(os.environ.get("SCRIPT_GRACE_S", "10"))
-"""Seconds that a script gets to end by itself after SIGTERM, as many as `docker stop` gives. TensorFlow takes SIGTERM
-for a notice of preemption, so a script that trains on several tasks does not hear of it unless it asks TensorFlow."""
 SILENT_S = 3.0
 """Age of a heartbeat after which its task may be dead, agent and all, and not yet brought back."""
 LONE_RESTART_S = 60.0
@@ -43,6 +39,10 @@ OTHERS_POLL_S = 0.2
 class ScriptAgent(Agent):
     """Runs one task's script from its start to the run's outcome."""
 
+    grace_s = settings.seconds("SCRIPT_GRACE_S")
+    """Seconds that a script gets to end by itself after SIGTERM, as many as `docker stop` gives. TensorFlow takes
+    SIGTERM for a notice of preemption, so a script that trains on several tasks does not hear of it unless it asks
+    TensorFlow."""
     grace_ends = 0.0
     """When a script that was asked to end is killed."""
 
@@ -58,12 +58,12 @@ class ScriptAgent(Agent):
 
     def _ask_to_end(self, program: Program) -> None:
         super()._ask_to_end(program)
-        self.grace_ends = self.grace_ends or time.monotonic() + GRACE_S
+        self.grace_ends = self.grace_ends or time.monotonic() + self.grace_s
         if time.monotonic() > self.grace_ends:
             self.run.end("stopped", task=self.task.name)
 
     def _grace_s(self) -> float:
-        left_s = max(0.0, self.grace_ends - time.monotonic()) if self.grace_ends else GRACE_S
+        left_s = max(0.0, self.grace_ends - time.monotonic()) if self.grace_ends else self.grace_s
         return min(left_s, super()._grace_s())
 
     @property
@@ -145,13 +145,8 @@ class ScriptAgent(Agent):
 
 
 def script_environment(environment: dict[str, str]) -> dict[str, str]:
-    """Return what a script is started with.
-
-    Modules of this checkout must not stand before the ones it means, and its chief is called as it expects.
-    """
+    """Return what a script is started with: modules of this checkout must not stand before the ones it means."""
     entries = environment.get("PYTHONPATH", "").split(os.pathsep)
     kept = [entry for entry in entries if entry and Path(entry).resolve() != ROOT]
     rest = {name: value for name, value in environment.items() if name != "PYTHONPATH"}
-    if rest.get(CHIEF_AS_WORKER) == "1" and "TF_CONFIG" in rest:
-        rest["TF_CONFIG"] = tf_config.without_chief(rest["TF_CONFIG"])
     return rest | ({"PYTHONPATH": os.pathsep.join(kept)} if kept else {})

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from cluster import settings
 from cluster.errors import PrerequisiteError, UsageError
 from cluster.files import read_json, write_json
 from cluster.runs import RunFolder
@@ -100,8 +101,14 @@ def key() -> bytes:
 def _key_path() -> Path:
     """Return where the key is: with the user's state, in no checkout, run or folder of data."""
     state = os.environ.get("XDG_STATE_HOME", "")
-    folder = Path(state) if Path(state).is_absolute() else Path.home() / ".local" / "state"  # as XDG has it
-    return folder / "tf-cluster" / "key"
+    if Path(state).is_absolute():  # as XDG has it
+        return Path(state) / "tf-cluster" / "key"
+    if (home := settings.home()) is None:
+        raise PrerequisiteError(
+            "the key with which runs are sealed has no place: HOME is not set, and the system knows no home folder of "
+            f"user {os.getuid()}; set HOME, or XDG_STATE_HOME to a folder that you own"
+        )
+    return home / ".local" / "state" / "tf-cluster" / "key"
 
 
 def _make_key(path: Path) -> None:

@@ -12,14 +12,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from cluster import cgroup
+from cluster import cgroup, settings
 from cluster.processes import available_bytes
 from cluster.program import Program
 
-DELAY_S = 10.0
-"""How long a program trains before its spare is started, so that the start of the run is not slowed down."""
 STAGGER_S = 2.0
-"""Tasks start their spares one after the other."""
+"""Tasks start their spares one after the other, the first when its program has trained for `WARM_SPARE_DELAY_S`, so
+that the start of the run is not slowed down."""
 MEMORY_BYTES = 700 * 2**20
 """What a program holds that has imported TensorFlow."""
 OFFERED = 1000
@@ -42,8 +41,9 @@ class Spare:
             num_tasks: how many tasks may want a spare on this machine.
         """
         self._start = start
-        self._delay_s = float(os.environ.get("WARM_SPARE_DELAY_S", DELAY_S + STAGGER_S * index))
-        self._wanted = os.environ.get("WARM_SPARE", "1") != "0"
+        delay_s = settings.seconds("WARM_SPARE_DELAY_S")
+        self._delay_s = delay_s if settings.is_set("WARM_SPARE_DELAY_S") else delay_s + STAGGER_S * index
+        self._wanted = settings.is_on("WARM_SPARE")
         self._num_tasks = num_tasks
         self._program: Program | None = None
         self._training_since: float | None = None

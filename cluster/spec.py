@@ -84,11 +84,14 @@ class ClusterSpec:
         strategy: a key of `CLASS_NAMES`.
         tasks: chief first, then workers, parameter servers, evaluator.
         devices: replicas in each training task.
+        separate_chief: whether TF_CONFIG has a task of type `chief`. Without, and without parameter servers, the chief
+            is worker 0 there.
     """
 
     strategy: str
     tasks: tuple[Task, ...]
     devices: int = 1
+    separate_chief: bool = True
 
     def of(self, role: Role) -> tuple[Task, ...]:
         """Return the tasks of one role in index order."""
@@ -144,13 +147,18 @@ class ClusterSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Return the form saved as `cluster.json`."""
-        return {"strategy": self.strategy, "devices": self.devices, "tasks": [asdict(task) for task in self.tasks]}
+        return {
+            "strategy": self.strategy,
+            "devices": self.devices,
+            "separate_chief": self.separate_chief,
+            "tasks": [asdict(task) for task in self.tasks],
+        }
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> ClusterSpec:
         """Return the cluster that `to_json` described."""
         tasks = tuple(Task(Role(t["role"]), t["index"], t["host"], t["port"]) for t in value["tasks"])
-        return cls(value["strategy"], tasks, value["devices"])
+        return cls(value["strategy"], tasks, value["devices"], value.get("separate_chief", True))
 
 
 def task_name(role: Role, index: int) -> str:
@@ -282,6 +290,7 @@ def build(
     strategy: str = "auto",
     devices: object = 1,
     ports: tuple[int, ...] | None = None,
+    separate_chief: bool = True,
 ) -> ClusterSpec:
     """Return the cluster for what was asked on the command line.
 
@@ -293,6 +302,7 @@ def build(
         devices: replicas in each training task.
         ports: a free port on 127.0.0.1 for each task, for local processes; None for containers, which have a host
             name each and listen on `TASK_PORT`.
+        separate_chief: see `ClusterSpec`.
 
     Raises:
         UsageError: a count is out of range, or the strategy does not fit the topology.
@@ -309,4 +319,4 @@ def build(
         Task(role, index, "127.0.0.1" if ports else task_name(role, index), ports[at] if ports else TASK_PORT)
         for at, (role, index) in enumerate(slots)
     )
-    return ClusterSpec(resolved, tasks, num_devices)
+    return ClusterSpec(resolved, tasks, num_devices, separate_chief)

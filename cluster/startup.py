@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster import compose, engine, files, images, local, manifest, packages, seal, tensorboard, toolkit
+from cluster import compose, configuration, engine, files, images, local, manifest, packages, seal, tensorboard, toolkit
 from cluster.errors import PrerequisiteError
 from cluster.launch import MIN_FREE_BYTES, Plan, data_dir, runs_dir, shown
 from cluster.payload import lay_out
@@ -33,6 +33,8 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
     check_machine(plan)
     for command in [] if plan.data else _data_commands(plan):
         sh(command)
+    if not plan.payload.script:
+        configuration.check(plan.config, plan.cluster.strategy, plan.payload.local_path(), data_dir())
     if plan.contained:
         build_images(sh, plan.gpus.accelerator)
     _write_folder(plan, began)
@@ -196,7 +198,7 @@ def _write_folder(plan: Plan, began: float) -> None:
     requirements = str(plan.payload.requirements) if plan.payload.requirements else ""
     started = {"time": began, "runtime": plan.runtime, "requirements": requirements}
     started |= {"hang_timeout_s": plan.hang_timeout_s, "gpus": plan.gpus.to_json(), "memory": plan.memory.asked}
-    started["network"] = plan.network.asked
+    started |= {"network": plan.network.asked, "env": list(plan.payload.env)}
     files.write_json(plan.run.control / "started.json", started)
     _begin_life(plan)
     (runs_dir() / ".current").write_text(plan.run.name + "\n")

@@ -49,6 +49,11 @@ def check_port(runs_dir: Path, port: int) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
+        except PermissionError as error:
+            raise PrerequisiteError(
+                f"port 127.0.0.1:{port} may not be used by this user; choose one from 1024 to 65535: "
+                "--tensorboard-port 6007"
+            ) from error
         except OSError as error:
             raise PrerequisiteError(
                 f"port 127.0.0.1:{port} is in use by another program ({error.strerror}); end it, or choose another "

@@ -19,37 +19,25 @@ _NUMBER = re.compile(r"[0-9]{1,5}")
 def render(spec: ClusterSpec, task: Task) -> dict[str, Any] | None:
     """Return the task's TF_CONFIG, or None where one process trains alone.
 
-    The evaluator reads the cluster but is never listed in it: a strategy would wait for it for ever.
+    The evaluator reads the cluster but is never listed in it: a strategy would wait for it for ever. Where the chief is
+    not listed as one it is worker 0, and worker-0 is worker 1: TensorFlow takes worker 0 for the chief then.
     """
     if not spec.members:
         return None
+    workers_alone = not spec.separate_chief and not spec.of(Role.PS)
     cluster: dict[str, list[str]] = {}
     for member in spec.members:
-        cluster.setdefault(member.role.value, []).append(member.address)
-    return {"cluster": cluster, "task": {"type": task.role.value, "index": task.index}}
+        cluster.setdefault(Role.WORKER if workers_alone else member.role, []).append(member.address)
+    role, index = task.role, task.index
+    if workers_alone and role != Role.EVALUATOR:
+        role, index = Role.WORKER, spec.members.index(task)
+    return {"cluster": cluster, "task": {"type": role.value, "index": index}}
 
 
 def dumps(spec: ClusterSpec, task: Task) -> str | None:
     """Return the task's TF_CONFIG as the text of the environment variable, or None where it is not set."""
     value = render(spec, task)
     return None if value is None else json.dumps(value, separators=(",", ":"))
-
-
-def without_chief(text: str) -> str:
-    """Return a TF_CONFIG whose chief is worker 0, as TensorFlow's multi-worker tutorials have it.
-
-    It describes the same cluster: where no task is called chief, TensorFlow takes worker 0 for it. With parameter
-    servers, where the chief is no worker, nothing changes.
-    """
-    value = json.loads(text)
-    cluster, task = value["cluster"], value["task"]
-    if "chief" not in cluster or "ps" in cluster:
-        return text
-    workers = [*cluster["chief"], *cluster.get("worker", [])]
-    index = 0 if task["type"] == "chief" else task["index"] + 1
-    return json.dumps(
-        {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}, separators=(",", ":")
-    )
 
 
 def parse(text: str) -> tuple[dict[str, list[str]], Role, int]:

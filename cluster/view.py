@@ -251,10 +251,11 @@ def logs(run: RunFolder, names: list[str], follow: bool) -> None:
                 continue
             with open_file(run.log(name), "rb") as log:
                 log.seek(offsets[name])
-                whole = log.read().rpartition(b"\n")[0]
-            if whole:
-                offsets[name] += len(whole) + 1
-            for line in whole.decode(errors="replace").splitlines():
+                printed = log.read()
+            if follow and not ended:
+                printed = printed[: printed.rfind(b"\n") + 1]  # the rest of a line comes with its end
+            offsets[name] += len(printed)
+            for line in printed.decode(errors="replace").splitlines():
                 said = harmless(line) if terminal else line
                 print(f"{name:<{width}} | {said}" if len(names) > 1 else said)
         sys.stdout.flush()

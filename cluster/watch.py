@@ -13,6 +13,7 @@ from cluster.errors import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
+    EXIT_PREREQUISITE,
     EXIT_TIMEOUT,
     TimedOut,
 )
@@ -118,7 +119,7 @@ def exit_code(ended: dict[str, Any]) -> int:
     """Return the exit code that tells how a run ended."""
     if ended["state"] == "failed":
         code = ended.get("cause", {}).get("exit_code")
-        return code if code in (2, 3, EXIT_TIMEOUT) else EXIT_FAILED
+        return code if code in (EXIT_PREREQUISITE, EXIT_TIMEOUT) else EXIT_FAILED  # never 2: something was started
     return EXIT_INTERRUPTED if ended["state"] == "stopped" else EXIT_DONE
 
 

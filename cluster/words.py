@@ -1,6 +1,12 @@
-"""Words for numbers, the same in every message, and text that a terminal only shows."""
+"""Words for numbers and errors, the same in every message, and text that a terminal only shows."""
 
 from __future__ import annotations
+
+import os
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def counted(number: int, noun: str) -> str:
@@ -11,3 +17,29 @@ def counted(number: int, noun: str) -> str:
 def plain(text: str) -> str:
     r"""Return a line with everything that could steer a terminal, or pass for another line, written as `\x1b`."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def described(error: BaseException) -> str:
+    """Return an error of the user's own code in one line, with the place that it came from."""
+    if isinstance(error, SystemExit):
+        what = f"it ends the program with sys.exit({error.code!r:.80})"
+    else:
+        try:
+            said = str(error)
+        except Exception:  # whatever their class does
+            said = "it cannot be shown"
+        what = f"{type(error).__name__}: {' '.join(said.split())}"
+    ours = (" (<frozen", *(f" ({ROOT / package}{os.sep}" for package in ("cluster", "train")))
+    places = [f" ({frame.filename}:{frame.lineno})" for frame in traceback.extract_tb(error.__traceback__)[-1:]]
+    return plain(what + "".join(place for place in places if not place.startswith(ours)))
+
+
+def system_error(error: OSError, instead: str = "the system") -> str:
+    """Return which file an error of the system is about, and what it says.
+
+    Args:
+        error: perhaps without a file or a reason: not every call of the system's names one.
+        instead: what it is about where it names no file.
+    """
+    about = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
+    return plain(f"{' and '.join(about) or instead}: {error.strerror or str(error) or type(error).__name__}")

@@ -18,10 +18,13 @@ import signal
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
-from cluster.errors import EXIT_PEER_LOST, ClusterError
+from cluster import answers
+from cluster.errors import EXIT_PEER_LOST, ClusterError, RunFailed
 from cluster.files import read_json
 from cluster.runs import RunFolder
+from cluster.words import described, plain
 from train import config, preload
 from train.data import ready
 
@@ -31,7 +34,7 @@ EXIT_BUG = 70
 
 def main(arguments: list[str]) -> int:
     """Run the command line; return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m train", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m train", description="The training program of one task.")
     parser.add_argument("--run-dir", type=Path, help="run folder to train in")
     parser.add_argument("--print-config", action="store_true", help="only check the configuration and print it")
     parser.add_argument("--preset", default="fashion_mnist", help="complete configuration to start from (%(default)s)")
@@ -41,18 +44,31 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.print_config:
-            base = config.TrainConfig.from_json(read_json(options.base)) if options.base else None
-            resolved = config.resolve(options.preset, options.overrides, base)
-            code_dirs = [str(folder) for folder in resolved.code_dirs()]
-            data = ready.ready(options.data_dir, resolved.dataset, resolved.source)
-            print(json.dumps({"config": resolved.to_json(), "code_dirs": code_dirs, "data": data}))
+            if answers.ANSWER in os.environ:
+                return answers.give(lambda: _resolved(options))
+            found = _resolved(options)
+            print(found if isinstance(found, str) else json.dumps(found))
             return 0
         if not options.run_dir or not (options.run_dir / "cluster.json").exists():
             parser.error("--run-dir must name a run folder; `invoke up` makes one and starts every task of it")
         return train(RunFolder(options.run_dir))
     except ClusterError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {plain(str(error))}", file=sys.stderr)
         return error.exit_code
+
+
+def _resolved(options: argparse.Namespace) -> dict[str, Any] | str:
+    """Return the configuration that was asked for, checked, or the help of its options where that was."""
+    base = config.TrainConfig.from_json(read_json(options.base)) if options.base else None
+    try:
+        resolved = config.resolve(options.preset, options.overrides, base)
+    except config.Help as asked:
+        return str(asked)
+    return {
+        "config": resolved.to_json(),
+        "code_dirs": [str(folder) for folder in resolved.code_dirs()],
+        "data": ready.ready(options.data_dir, resolved.dataset, resolved.source),
+    }
 
 
 def train(run: RunFolder) -> int:
@@ -68,6 +84,9 @@ def train(run: RunFolder) -> int:
         program.Program(run, run.load_cluster().task(os.environ.get("TASK", "chief"))).main()
     except ClusterError:
         raise
+    except SystemExit as error:  # the agent would take its exit code for ours
+        traceback.print_exc()
+        raise RunFailed(f"code of your own ended the training: {described(error)}") from error
     except Exception as error:
         if program.is_peer_lost(error):
             print(f"lost contact with the cluster: {str(error).splitlines()[0][:300]}", file=sys.stderr)

@@ -82,7 +82,9 @@ def measure(devices: int, sizes_mib: Sequence[int]) -> dict[str, Any]:
 
 def main(arguments: list[str]) -> int:
     """Run the command line; return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m train.bandwidth", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m train.bandwidth", description="The all-reduce between GPUs, measured."
+    )
     parser.add_argument("--devices", type=int, required=True, help="how many GPUs, or logical CPUs")
     parser.add_argument("--mib", type=int, nargs="+", default=SIZES_MIB, help="sizes in MiB (%(default)s)")
     options = parser.parse_args(arguments)

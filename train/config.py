@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from cluster import spec
-from cluster.errors import ClusterError, UsageError, nearest
+from cluster.errors import UsageError, nearest
 from train import references
+from train.field_types import check_types, shown
 
 LOOPS = ("custom", "fit")
 ONEDNN = ("auto", "on", "off")
@@ -151,6 +152,7 @@ class TrainConfig:
         Raises:
             UsageError: one is not; the message names it, its value and its range.
         """
+        check_types(self)
         whole = {
             "global_batch": (1, 2**31 - 1),
             "seed": (0, 2**31 - 1),
@@ -294,6 +296,10 @@ PRESETS: dict[str, Callable[[], TrainConfig]] = {
 }
 
 
+class Help(Exception):
+    """The help of the training options was asked for; this is its text."""
+
+
 def resolve(preset: str, overrides: Sequence[str], base: TrainConfig | None = None) -> TrainConfig:
     """Return the preset's configuration, or `base`, with dotted overrides applied.
 
@@ -307,9 +313,11 @@ def resolve(preset: str, overrides: Sequence[str], base: TrainConfig | None = No
     """
     if base is None:
         references.check("--preset", preset, PRESETS)
-        made = PRESETS[preset]() if preset in PRESETS else _own_preset(preset)
+        function = PRESETS.get(preset) or references.load("--preset", preset)
+        made = references.call("--preset", preset, function)
         if not isinstance(made, TrainConfig):
-            raise UsageError(f"--preset {preset!r} returned {made!r:.80}; expected a train.config.TrainConfig")
+            raise UsageError(f"--preset {preset!r} returned {shown(made)}; expected a train.config.TrainConfig")
+        check_types(made, f"--preset {preset!r}: ")
         base = dataclasses.replace(made, preset=preset)
     known = {_option(name): name for name in _field_names(TrainConfig) if name != "preset"}
     for word in overrides:
@@ -317,16 +325,6 @@ def resolve(preset: str, overrides: Sequence[str], base: TrainConfig | None = No
         if word.startswith("--") and option not in known and not _negates(option, known):
             raise UsageError(f"override {word!r} is not an option of the training config{nearest(option, known)}")
     return _parse(base, overrides).check().check_references().pin()
-
-
-def _own_preset(preset: str) -> Any:
-    function = references.load("--preset", preset)
-    try:
-        return function()
-    except ClusterError:
-        raise
-    except Exception as error:  # whatever the user's function does
-        raise UsageError(f"--preset {preset!r}: {type(error).__name__}: {error}") from error
 
 
 def _parse(base: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
@@ -340,8 +338,7 @@ def _parse(base: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
             return tyro.cli(TrainConfig, args=list(overrides), default=base, config=(tyro.conf.SuppressFixed,))
     except SystemExit as error:
         if not error.code:
-            print(told.getvalue())
-            raise
+            raise Help(told.getvalue()) from None
         # A title, what is wrong, and advice, with a rule between each.
         parts = [re.sub(r"[^\x21-\x7e]+", " ", part).strip() for part in re.split(r"[-\u2500]{4,}", told.getvalue())]
         words = next(filter(None, parts[1:]), parts[0])

@@ -15,6 +15,7 @@ from cluster.files import DISK_FULL, read_json
 from cluster.heartbeat import Heartbeat
 from cluster.runs import RunFolder
 from cluster.spec import Role, Task, precision_of
+from cluster.words import system_error
 from train import custom, environment, evaluator, fit, guards, models, objectives, rehearsal, sources, strategy
 from train.assignment import Assignment
 from train.config import TrainConfig
@@ -120,9 +121,9 @@ def is_peer_lost(error: Exception) -> bool:
 def explain(error: Exception) -> ClusterError | None:
     """Return the error in one line where trying again cannot help, otherwise None."""
     if isinstance(error, OSError) and error.errno in DISK_FULL:
-        return RunFailed(f"the disk is full ({error.filename}); free space, then `invoke up --resume` this run")
+        return RunFailed(f"the disk is full ({system_error(error)}); free space, then `invoke up --resume` this run")
     if isinstance(error, tf.errors.ResourceExhaustedError) and "No space left" in str(error):
         return RunFailed("the disk is full; free space, then `invoke up --resume` this run")
     if isinstance(error, PermissionError):
-        return PrerequisiteError(f"{error.filename}: no permission; give the task's user access to it")
+        return PrerequisiteError(f"{system_error(error)}; give the task's user access to it")
     return None

@@ -10,13 +10,13 @@ import importlib
 import importlib.util
 import sys
 import sysconfig
-import traceback
 from collections.abc import Callable, Collection
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import UsageError, nearest
+from cluster.errors import ClusterError, UsageError, nearest
+from cluster.words import described
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -52,21 +52,22 @@ def load(option: str, reference: str) -> Any:
     module, _, name = reference.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever the user's module does when it is imported
-        raise UsageError(f"{option} {reference!r}: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
+        raise UsageError(f"{option} {reference!r}: {described(error)}") from error
 
 
 def call(option: str, reference: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """Return what a user's function returns.
 
     Raises:
-        UsageError: it raised something: trying again would only repeat that. Where is told by the traceback in the log.
+        UsageError: it raised something, or wants the program to end: trying again would only repeat that.
     """
     try:
         return function(*arguments)
-    except Exception as error:
-        traceback.print_exc()
-        raise UsageError(f"{option} {reference!r}: {type(error).__name__}: {error}") from error
+    except ClusterError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"{option} {reference!r}: {described(error)}") from error
 
 
 def code_dir(reference: str) -> Path | None:

@@ -8,10 +8,12 @@ python -m train.saved predict  --run-dir runs/RUN --image FILE
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ from cluster.errors import ClusterError, PrerequisiteError, UsageError
 from cluster.files import read_json
 from cluster.runs import RunFolder
 from cluster.spec import precision_of
+from cluster.words import plain
 from train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -32,7 +35,7 @@ RESTORE_TRIES = 5
 
 def main(arguments: list[str]) -> int:
     """Run the command line; return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m train.saved", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m train.saved", description="A run's newest checkpoint, used.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("evaluate", "export", "predict"):
         command = commands.add_parser(name)
@@ -43,22 +46,42 @@ def main(arguments: list[str]) -> int:
         if name == "predict":
             command.add_argument("--image", type=Path, required=True, help="image file to classify")
     options = parser.parse_args(arguments)
-    os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1")  # no GPU taken from whoever trains on it
+    # No GPU taken from whoever trains on it.
+    os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1", KERAS_BACKEND="tensorflow")
     try:
         run = RunFolder(options.run_dir)
         if options.command == "predict":
-            print("\n".join(predict(run, options.image)))
+            with _stdout_kept_free():
+                lines = predict(run, options.image)
+            print("\n".join(lines))
         elif options.command == "evaluate":
-            results = evaluate(run, options.data_dir)
+            with _stdout_kept_free():
+                results = evaluate(run, options.data_dir)
             told = "  ".join(f"{name} {value:.4f}" for name, value in results.items() if name.startswith("eval_"))
             words = f"step {results['step']}: {told} over {results['examples']} examples"
             print(json.dumps(results, indent=2) if options.json else words)
         else:
-            print(f"exported the model after step {export(run, options.data_dir)} to {run.export}")
+            with _stdout_kept_free():
+                step = export(run, options.data_dir)
+            print(f"exported the model after step {step} to {run.export}")
     except ClusterError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {plain(str(error))}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+@contextlib.contextmanager
+def _stdout_kept_free() -> Iterator[None]:
+    """Have what a model of the user's own prints go to stderr: programs read what is printed here."""
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(own, 1)
+        os.close(own)
 
 
 def evaluate(run: RunFolder, data_dir: Path) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""The environment variables that TensorFlow and Keras read while they are imported, where the user has set none."""
+"""The environment variables that TensorFlow and Keras read while they are imported."""
 
 from __future__ import annotations
 
 import os
 
-DEFAULTS = {"TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow"}
+DEFAULTS = {"TF_CPP_MIN_LOG_LEVEL": "2"}
 ONEDNN = {"on": "1", "off": "0"}
 """`TF_ENABLE_ONEDNN_OPTS` for each setting of the training configuration but `auto`, which leaves it to TensorFlow."""
 
@@ -15,6 +15,7 @@ def set_defaults(onednn: str = "auto") -> None:
     Args:
         onednn: as in the training configuration.
     """
+    os.environ["KERAS_BACKEND"] = "tensorflow"  # whatever Keras computes with elsewhere
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     if onednn in ONEDNN:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from cluster import agent, compose, spec
+from cluster import agent, compose, settings, spec
 from cluster.compose import FILES, ROOT, Containers
 from cluster.payload import Payload
 from cluster.placement import Placement
@@ -121,7 +121,7 @@ def test_every_task_can_be_watched_stopped_and_brought_back(config: Config) -> N
         assert seconds(task["stop_grace_period"]) >= agent.GRACE_S + 10, name
         assert ["CMD", "python", "-m", "cluster.health"] == task["healthcheck"]["test"], name
         assert 10 <= seconds(task["healthcheck"]["interval"]) <= 15, name  # tasks start in less
-        assert seconds(task["healthcheck"]["start_period"]) >= agent.BARRIER_TIMEOUT_S, name
+        assert seconds(task["healthcheck"]["start_period"]) >= settings.SECONDS["BARRIER_TIMEOUT_S"].default, name
         assert {"driver": "json-file", "options": {"max-size": "10m", "max-file": "3"}} == task["logging"], name
 
 

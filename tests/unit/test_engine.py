@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster import engine
+from cluster.errors import PrerequisiteError
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,27 @@ def test_without_a_docker_that_runs_local_processes_are_chosen(
     runtime, why = engine.choose_runtime("auto")
     assert "local" == runtime
     assert told in why
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        (
+            "echo 'permission denied while trying to connect to the daemon socket at unix:///x.sock' >&2; exit 1",
+            "usermod -aG docker",
+        ),
+        ("echo 'Cannot connect to the Docker daemon at unix:///x.sock.' >&2; exit 1", "systemctl start docker"),
+        ("printf '\\303\\050' >&2; exit 1", "install and start Docker"),
+    ],
+)
+def test_what_to_do_follows_from_why_no_engine_can_be_used(
+    docker: Callable[[str], Path], script: str, expected: str
+) -> None:
+    docker(script)
+    with pytest.raises(PrerequisiteError, match=expected):
+        engine.choose_runtime("docker")
+    with pytest.raises(PrerequisiteError, match=expected):
+        engine.demand("image.build")
 
 
 @pytest.mark.parametrize("advice", ["\n\nRun 'docker run --help' for more", "\nSee 'docker run --help'.", ""])

@@ -183,7 +183,7 @@ def test_a_dry_run_s_commands_are_the_words_that_were_meant(
         variables, words = words_of(line)
         assert [sys.executable, "-m", "cluster.agent", "--script", str(script), *arguments, "&"] == words
         assert (str(tmp_path / data), str(tmp_path / "runs" / "one")) == (variables["DATA_DIR"], variables["RUN_DIR"])
-        assert {"worker", "chief"} == set(json.loads(variables["TF_CONFIG"])["cluster"])
+        assert {"worker"} == set(json.loads(variables["TF_CONFIG"])["cluster"])
 
 
 def test_a_shell_reads_them_so(tmp_path: Path) -> None:

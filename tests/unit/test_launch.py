@@ -61,7 +61,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> None:
         (Request(script="s.py", loop="fit", checkpoint_every="5"), "--loop and --checkpoint-every with a script"),
         (Request(script="s.py", precision="bf16"), "--precision with a script: they are the built-in trainer's"),
         (Request(script="s.py", evaluator=True), "--evaluator with a script: "),
-        (Request(chief_as_worker=True), "--chief-as-worker is for scripts"),
+        (Request(separate_chief=True), "--separate-chief is for scripts"),
         (Request(hang_timeout="0"), "--hang-timeout '0': expected a whole number from 1 to 86400"),
         (Request(script="absent.py"), "--script 'absent.py' does not exist: expected a Python file"),
         (Request(script="/"), "--script '/' is a folder: expected a Python file"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,16 +27,22 @@ def theirs(tmp_path: Path) -> Path:
     return folder / "fit.py"
 
 
-def test_a_script_may_ask_for_its_chief_as_worker_0(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("separate", "expected"), [(False, ["worker"]), (True, ["chief", "worker"])])
+def test_a_script_sees_workers_alone_unless_it_asks_for_a_chief(
+    theirs: Path, monkeypatch: pytest.MonkeyPatch, separate: bool, expected: list[str]
+) -> None:
     monkeypatch.setattr(local, "start", lambda run: None)
     options = {"runtime": "local", "tensorboard_port": "0"}
-    planned = launch.plan(Request(script=str(theirs), workers="1", chief_as_worker=True, name="led", **options))
+    planned = launch.plan(Request(script=str(theirs), workers="1", separate_chief=separate, name="led", **options))
     startup.start(planned, Commands(), began=time.time())
     planned.run.end("stopped")
     write_json(planned.run.summary, {"state": "stopped"})
     for plan in (planned, launch.plan(Request(resume="led", **options))):
-        tasks = plan.compose["tasks"].values()
-        assert ["1", "1"] == [task["environment"]["CHIEF_AS_WORKER"] for task in tasks]
+        tasks = plan.compose["tasks"]
+        assert ["chief", "worker-0"] == list(tasks)
+        seen = [json.loads(task["environment"]["TF_CONFIG"]) for task in tasks.values()]
+        assert [expected, expected] == [list(each["cluster"]) for each in seen]
+        assert seen == [task["tf_config"] for task in plan.to_json()["tasks"]]
 
 
 def test_a_script_needs_no_data_and_gets_a_folder_to_work_in(
@@ -52,7 +59,7 @@ def test_a_script_needs_no_data_and_gets_a_folder_to_work_in(
     assert reachable.startswith("warning: TensorFlow's servers ask for no password, ")
     startup.start(planned, commands, began=time.time())
     assert [] == commands
-    expected = {"script": str(theirs), "arguments": ["-n", "a b"], "chief_as_worker": False}
+    expected = {"script": str(theirs), "arguments": ["-n", "a b"], "separate_chief": False}
     assert expected == planned.run.script == read_json(planned.run.config)
     assert (tmp_path / "data").is_dir()
     assert theirs.parent / "table.csv" == (planned.run.work("worker-0") / "table.csv").readlink()

@@ -26,7 +26,8 @@ GIB = 2**30
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("", 0), ("8GiB", 8 * GIB), ("1.5gib", 3 * GIB // 2), ("600MiB", 600 * 2**20)]
+    ("text", "expected"),
+    [("", 0), ("8GiB", 8 * GIB), ("1.5gib", 3 * GIB // 2), ("600MiB", 600 * 2**20), ("99999TiB", 99999 * 2**40)],
 )
 def test_a_limit_is_an_amount_of_memory(text: str, expected: int) -> None:
     assert expected == limits.parse(text)
@@ -37,10 +38,8 @@ def test_a_limit_is_an_amount_of_memory(text: str, expected: int) -> None:
 )
 def test_or_is_refused(resolved: None, text: str) -> None:
     error = refusal(Request(memory=text, runtime="local"))
-    assert (EXIT_USAGE, True) == (
-        error.exit_code,
-        str(error).startswith(f"--memory {text!r}: expected at least 600MiB"),
-    )
+    expected = "at least 600MiB" if text in ("0GiB", "599MiB") else "a number and MiB, GiB or TiB"
+    assert (EXIT_USAGE, True) == (error.exit_code, str(error).startswith(f"--memory {text!r}: expected {expected}"))
 
 
 def test_local_processes_have_no_limit(resolved: None) -> None:

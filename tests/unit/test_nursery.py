@@ -118,9 +118,8 @@ def test_a_run_is_under_way_while_it_imports_and_can_be_stopped(
 
     monkeypatch.setattr(local, "start", begin_slowly)
     gang = start("train(2), finish()", workers=1)
-    assert {"chief": "starting", "worker-0": "starting"} == {
-        name: beat["state"] for name, beat in gang.run.heartbeats().items()
-    }
+    wait_for(lambda: len(gang.run.heartbeats()) == 2, "a heartbeat of each task")
+    assert ["starting", "starting"] == [beat["state"] for beat in gang.run.heartbeats().values()]
     assert teardown.in_progress(gang.run)
     os.kill(supervisor(gang), signal.SIGTERM)
     wait_for(lambda: gang.run.stop_requested, "the request to stop")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -98,13 +99,17 @@ def test_the_version_follows_the_contents(returns: Callable[[Any], str]) -> None
             "classes are named, but the labels are floats; expected whole numbers",
         ),
         (ValueError("no\nsuch file"), "fails: ValueError: no such file ("),
+        (ValueError("a\x1b[2Jb"), "fails: ValueError: a\\x1b[2Jb ("),
+        (SystemExit(0), "fails: it ends the program with sys.exit(0) ("),
+        ({**GOOD, "classes": 3}, "returns what no arrays can be made of: TypeError: 'int' object is not iterable"),
+        ({**GOOD, "train": ([[1], [2, 3]], LABELS)}, "returns what no arrays can be made of: ValueError: "),
     ],
 )
 def test_what_cannot_be_trained_on_is_told_in_one_line(returns: Callable[[Any], str], value: Any, told: str) -> None:
     with pytest.raises(UsageError) as error:
         own_dataset.read(returns(value))
     assert str(error.value).startswith("dataset own_module:data")
-    assert told in str(error.value) and "\n" not in str(error.value)
+    assert told in str(error.value) and str(error.value).isprintable()
 
 
 @pytest.mark.parametrize(
@@ -186,3 +191,39 @@ def test_the_command_imports_from_where_it_is_run(tmp_path: Path, monkeypatch: p
     assert 0 == done.returncode, done.stderr
     told = r"data: my_data:sums [0-9a-f]{12}: 6 examples to train, 2 to test, each \[2\] float32, 1 output"
     assert re.fullmatch(told, done.stdout.splitlines()[-1])
+
+
+DATA = "import numpy as np\nGOOD = {split: (np.ones((2, 2)), np.ones(2)) for split in ('train', 'test')}\n"
+
+
+def prepare_command(folder: Path, lines: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Prepare the dataset that the function `data` of these lines returns, with the command."""
+    (folder / "my_data.py").write_text(DATA + textwrap.dedent(lines))
+    command = [sys.executable, "-m", "train.data", "prepare", "--name", "my_data:data", "--data-dir", "data"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), **settings}
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False, env=environment)
+
+
+def test_what_the_function_prints_stays_out_of_the_way(tmp_path: Path) -> None:
+    done = prepare_command(tmp_path, "def data():\n    print('theirs')\n    return GOOD")
+    assert 0 == done.returncode, done.stderr
+    assert ["data: my_data:data"] == [line.rpartition(" ")[0][:18] for line in done.stdout.splitlines()]
+    assert "theirs" in done.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("lines", "code"),
+    [
+        ("import os\ndef data(): os._exit(0)", 2),
+        ("import os\nos._exit(0)", 2),
+        ("def data(): raise SystemExit", 2),
+        ("import os, signal\ndef data(): os.kill(os.getpid(), signal.SIGKILL)", 2),
+        ("import time\ndef data(): time.sleep(600)", 4),
+    ],
+)
+def test_a_function_that_does_not_return_is_told_in_one_line(tmp_path: Path, lines: str, code: int) -> None:
+    done = prepare_command(tmp_path, lines, DATA_TIMEOUT_S="3")
+    assert (code, "") == (done.returncode, done.stdout)
+    (told,) = [line for line in done.stderr.splitlines() if not line.startswith("data: calling")]
+    assert told.startswith("error: ")
+    assert "my_data:data" in told

@@ -19,8 +19,9 @@ ALL = Payload(Path("/theirs/s.py"), ("1",), (Path("/code/a"), Path("/b")), Path(
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing in the caller's environment that changes what tasks get."""
-    for name in ("PYTHONPATH", payload.LEGACY_KERAS, *payload.PROXIES):
-        monkeypatch.delenv(name, raising=False)
+    for name in os.environ:
+        if name != "PATH":
+            monkeypatch.delenv(name)
 
 
 def test_the_built_in_trainer_brings_nothing_along() -> None:

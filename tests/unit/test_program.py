@@ -29,3 +29,13 @@ def test_a_script_s_output_is_logged_as_it_is(tmp_path: Path) -> None:
     assert 0 == script.wait(30)
     script.end(0)
     assert 3 == len((tmp_path / "log").read_text().splitlines())
+
+
+def test_a_new_life_begins_a_new_line_of_the_log(tmp_path: Path) -> None:
+    for _ in range(2):
+        script = Script([sys.executable, "-c", "print('last', end='')"], dict(os.environ), tmp_path / "log", tmp_path)
+        script.open_gate({})
+        assert 0 == script.wait(30)
+        assert "last" == script.last_line
+        script.end(0)
+    assert "last\nlast\n" == (tmp_path / "log").read_text()

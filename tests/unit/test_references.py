@@ -65,7 +65,8 @@ def test_a_module_is_checked_without_being_run(write: Callable[..., Path]) -> No
 def test_a_module_that_cannot_be_imported_is_refused_in_one_line_when_it_is_needed(write: Callable[..., Path]) -> None:
     write({"own_raises.py": "raise RuntimeError('run')\ndef model(): pass\n"})
     told = refusal("own_raises:model", lambda reference: references.load("--model", reference))
-    assert "--model 'own_raises:model': RuntimeError: run" == told
+    assert told.startswith("--model 'own_raises:model': RuntimeError: run (")
+    assert told.endswith("own_raises.py:1)")
 
 
 def test_a_module_in_a_package_is_checked_without_running_the_package(write: Callable[..., Path]) -> None:

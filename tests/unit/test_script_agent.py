@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cluster import local, restarts, script_agent, spec, tf_config, view, watch
+from cluster import local, restarts, script_agent, view, watch
 from cluster.files import write_json
 from cluster.payload import Payload, lay_out
 from cluster.runs import RunFolder
@@ -355,24 +355,3 @@ def test_status_shows_who_is_alive_and_how_who_ended(start_scripts: StartScripts
     assert ["worker-0", "done", "0", "0"] == worker.split()[:4]
     (gang.run.path / "enough").touch()
     assert "succeeded" == gang.summary()["state"]
-
-
-@pytest.mark.parametrize(("task", "seen"), [("chief", 0), ("worker-0", 1), ("worker-1", 2)])
-def test_a_script_may_have_worker_0_for_its_chief(task: str, seen: int) -> None:
-    cluster = spec.build(2)
-    text = tf_config.dumps(cluster, cluster.task(task))
-    assert text is not None
-    asked = script_agent.script_environment({"TF_CONFIG": text, "CHIEF_AS_WORKER": "1"})
-    expected = {
-        "cluster": {"worker": [member.address for member in cluster.members]},
-        "task": {"type": "worker", "index": seen},
-    }
-    assert expected == json.loads(asked["TF_CONFIG"])
-    assert text == script_agent.script_environment({"TF_CONFIG": text})["TF_CONFIG"]
-
-
-def test_the_chief_of_parameter_servers_stays_the_chief() -> None:
-    cluster = spec.build(2, 1)
-    text = tf_config.dumps(cluster, cluster.task("chief"))
-    assert text is not None
-    assert text == script_agent.script_environment({"TF_CONFIG": text, "CHIEF_AS_WORKER": "1"})["TF_CONFIG"]

@@ -33,6 +33,20 @@ def test_the_chief_alone_gets_none(evaluator: bool) -> None:
     assert [None] * len(cluster.tasks) == [tf_config.dumps(cluster, task) for task in cluster.tasks]
 
 
+@pytest.mark.parametrize(("task", "index"), [("chief", 0), ("worker-0", 1), ("worker-1", 2)])
+def test_without_a_separate_chief_it_is_worker_0(task: str, index: int) -> None:
+    cluster = spec.build(2, separate_chief=False)
+    assert {
+        "cluster": {"worker": ["chief:2222", "worker-0:2222", "worker-1:2222"]},
+        "task": {"type": "worker", "index": index},
+    } == tf_config.render(cluster, cluster.task(task))
+
+
+def test_beside_parameter_servers_the_chief_is_always_separate() -> None:
+    one, other = spec.build(2, 1, separate_chief=False), spec.build(2, 1)
+    assert [tf_config.render(other, task) for task in other.tasks] == [tf_config.render(one, t) for t in one.tasks]
+
+
 @given(st.integers(1, 20), st.integers(0, 4), st.booleans())
 def test_what_is_rendered_is_read_back(workers: int, ps: int, evaluator: bool) -> None:
     described = spec.build(workers, ps, evaluator)

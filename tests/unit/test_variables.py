@@ -13,7 +13,7 @@ ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*variables.DEFAULTS, ONEDNN):
+    for name in (*variables.DEFAULTS, "KERAS_BACKEND", ONEDNN):
         monkeypatch.setenv(name, "")  # so that what is set meanwhile is taken away after the test
         monkeypatch.delenv(name)
 
@@ -25,6 +25,12 @@ def test_what_the_user_has_set_stays(name: str, monkeypatch: pytest.MonkeyPatch)
     variables.set_defaults("on")
     expected = variables.DEFAULTS | {ONEDNN: "1"} | {name: "0"}
     assert expected == {other: os.environ[other] for other in expected}
+
+
+def test_keras_computes_with_tensorflow_whatever_it_does_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    variables.set_defaults()
+    assert "tensorflow" == os.environ["KERAS_BACKEND"]
 
 
 @pytest.mark.parametrize(("setting", "value"), [("on", "1"), ("off", "0"), ("auto", None)])

@@ -257,7 +257,8 @@ def test_logs_of_several_tasks_carry_their_names(run: RunFolder, capsys: pytest.
     run.log("chief").write_text("one\ntwo\nhalf a li")
     run.log("worker-0").write_bytes(b"three \xff\n")
     view.logs(run, ["chief", "worker-0", "ps-0"], follow=False)
-    assert ["chief    | one", "chief    | two", "worker-0 | three \ufffd"] == capsys.readouterr().out.splitlines()
+    told = ["chief    | one", "chief    | two", "chief    | half a li", "worker-0 | three \ufffd"]
+    assert told == capsys.readouterr().out.splitlines()
 
 
 def test_the_log_of_one_task_is_shown_as_it_is(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,13 +276,13 @@ def test_followed_logs_go_on_until_the_run_ends(
     def meanwhile(_: float) -> None:
         if (text := next(more, None)) is None:
             end(run, "succeeded")
-            text = "five\n"
+            text = "five\nsix"
         with run.log("chief").open("a") as log:
             log.write(text)
 
     monkeypatch.setattr(view.time, "sleep", meanwhile)
     view.logs(run, ["chief"], follow=True)
-    assert ["one", "two", "three", "four", "five"] == capsys.readouterr().out.splitlines()
+    assert ["one", "two", "three", "four", "five", "six"] == capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from cluster import answers
 from cluster.errors import EXIT_DONE, EXIT_INTERRUPTED, ClusterError, PrerequisiteError, UsageError
+from cluster.words import plain
 from train.data import arrays, shards
 from train.data.prepare import prepare, say
 from train.data.ready import in_words
@@ -39,13 +41,31 @@ def main(argv: Sequence[str] | None = None) -> int:
                 in_words(shard(name, data_dir, num_shards=arguments.shards, size=arguments.size, fresh=arguments.fresh))
             )
         else:
-            say(in_words(prepare(name, data_dir, arguments.fresh)))
+            return _prepare(arguments)
     except ClusterError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {plain(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("error: interrupted; nothing half prepared is left", file=sys.stderr)
         return EXIT_INTERRUPTED
+    return EXIT_DONE
+
+
+def _prepare(arguments: argparse.Namespace) -> int:
+    """Prepare a dataset; one of the user's own in another process: anything may happen in their function."""
+
+    def told() -> str:
+        return in_words(prepare(arguments.name, arguments.data_dir, arguments.fresh))
+
+    if not arrays.is_own(arguments.name):
+        say(told())
+        return EXIT_DONE
+    if answers.ANSWER in os.environ:
+        return answers.give(told)
+    command = [sys.executable, "-m", "train.data", "prepare", "--name", arguments.name]
+    command += ["--data-dir", str(arguments.data_dir), *(["--fresh"] if arguments.fresh else [])]
+    what = f"dataset {arguments.name}"
+    say(answers.ask(command, what, "DATA_TIMEOUT_S", cwd=Path.cwd(), environment=os.environ))
     return EXIT_DONE
 
 

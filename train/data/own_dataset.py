@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import re
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from cluster.errors import ClusterError, UsageError, nearest
+from cluster.words import described
 from train.data import arrays
 
 SPLITS = ("train", "test")
@@ -54,8 +54,17 @@ def read(name: str) -> OwnDataset:
         returned = function()
     except ClusterError:
         raise
-    except Exception as error:
-        raise UsageError(f"dataset {name} fails: {_told(error)}") from None
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"dataset {name} fails: {described(error)}") from None
+    try:
+        return _checked(name, returned)
+    except ClusterError:
+        raise
+    except Exception as error:  # what they return may be of any class
+        raise UsageError(f"dataset {name} returns what no arrays can be made of: {described(error)}") from None
+
+
+def _checked(name: str, returned: Any) -> OwnDataset:
     if not isinstance(returned, Mapping) or not set(SPLITS) <= set(returned) <= {*SPLITS, "classes"}:
         got = f"the keys {', '.join(map(str, returned))}" if isinstance(returned, Mapping) else type(returned).__name__
         raise UsageError(
@@ -74,9 +83,9 @@ def _function(name: str) -> Callable[[], Any]:
     importlib.invalidate_caches()
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(
-            f"dataset {name}: {module_name} cannot be imported from {Path.cwd()} or PYTHONPATH: {_told(error)}"
+            f"dataset {name}: {module_name} cannot be imported from {Path.cwd()} or PYTHONPATH: {described(error)}"
         ) from None
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -152,11 +161,3 @@ def _version(classes: tuple[str, ...], splits: Mapping[str, tuple[np.ndarray, ..
             digest.update(f"{split} {array.dtype.name} {array.shape}".encode())
             digest.update(array.astype(array.dtype.newbyteorder("<"), copy=False).data)
     return digest.hexdigest()[:12]
-
-
-def _told(error: Exception) -> str:
-    """Return an error of the user's code in one line, with the place it came from."""
-    words = " ".join(str(error).split())
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    place = "" if frame.filename.startswith("<frozen") else f" ({frame.filename}:{frame.lineno})"
-    return f"{type(error).__name__}: {words}{place}"

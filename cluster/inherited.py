@@ -1,0 +1,101 @@
+"""What tasks take over from the environment in which `up` is called: what is listed here, and nothing else.
+
+So a run does not depend on whatever happens to be set, such as the TF_CONFIG of another cluster, and no secret reaches
+a task that nobody meant to give it. `--env` adds to the list.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from cluster import settings
+from cluster.errors import UsageError
+
+PREFIXES = ("TF_", "TFDS_", "TFHUB_", "KERAS_", "XLA_", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "DNNL_", "ONEDNN_")
+DEVICE_PREFIXES = ("CUDA_", "CUDNN_", "CUBLAS_", "NCCL_", "NVIDIA_TF32_", "GRPC_", "TPU_", "PJRT_", "LIBTPU_")
+"""What TensorFlow, Keras and the libraries below them read: for every task."""
+
+PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
+"""For every local task, and for the containers of a script, which may reach the network."""
+
+PROCESS = frozenset(
+    {
+        *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TERM", "TMPDIR"),
+        *("XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "HF_HOME", "RUNS_DIR", "LD_LIBRARY_PATH", "LD_PRELOAD"),
+        *("PYTHONPATH", "PYTHONHASHSEED", "PYTHONUSERBASE", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"),
+        *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "GOOGLE_APPLICATION_CREDENTIALS"),
+    }
+)
+"""What a process of this machine needs besides, or finds this machine's files with: for local tasks."""
+
+OWN = frozenset(
+    {
+        *("TF_CONFIG", "TASK", "RUN_DIR", "DATA_DIR", "GENERATION", "RESTARTS", "GATE_FD", "SPARE"),
+        *("GPUS_GIVEN", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES", "TF_CLUSTER_TOKEN"),
+    }
+)
+"""What is set for each task, or must not be set: never taken over."""
+
+UNSUITED = OWN | {"PYTHONPATH", "RUNS_DIR"}
+"""What `--env` cannot set: whoever sets these sets them where `up` is called."""
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+
+
+def for_process(names: Collection[str] = ()) -> dict[str, str]:
+    """Return what local tasks take over.
+
+    Args:
+        names: variables that `--env` adds.
+    """
+    found = {name: value for name, value in os.environ.items() if name in names or _for_process(name)}
+    if "PYTHONPATH" in found:  # tasks run in another folder than the caller
+        found["PYTHONPATH"] = os.pathsep.join(python_path())
+    return found
+
+
+def for_container(*, way_out: bool) -> dict[str, str | None]:
+    """Return what containers take over, by name: what has no value here is passed on when they are started.
+
+    Args:
+        way_out: whether they may reach the network.
+    """
+    # A path of this machine means nothing there.
+    names = [name for name, value in os.environ.items() if _for_all(name) and not value.startswith("/")]
+    names += [name for name in PROXIES if name in os.environ and way_out]
+    return dict.fromkeys(names)
+
+
+def _for_all(name: str) -> bool:
+    return name not in OWN and (name.startswith((*PREFIXES, *DEVICE_PREFIXES)) or name in settings.OF_TASKS)
+
+
+def _for_process(name: str) -> bool:
+    return _for_all(name) or name in PROCESS or name in PROXIES or name.startswith("LC_")
+
+
+def python_path() -> list[str]:
+    """Return the caller's PYTHONPATH, its folders absolute: commands of ours run in another folder than the caller."""
+    return [str(Path(folder).absolute()) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+
+
+def parse(given: Sequence[str]) -> dict[str, str | None]:
+    """Return the variables that `--env NAME` and `--env NAME=VALUE` give to tasks; None is the value that is set here.
+
+    Raises:
+        UsageError: one is no variable, has no value here, or is set for each task.
+    """
+    found: dict[str, str | None] = {}
+    for words in given:
+        name, equals, value = words.partition("=")
+        if not _NAME.fullmatch(name) or "\0" in value:
+            raise UsageError(f"--env {words!r}: expected NAME or NAME=VALUE; write it as --env NAME=VALUE")
+        if name in UNSUITED:
+            raise UsageError(f"--env {name}: it is set for each task, or where you call `up`; leave it out")
+        if not equals and name not in os.environ:
+            raise UsageError(f"--env {name}: it is not set here; set it, or give a value with --env {name}=VALUE")
+        found[name] = value if equals else None
+    return found
