@@ -63,9 +63,25 @@ class Assignment:
         return self.config.total_steps(self.source.train_examples)
 
     @property
-    def epoch_steps(self) -> int:
-        """Optimizer steps in an epoch, the last one running into the next."""
-        return -(-self.source.train_examples // self.config.global_batch)
+    def num_epochs(self) -> int:
+        """Epochs of the whole training, the last of which may be cut short."""
+        return self.epoch_of(self.total_steps - 1) + 1
+
+    def epoch_of(self, step: int) -> int:
+        """Return the epoch, from 0, that the step after `step` steps belongs to.
+
+        A batch may end one epoch and begin the next: it belongs to the one that it ends. So an epoch is a step longer
+        than another now and then, and no epoch drifts away from the examples.
+        """
+        return step * self.config.global_batch // self.source.train_examples
+
+    def epoch_begin(self, step: int) -> int:
+        """Return the steps that were done before the epoch of the step after `step`."""
+        return -(-self.epoch_of(step) * self.source.train_examples // self.config.global_batch)
+
+    def epoch_end(self, step: int) -> int:
+        """Return the steps that are done after the epoch of the step after `step`."""
+        return -(-(self.epoch_of(step) + 1) * self.source.train_examples // self.config.global_batch)
 
     def new_optimizer(self) -> keras.optimizers.Optimizer:
         """Return the optimizer, its variables built beside the model's."""
@@ -74,8 +90,10 @@ class Assignment:
             optimizer.build(self.model.trainable_variables)  # here, or its slot variables land on the chief
             return optimizer
 
-    def new_checkpoint(self, optimizer: keras.optimizers.Optimizer) -> checkpoint.Checkpoint:
-        """Return what saves and restores the training."""
+    def new_checkpoint(
+        self, optimizer: keras.optimizers.Optimizer, callbacks: tf.Module | None = None
+    ) -> checkpoint.Checkpoint:
+        """Return what saves and restores the training, with what its callbacks have counted."""
         with self.strategy.scope():
             done = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
         return checkpoint.Checkpoint(
@@ -87,6 +105,7 @@ class Assignment:
             writes=self.chief,
             saved=lambda step: self.run.event(self.task.name, "checkpoint", step=step),
             loss_scale=descent.loss_scale(optimizer),
+            callbacks=callbacks,
         )
 
     def new_evaluation(self) -> Callable[[], dict[str, float]]:

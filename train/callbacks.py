@@ -12,6 +12,7 @@ from tensorflow import keras
 from cluster.errors import UsageError
 from train import references
 from train.assignment import Assignment
+from train.callback_state import CallbackState, Progress, attributes, changed, restore
 from train.loops import Inner
 from train.steps import LoopResult
 
@@ -75,49 +76,95 @@ class PrintRate(keras.callbacks.Callback):
 
 
 class Hooks:
-    """Calls Keras callbacks from the custom loop as `Model.fit` does.
+    """Calls the user's callbacks as `Model.fit` does, from both loops, and saves and restores what they have counted.
 
-    An inner call is one batch of several steps to them, as with Keras's own `steps_per_execution`.
+    An inner call of the custom loop is one batch of several steps to them, as with Keras's own `steps_per_execution`.
     """
 
-    def __init__(self, assignment: Assignment, optimizer: keras.optimizers.Optimizer) -> None:
-        self._model = assignment.model
-        self._epoch_steps = assignment.epoch_steps
+    def __init__(self, assignment: Assignment, state: CallbackState) -> None:
+        """Make the callbacks. Call once the model is compiled: they ask it for its optimizer.
+
+        Args:
+            assignment: of this task.
+            state: of the checkpoint that was restored.
+
+        Raises:
+            UsageError: there are no such callbacks, or this strategy does not allow them.
+        """
+        self._assignment, self._model, self._state = assignment, assignment.model, state
         self._score_name = assignment.objective.score_name
-        with assignment.strategy.scope():
-            self._model.compile(optimizer=optimizer, jit_compile=False)  # callbacks ask the model for its optimizer
-        self._list = keras.callbacks.CallbackList(
-            build(assignment),
-            model=self._model,
-            epochs=-(-assignment.total_steps // self._epoch_steps),
-            steps=self._epoch_steps,
-            verbose=0,
-        )
-        self._sums_3 = np.zeros(3)
+        self._callbacks = build(assignment)
+        self._made = [attributes(callback) for callback in self._callbacks]
+        try:
+            with assignment.strategy.scope():
+                self._list = keras.callbacks.CallbackList(
+                    self._callbacks,
+                    model=self._model,
+                    epochs=assignment.num_epochs,
+                    steps=assignment.epoch_end(0),
+                    verbose=0,
+                )
+        except ValueError as error:  # of tf_keras under parameter servers, which knows no batches
+            raise UsageError(f"--callbacks {assignment.config.callbacks!r}: {error}") from None
+        self._progress = state.read()
         self._epoch_logs: dict[str, float] = {}
-        self.enough = False
+        self.enough = self._progress.ended_at == assignment.total_steps
         """Whether a callback wants training to end."""
 
-    def begin(self, first: int) -> None:
-        """Training begins after `first` steps."""
+    def begin(self, first: int, evaluate: Callable[[int], dict[str, float]]) -> None:
+        """Training begins after `first` steps, or goes on with what callbacks had counted by then.
+
+        Args:
+            first: steps done before.
+            evaluate: returns the results on the test split; every task calls it where one does.
+        """
         self._model.stop_training = False
         self._list.on_train_begin()
-        self.begin_epoch(first)
+        restored, epoch = self._progress, self._assignment.epoch_of(first)
+        begun = restored.epoch == epoch
+        if not begun:
+            self._restore(restored)
+            if restored.sums[0]:  # it was saved at the end of an epoch, before callbacks were called for that
+                self.end_epoch(first, evaluate(first))
+        if first < self._assignment.total_steps and not self.enough:
+            self.begin_epoch(first)
+        if begun:  # in the life before, so that what was saved holds what callbacks did then
+            self._restore(restored)
+            self._progress.sums = restored.sums
+
+    def _restore(self, progress: Progress) -> None:
+        if progress.epoch >= 0 and not restore(self._callbacks, progress) and self._assignment.chief:
+            print("warning: these are not the callbacks of the checkpoint, and begin anew", flush=True)
 
     def begin_epoch(self, step: int) -> None:
         """The epoch of the step after `step` begins, or goes on after a resume."""
-        self._sums_3[:] = 0
-        self._list.on_epoch_begin(step // self._epoch_steps)
+        self._progress = Progress(epoch=self._assignment.epoch_of(step))
+        self._list.on_epoch_begin(self._progress.epoch)
+
+    def begin_batch(self, step: int) -> None:
+        """A batch begins after `step` steps."""
+        self._list.on_train_batch_begin(step - self._assignment.epoch_begin(step))
+
+    def end_batch(self, step: int, count: int, loss_sum: float, score_sum: float) -> None:
+        """A batch of `count` steps has ended with `step`."""
+        self.add(count, loss_sum, score_sum)
+        self._list.on_train_batch_end(step - 1 - self._assignment.epoch_begin(step - 1), self._logs())
+        self._heed()
+
+    def add(self, count: int, loss_sum: float, score_sum: float) -> None:
+        """Count steps of this epoch."""
+        self._progress.sums = [
+            old + new for old, new in zip(self._progress.sums, (count, loss_sum, score_sum), strict=True)
+        ]
 
     def around(self, inner: Inner) -> Inner:
-        """Return the inner loop with its callbacks."""
+        """Return the custom loop's inner one with its callbacks."""
 
         def hooked(first: int, count: int, stop: bool) -> LoopResult:
-            self._list.on_train_batch_begin(first % self._epoch_steps)
+            self.begin_batch(first)
             result = inner(first, count, stop)
-            self._sums_3 += (len(result.losses), result.losses.sum(), result.scores.sum())
-            self._list.on_train_batch_end((first + count - 1) % self._epoch_steps, self._logs())
-            self.enough |= bool(self._model.stop_training)
+            sums = (float(values.sum(dtype=np.float64)) for values in (result.losses, result.scores))
+            self.end_batch(first + count, len(result.losses), *sums)
             return result
 
         return hooked
@@ -125,17 +172,30 @@ class Hooks:
     def end_epoch(self, step: int, results: dict[str, float]) -> None:
         """The epoch of `step` ends; `results` are the newest on the test split."""
         logs = self._logs() | {name.replace("eval_", "val_"): value for name, value in results.items()}
-        self._list.on_epoch_end((step - 1) // self._epoch_steps, logs)
+        self._list.on_epoch_end(self._assignment.epoch_of(step - 1), logs)
         self._epoch_logs = logs
-        self.enough |= bool(self._model.stop_training)
-        self._sums_3[:] = 0
+        self._heed()
+        self._progress.sums = [0.0, 0.0, 0.0]
 
     def end(self, step: int, results: dict[str, float], *, stopped: bool) -> None:
-        """Training ends after `step`: the epoch too, unless it was told already or will be gone on with."""
-        if self._sums_3[0] and not stopped:
+        """Training ends after `step`: the epoch too, unless it has ended already or will be gone on with."""
+        if self._progress.sums[0] and not stopped:
             self.end_epoch(step, results)
         self._list.on_train_end(self._epoch_logs)
 
+    def keep(self) -> None:
+        """Have the next checkpoint hold what callbacks have counted."""
+        self._progress.ended_at = self._assignment.total_steps if self.enough else 0
+        self._progress.classes = [type(callback).__name__ for callback in self._callbacks]
+        pairs = zip(self._callbacks, self._made, strict=True)
+        self._progress.callbacks = [changed(callback, made) for callback, made in pairs]
+        self._state.write(self._progress)
+
+    def _heed(self) -> None:
+        """Take over that a callback wants training to end: all tasks end it together, not Keras at once."""
+        self.enough |= bool(self._model.stop_training)
+        self._model.stop_training = False
+
     def _logs(self) -> dict[str, float]:
-        steps, losses, scores = self._sums_3
+        steps, losses, scores = self._progress.sums
         return {"loss": losses / steps, self._score_name: scores / steps} if steps else {}

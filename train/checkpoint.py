@@ -24,7 +24,6 @@ from cluster.errors import RunFailed
 from cluster.files import read_json, sha256, write_json
 
 _RECORD = re.compile(r"ckpt-(\d+)\.json")
-LOSS_SCALE = "loss_scale"
 
 
 @dataclass(frozen=True)
@@ -113,6 +112,7 @@ class Checkpoint:
         writes: bool,
         saved: Callable[[int], None] = lambda step: None,
         loss_scale: tf.Module | None = None,
+        callbacks: tf.Module | None = None,
     ) -> None:
         """Prepare to save.
 
@@ -127,10 +127,12 @@ class Checkpoint:
                 (https://www.tensorflow.org/tutorials/distribute/multi_worker_with_ctl#checkpoint_saving).
             saved: told of each step whose checkpoint is finished, perhaps from another thread.
             loss_scale: of a training in float16. One that has just become that has none in its checkpoints yet.
+            callbacks: what callbacks have counted. The same holds of it.
         """
         self._parts = {"step": step, "model": model, "optimizer": optimizer}
-        self._loss_scale = {} if loss_scale is None else {LOSS_SCALE: loss_scale}
-        self._checkpoint = tf.train.Checkpoint(**self._parts, **self._loss_scale)
+        optional = {"loss_scale": loss_scale, "callbacks": callbacks}
+        self._optional = {name: part for name, part in optional.items() if part is not None}
+        self._checkpoint = tf.train.Checkpoint(**self._parts, **self._optional)
         self._model = model
         self._step = step
         self._folder = folder
@@ -145,8 +147,9 @@ class Checkpoint:
         """Restore the newest good checkpoint, if there is one; return the step to go on from."""
         newest = newest_good(self._folder, lambda words: print(words, flush=True) if self._writes else None)
         if newest is not None:
-            scaled = any(name.startswith(f"{LOSS_SCALE}/") for name, _ in tf.train.list_variables(newest.prefix))
-            kept = self._checkpoint if scaled else tf.train.Checkpoint(**self._parts)
+            held = {name.partition("/")[0] for name, _ in tf.train.list_variables(newest.prefix)}
+            also = {name: part for name, part in self._optional.items() if name in held}
+            kept = tf.train.Checkpoint(**self._parts, **also)
             kept.read(newest.prefix).assert_existing_objects_matched()
         return int(self._step.numpy())
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from cluster.spec import Role
 from train import callbacks, descent, guards, loops, parameter_server, steps, trace
 from train.assignment import Assignment
+from train.callback_state import CallbackState
 from train.elastic import ElasticTrainee
 from train.report import Report
 from train.sources import train_feed
@@ -24,7 +25,8 @@ class Training:
             if not config.bitwise_elastic:  # a virtual shard knows nothing of those that are computed elsewhere
                 guards.synchronize_batch_normalization(assignment.model, strategy.num_replicas_in_sync)
         self._optimizer = assignment.new_optimizer()
-        self._checkpoint = assignment.new_checkpoint(self._optimizer)
+        state = CallbackState() if config.callbacks else None
+        self._checkpoint = assignment.new_checkpoint(self._optimizer, state)
         self._first = self._checkpoint.restore()
         if not assignment.asynchronous:
             steps.check_same_step(strategy, self._first)
@@ -50,7 +52,11 @@ class Training:
             self._agree = steps.agreement(strategy)
         self._evaluated_at: int | None = None
         self._saved_at: int | None = None
-        self._hooks = callbacks.Hooks(assignment, self._optimizer) if config.callbacks else None
+        self._hooks: callbacks.Hooks | None = None
+        if state is not None:
+            with strategy.scope():
+                assignment.model.compile(optimizer=self._optimizer, jit_compile=False)  # callbacks ask the model for it
+            self._hooks = callbacks.Hooks(assignment, state)
 
     def _trainee(self, cut: VirtualShards | None) -> steps.Trainee:
         assignment = self._assignment
@@ -62,17 +68,20 @@ class Training:
     def run(self) -> None:
         """Train, and end well."""
         config, assignment = self._assignment.config, self._assignment
-        every = [loops.Every(config.evaluate_every or assignment.epoch_steps, self._evaluate)]
+        epoch = loops.EveryEpoch(assignment.epoch_end, self._evaluate)
+        every: list[loops.Periodic] = [
+            loops.Every(config.evaluate_every, self._evaluate) if config.evaluate_every else epoch
+        ]
         if self._hooks:
-            self._hooks.begin(self._first)
-            every.append(loops.Every(assignment.epoch_steps, self._end_epoch))
+            self._hooks.begin(self._first, self._evaluate)
+            every.append(loops.EveryEpoch(assignment.epoch_end, self._end_epoch))
         if not config.checkpoint_seconds:
             every.append(loops.Every(config.checkpoint_every, self._save))  # with what callbacks have changed
         inner = trace.Tracer(assignment.run, assignment.task.name).around(descent.watched(self._inner, self._optimizer))
         step, stopped = loops.run(
             inner if self._hooks is None else self._hooks.around(inner),
             self._first,
-            assignment.total_steps,
+            self._first if self._enough else assignment.total_steps,
             steps_per_loop=config.steps_per_loop,
             every=every,
             report=self._tell,
@@ -80,13 +89,15 @@ class Training:
             save=self._save,
         )
         stopped = stopped and not self._any_enough()
-        if self._saved_at != step:
+        if self._saved_at != step and (stopped or not self._hooks):
             self._save(step)
         if not stopped and self._evaluated_at != step:
             self._evaluate(step)
-        self._checkpoint.wait()
         if self._hooks:
             self._hooks.end(step, self._report.results, stopped=stopped)
+            if not stopped:
+                self._save(step)  # with what callbacks did at the end, such as to take the best weights
+        self._checkpoint.wait()
         self._report.end(step, stopped=stopped)
 
     @functools.cached_property
@@ -116,14 +127,17 @@ class Training:
         )
 
     def _save(self, step: int) -> None:
+        if self._hooks:
+            self._hooks.keep()
         with self._report.saving():
             self._checkpoint.save(step)
         self._save_timer.saved()
         self._saved_at = step
 
-    def _evaluate(self, step: int) -> None:
+    def _evaluate(self, step: int) -> dict[str, float]:
         self._report.evaluate(step, self._results)
         self._evaluated_at = step
+        return self._report.results
 
     def _end_epoch(self, step: int) -> bool:
         """Tell the callbacks; return whether training shall end, which all tasks decide together."""

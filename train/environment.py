@@ -11,7 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from cluster.files import read_json, write_json
+from cluster.errors import RunFailed
+from cluster.files import read_json, sha256, write_json
 from cluster.runs import RunFolder
 from train.sources import Source
 
@@ -24,11 +25,32 @@ INSTRUCTIONS = ("sse4_2", "avx", "fma", "avx2", "avx512f", "avx512_vnni", "avx51
 
 
 def record(run: RunFolder, dataset: str, source: Source) -> None:
-    """Write `environment.json`, and add to the run's manifest what only a task knows: the data and this."""
-    found = describe()
+    """Write `environment.json`, and add to the run's manifest what only a task knows: the data and this.
+
+    Raises:
+        RunFailed: the data is not what was prepared.
+    """
+    found, manifest = describe(), read_json(run.manifest, {})
     write_json(run.environment, found)
-    data = {"name": dataset, "version": source.version, "files": dict(source.files)}
-    write_json(run.manifest, read_json(run.manifest, {}) | {"data": data, "environment": found})
+    data = manifest.get("data", {})
+    if (data.get("name"), data.get("version")) != (dataset, source.version):  # otherwise this is a later life
+        files = {"files": _used(source), "made_from": dict(source.made_from)}
+        data = {"name": dataset, "version": source.version, **files}
+    write_json(run.manifest, manifest | {"data": data, "environment": found})
+
+
+def _used(source: Source) -> dict[str, str]:
+    """Return the sha256 of the files that are read.
+
+    Of arrays it is computed now. Of shards, which can be too large for that, it is the one that was written with the
+    hashes of the blocks, which are checked whenever a shard is read.
+    """
+    used = {}
+    for path, prepared in source.files.items():
+        used[path.name] = prepared if source.arrays is None else sha256(path)
+        if used[path.name] != prepared:
+            raise RunFailed(f"{path} is not what was prepared; {source.again}, then start again")
+    return used
 
 
 def describe() -> dict[str, Any]:

@@ -14,8 +14,9 @@ import numpy as np
 import tensorflow as tf
 from tensorflow import keras
 
-from train import callbacks, descent, guards, loops, parameter_server, steps, trace
+from train import callbacks, descent, guards, legacy_guards, loops, parameter_server, steps, trace
 from train.assignment import Assignment
+from train.callback_state import CallbackState
 from train.data.memory import Batch
 from train.export import is_legacy
 from train.pace import Times
@@ -30,10 +31,12 @@ class Training:
         self._assignment = assignment
         model, objective = assignment.model, assignment.objective
         with assignment.strategy.scope():
-            if not is_legacy():
-                guards.synchronize_batch_normalization(model, assignment.strategy.num_replicas_in_sync)
+            if is_legacy():
+                legacy_guards.install(model, assignment.config.seed)
+            guards.synchronize_batch_normalization(model, assignment.strategy.num_replicas_in_sync)
+        state = CallbackState() if assignment.config.callbacks else None
         optimizer = assignment.new_optimizer()
-        self._checkpoint = assignment.new_checkpoint(optimizer)
+        self._checkpoint = assignment.new_checkpoint(optimizer, state)
         self._first = self._checkpoint.restore()
         if not assignment.asynchronous:
             steps.check_same_step(assignment.strategy, self._first)
@@ -43,51 +46,63 @@ class Training:
                 lambda labels, outputs: objective.score(_labels(assignment, labels), steps.full_precision(outputs)),
                 objective.score_name,
             )
-            if not is_legacy():
-                _draw_by_place(model, optimizer)
+            _draw_by_place(model, optimizer)
             # XLA over collectives on CPU crashes the process.
-            model.compile(optimizer, _Loss(assignment), weighted_metrics=[score], jit_compile=False)
+            # Unweighted, as in evaluation and in the custom loop.
+            model.compile(optimizer, _Loss(assignment), metrics=[score], jit_compile=False)
             model.optimizer = optimizer  # not in Keras's own loss scaling: `train/descent.py` says why
+        self._hooks = callbacks.Hooks(assignment, state) if state else None
 
     def run(self) -> None:
         """Train, and end well."""
         assignment, total = self._assignment, self._assignment.total_steps
-        follower = _Follower(assignment, self._report, self._checkpoint, self._first)
-        users = callbacks.build(assignment)
-        # Under parameter servers Keras calls back at the end of an epoch alone, so without callbacks of the user's own,
-        # which count in epochs, an epoch is as short as an inner loop.
-        short = assignment.asynchronous and not users
-        epoch_steps = min(assignment.epoch_steps, assignment.config.steps_per_loop if short else total)
+        follower = _Follower(assignment, self._report, self._checkpoint, self._first, self._hooks)
+        follower.set_model(assignment.model)  # Keras does so in `fit`, which a training that is done needs not
+        if self._hooks:
+            self._hooks.begin(self._first, lambda _step: follower.evaluate())
+            follower.ended = self._hooks.enough
         while follower.step < total and not follower.ended:
-            done = follower.step % epoch_steps
-            # Only whole epochs can be fitted in one call: the rest of an epoch first, after a resume in its middle, and
-            # what the last one has left.
-            whole = 0 if done else (total - follower.step) // epoch_steps
-            count = epoch_steps if whole else min(epoch_steps - done, total - follower.step)
-            epoch = follower.step // epoch_steps
+            count, times = self._next_epochs(follower.step)
             assignment.model.fit(
                 _data(assignment, follower.step),
-                initial_epoch=epoch,
-                epochs=epoch + max(whole, 1),
+                epochs=times,
                 steps_per_epoch=count,
-                callbacks=[follower, *users],
+                callbacks=[follower],
                 shuffle=False,  # the data is in its order already
                 verbose=0,
             )
         self._end(follower)
 
+    def _next_epochs(self, step: int) -> tuple[int, int]:
+        """Return the steps of Keras's next epoch, and how many such epochs follow each other.
+
+        Keras's epochs in one call are all of one length, and ours are not: each has a call of its own, and so has the
+        rest of one after a resume in its middle. Under parameter servers Keras calls back at the end of an epoch alone,
+        so without callbacks of the user's own, which count in epochs, an epoch is as short as an inner loop.
+        """
+        assignment, config = self._assignment, self._assignment.config
+        left = assignment.total_steps - step
+        if not assignment.asynchronous or self._hooks:
+            return min(assignment.epoch_end(step) - step, left), 1
+        count = min(config.steps_per_loop, left)
+        return count, left // count
+
     def _end(self, follower: _Follower) -> None:
-        stopped = follower.stopped
-        if follower.saved_at != follower.step:
+        stopped, hooks = follower.stopped, self._hooks
+        if follower.saved_at != follower.step and (stopped or not hooks):
             follower.save()
-        self._checkpoint.wait()
         if not stopped and follower.evaluated_at != follower.step:
             follower.evaluate()
+        if hooks:
+            hooks.end(follower.step, self._report.results, stopped=stopped)
+            if not stopped:
+                follower.save()  # with what callbacks did at the end, such as to take the best weights
+        self._checkpoint.wait()
         self._report.end(follower.step, stopped=stopped)
 
 
 def _draw_by_place(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:
-    """Have random layers draw as in the custom loop, see `guards.random_place`."""
+    """Have random layers draw by the step and the replica, see `guards.random_place`."""
     train_step = model.train_step
 
     def placed(data: Any) -> Any:
@@ -101,11 +116,15 @@ def _draw_by_place(model: keras.Model, optimizer: keras.optimizers.Optimizer) ->
 class _Follower(keras.callbacks.Callback):
     """Does between two batches what the custom loop does between two inner calls.
 
-    It is the first of all callbacks, so that the others find the results of the evaluation in their logs.
+    It is Keras's only callback, and calls those of the user's own: a training is several calls of `fit`, of which they
+    shall know nothing.
     """
 
-    def __init__(self, assignment: Assignment, report: Report, checkpoint: Any, first: int) -> None:
+    def __init__(
+        self, assignment: Assignment, report: Report, checkpoint: Any, first: int, hooks: callbacks.Hooks | None
+    ) -> None:
         super().__init__()
+        self._hooks = hooks
         self._assignment = assignment
         self._report = report
         self._checkpoint = checkpoint
@@ -123,7 +142,7 @@ class _Follower(keras.callbacks.Callback):
         self._first = first
         self._told_step = first
         self._in_epoch = 0
-        self._sums_2 = np.zeros(2)
+        self._sums_2, self._batch_sums_2 = np.zeros(2), np.zeros(2)
         self._told_at = self._batch_at = time.perf_counter()
         self._batch_s: list[float] = []
         self._tracer = trace.Tracer(assignment.run, assignment.task.name)
@@ -136,9 +155,11 @@ class _Follower(keras.callbacks.Callback):
     def on_epoch_begin(self, _epoch: int, _logs: Any = None) -> None:
         """Keras's running means begin anew."""
         self._in_epoch = 0
-        self._sums_2 = np.zeros(2)
+        self._sums_2, self._batch_sums_2 = np.zeros(2), np.zeros(2)
 
     def _on_batch_begin(self, *_batch: int, **_logs: Any) -> None:
+        if self._hooks:
+            self._hooks.begin_batch(self.step)
         self._tracer.before(self.step, compiles=self.step == self._first)
         self._batch_at = time.perf_counter()
 
@@ -149,6 +170,10 @@ class _Follower(keras.callbacks.Callback):
         self.step += 1
         self._in_epoch += 1
         self._tracer.after(self.step)
+        if self._hooks:
+            sums_2 = self._in_epoch * self._means(logs)
+            self._hooks.end_batch(self.step, 1, *(sums_2 - self._batch_sums_2).tolist())
+            self._batch_sums_2 = sums_2
         last = self.step == self._assignment.total_steps
         if self.step % config.log_every == 0 or last or self.step == self._first + 1:
             self._tell(logs)
@@ -160,40 +185,52 @@ class _Follower(keras.callbacks.Callback):
             self.evaluate()
 
     def on_epoch_end(self, _epoch: int, logs: dict[str, float] | None = None) -> None:
-        """Evaluate and save, and let the other callbacks know the results."""
-        config = self._assignment.config
+        """Evaluate, call the user's callbacks, and save."""
+        assignment, before = self._assignment, self.step - 1
         self._correct(logs)
-        if self._assignment.asynchronous:
-            self._in_epoch = self.params["steps"]
-            before, self.step = self.step, self.step + self.params["steps"]
+        if assignment.asynchronous:
+            count = self._in_epoch = self.params["steps"]
+            before, self.step = self.step, self.step + count
+            if self._hooks:
+                self._hooks.add(count, *(count * self._means(logs)).tolist())
             self._tell(logs)
             self._heed_signals()
             self._save_by_steps(before)
-        whole_epoch = self.step % self._assignment.epoch_steps == 0
-        if not self.stopped and not config.evaluate_every and whole_epoch:
-            self.evaluate()
-            assert logs is not None
-            logs |= {name.replace("eval_", "val_"): value for name, value in self._report.results.items()}
-            if self.saved_at != self.step:
-                self.save()
+        if not self.ended and assignment.epoch_end(before) <= self.step < assignment.total_steps:
+            self._end_epoch()
         self._told_at = time.perf_counter()
 
-    def on_train_end(self, _logs: Any = None) -> None:
-        """Notice that another callback wants training to end."""
-        self.ended = self.ended or bool(self.model.stop_training)
+    def _end_epoch(self) -> None:
+        if not self._assignment.config.evaluate_every:
+            self.evaluate()
+        if self._hooks:
+            self._hooks.end_epoch(self.step, self._report.results)
+            if self._any_enough():
+                self._hooks.enough = self.ended = self.model.stop_training = True
+            else:
+                self._hooks.begin_epoch(self.step)
+        if self.saved_at != self.step:
+            self.save()
+
+    def _any_enough(self) -> bool:
+        """Return whether any task's callbacks want training to end; all tasks call it at the same step."""
+        return self._agree(steps.Signals(stop=self._hooks is not None and self._hooks.enough)).stop
 
     def save(self) -> None:
         """Save a checkpoint."""
         self._check_scale()
+        if self._hooks:
+            self._hooks.keep()
         with self._report.saving():
             self._checkpoint.save(self.step)
         self._save_timer.saved()
         self.saved_at = self.step
 
-    def evaluate(self) -> None:
-        """Evaluate on the whole test split."""
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate on the whole test split; return the results."""
         self._report.evaluate(self.step, self._evaluation)
         self.evaluated_at = self.step
+        return self._report.results
 
     def _check_scale(self) -> None:
         scale = descent.loss_scale(self.model.optimizer)
@@ -208,9 +245,11 @@ class _Follower(keras.callbacks.Callback):
 
     def _heed_signals(self) -> None:
         """Stop or save if any task wants it; all tasks call it at the same step."""
-        signals = self._agree(steps.Signals(self._assignment.stop.is_set(), self._save_timer.due()))
+        enough = self._hooks is not None and self._hooks.enough
+        signals = self._agree(steps.Signals(self._assignment.stop.is_set() or enough, self._save_timer.due()))
         if signals.stop:
-            self.stopped = self.ended = self.model.stop_training = True
+            self.stopped = not self._any_enough()
+            self.ended = self.model.stop_training = True
         if signals.save:
             self.save()
 
@@ -220,11 +259,15 @@ class _Follower(keras.callbacks.Callback):
         if not config.checkpoint_seconds and self.step // config.checkpoint_every > before // config.checkpoint_every:
             self.save()
 
+    def _means(self, logs: dict[str, float] | None) -> np.ndarray:
+        """Return the means of the loss and the score since Keras's epoch began."""
+        assert logs is not None
+        return np.array([logs["loss"], logs[self._assignment.objective.score_name]], np.float64)
+
     def _tell(self, logs: dict[str, float] | None) -> None:
         """Tell of the steps since the last time: Keras's logs are means since the epoch began."""
-        assert logs is not None
         now, count = time.perf_counter(), self.step - self._told_step
-        means_2 = np.array([logs["loss"], logs[self._assignment.objective.score_name]])
+        means_2 = self._means(logs)
         self._check_scale()
         if not np.isfinite(means_2[0]):
             raise loops.not_finite(means_2[0], self.step)

@@ -13,7 +13,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope  # has n
 
 
 @dataclass
-class _Place:
+class Place:
     """Where in the training random numbers are drawn: they follow from it alone."""
 
     step: tf.Tensor
@@ -21,7 +21,7 @@ class _Place:
     drawn: dict[int, int] = field(default_factory=dict)
 
 
-_place: contextvars.ContextVar[_Place | None] = contextvars.ContextVar("place", default=None)
+_place: contextvars.ContextVar[Place | None] = contextvars.ContextVar("place", default=None)
 
 
 def install() -> None:
@@ -70,7 +70,7 @@ def random_place(step: tf.Tensor, replica: tf.Tensor) -> Iterator[None]:
         step: int64 scalar, optimizer steps done before this one.
         replica: int64 scalar.
     """
-    token = _place.set(_Place(step, replica))
+    token = _place.set(Place(step, replica))
     try:
         yield
     finally:
@@ -85,9 +85,24 @@ def _next_seed(generator: keras.random.SeedGenerator, ordered: bool = True) -> t
     place = _place.get()
     if place is None:
         return _next_state(generator, ordered)
-    call = place.drawn[id(generator)] = place.drawn.get(id(generator), -1) + 1
     # The state's first word is the generator's own seed, and never changes.
-    own = tf.cast(generator.state.value[0], tf.int64)
+    return draw_seed(place, generator, tf.cast(generator.state.value[0], tf.int64))
+
+
+def place() -> Place | None:
+    """Return where in the training random numbers are drawn at present; None outside of `random_place`."""
+    return _place.get()
+
+
+def draw_seed(place: Place, generator: object, own: tf.Tensor) -> tf.Tensor:
+    """Return a seed `[2] uint32` for the next draw of a generator in a place.
+
+    Args:
+        place: where it draws.
+        generator: which draws, of either Keras.
+        own: the generator's own seed, int64 scalar.
+    """
+    call = place.drawn[id(generator)] = place.drawn.get(id(generator), -1) + 1
     key = tf.stack([own * 1009 + call, place.step * 65_537 + place.replica])
     return tf.random.stateless_uniform([2], key, minval=None, maxval=None, dtype=tf.uint32, alg="philox")
 
@@ -122,9 +137,11 @@ def synchronize_batch_normalization(model: keras.Model, replicas: int) -> int:
         return 0
     changed = 0
     for layer in model._flatten_layers():  # also those inside of other layers, which no public property lists
-        if isinstance(layer, keras.layers.BatchNormalization):
+        if isinstance(layer, tf.keras.layers.BatchNormalization):  # of the Keras in use
             changed += not layer.synchronized
             layer.synchronized = True
+            if hasattr(layer, "fused"):  # of tf_keras, whose fused kernel knows no other replica
+                layer.fused = False
             for average in layer.non_trainable_variables:
                 if hasattr(average.value, "_aggregation"):  # CentralStorageStrategy refuses to update it without one
                     average.value._aggregation = tf.VariableAggregation.MEAN

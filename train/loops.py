@@ -26,11 +26,31 @@ class Every:
     """
 
     steps: int
-    action: Callable[[int], bool | None]
+    action: Callable[[int], object]
 
     def next(self, step: int) -> int:
         """Return the first step after `step` at which the action is due."""
         return (step // self.steps + 1) * self.steps
+
+    def due(self, step: int) -> bool:
+        """Return whether the action is due after `step`."""
+        return step % self.steps == 0
+
+
+@dataclass(frozen=True)
+class EveryEpoch:
+    """Periodic work: `action(step)` whenever an epoch ends; for the rest as `Every`."""
+
+    next: Callable[[int], int]
+    """Steps done -> those at the end of their epoch."""
+    action: Callable[[int], object]
+
+    def due(self, step: int) -> bool:
+        """Return whether the action is due after `step`."""
+        return self.next(step - 1) == step
+
+
+Periodic = Every | EveryEpoch
 
 
 class SaveTimer:
@@ -79,7 +99,7 @@ def run(
     total: int,
     *,
     steps_per_loop: int,
-    every: Sequence[Every],
+    every: Sequence[Periodic],
     report: Callable[[Progress], None],
     stop: Callable[[], bool],
     save: Callable[[int], None],
@@ -117,7 +137,7 @@ def run(
         if step < total:
             if result.signals.stop:
                 return step, True
-            ends = [periodic.action(step) for periodic in every if step % periodic.steps == 0]
+            ends = [periodic.action(step) is True for periodic in every if periodic.due(step)]
             if result.signals.save:
                 save(step)
             if any(ends):

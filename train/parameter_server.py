@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,9 +27,13 @@ def asynchronous(
     """Return a function that does some asynchronous steps: (steps done before, steps to do, stop?) -> result.
 
     A step is one worker's update from a whole global batch. From arrays, the batch follows from the step's number
-    alone; so a slice that is handed out again after its worker died trains on the same examples, and each is seen once
-    an epoch at any number of workers. From a stream, each worker reads on in an order of its own. Two updates may start
-    from the same weights: that is this strategy, and why its runs do not repeat bit for bit.
+    alone, and each is seen once an epoch at any number of workers. From a stream, each worker reads on in an order of
+    its own. Two updates may start from the same weights: that is this strategy, and why its runs do not repeat bit for
+    bit.
+
+    The slice of a worker that died is handed out again. What each step gave is noted on a parameter server once its
+    update is made, and a step that is noted is not done again: of a slice only the step in which the worker died can
+    update twice, wholly or some of the variables.
 
     The chief alone decides to stop or, after the steps, whether a checkpoint is due.
     """
@@ -40,16 +45,29 @@ def asynchronous(
             examples, step, replica, replica_batch=trainee.global_batch, num_replicas=1, seed=seed
         )
 
+    @tf.function(autograph=False)  # a call of its own, so that it can be waited for
     def one_step(batch: memory.Batch, step: tf.Tensor) -> tf.Tensor:
         return strategy.run(trainee.update, args=(batch, step, tf.constant(0, tf.int64)))
 
+    with strategy.scope():  # what each step of a call of `run` gave; NaN: it was not done yet
+        noted_S2 = tf.Variable(tf.fill([steps_per_loop, 2], math.nan), trainable=False, name="noted")
+
     @tf.function(autograph=False)
-    def work(iterator: Any, first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+    def work(iterator: Any, first: tf.Tensor, place: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
         examples = iterator.get_next() if source.arrays else None
 
         def step(done: tf.Tensor, results_S2: tf.Tensor) -> tf.Tensor:
             batch = iterator.get_next() if examples is None else gathered(examples, first + done)
-            return tf.tensor_scatter_nd_update(results_S2, [[done]], [one_step(batch, first + done)])
+            before_2 = tf.gather(noted_S2, place + done)
+
+            def do() -> tf.Tensor:
+                result_2 = one_step(batch, first + done)
+                with tf.control_dependencies([result_2]):
+                    noted_S2.scatter_nd_update([[place + done]], [result_2])
+                return result_2
+
+            result_2 = tf.cond(tf.math.is_nan(before_2[0]), do, lambda: before_2)
+            return tf.tensor_scatter_nd_update(results_S2, [[done]], [result_2])
 
         return repeat(count, step, tf.zeros([steps_per_loop, 2]))
 
@@ -59,8 +77,9 @@ def asynchronous(
         # Two slices a worker: a fast worker takes another one while a slow one finishes.
         size = max(1, count // (2 * workers))
         slices = [(at, min(size, first + count - at)) for at in range(first, first + count, size)]
+        noted_S2.assign(tf.fill([steps_per_loop, 2], math.nan))
         pending = [
-            coordinator.schedule(work, (iterator, tf.constant(at, tf.int64), tf.constant(n, tf.int64)))
+            coordinator.schedule(work, (iterator, *(tf.constant(number, tf.int64) for number in (at, at - first, n))))
             for at, n in slices
         ]
         coordinator.join()

@@ -19,6 +19,7 @@ from cluster.words import system_error
 from train import custom, environment, evaluator, fit, guards, models, objectives, rehearsal, sources, strategy
 from train.assignment import Assignment
 from train.config import TrainConfig
+from train.data import blocks
 from train.export import is_legacy
 
 tf.get_logger().setLevel("ERROR")  # TensorFlow warns of every slow callback and every second trace
@@ -124,6 +125,8 @@ def explain(error: Exception) -> ClusterError | None:
         return RunFailed(f"the disk is full ({system_error(error)}); free space, then `invoke up --resume` this run")
     if isinstance(error, tf.errors.ResourceExhaustedError) and "No space left" in str(error):
         return RunFailed("the disk is full; free space, then `invoke up --resume` this run")
+    if isinstance(error, tf.errors.OpError):
+        return blocks.explain(error)
     if isinstance(error, PermissionError):
         return PrerequisiteError(f"{system_error(error)}; give the task's user access to it")
     return None

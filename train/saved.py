@@ -91,8 +91,11 @@ def evaluate(run: RunFolder, data_dir: Path) -> dict[str, Any]:
         PrerequisiteError: there is no good checkpoint, or the data is not prepared.
     """
     source, config, model, step = _restore(run, data_dir, as_trained=True)
+    import tensorflow as tf
+
     from train import objectives, sources, steps
     from train.assignment import evaluation_batch
+    from train.data import blocks
 
     batch = evaluation_batch(source)
     measure = steps.evaluation(
@@ -103,7 +106,11 @@ def evaluate(run: RunFolder, data_dir: Path) -> dict[str, Any]:
         num_examples=source.test_examples,
         batch=batch,
     )
-    return {"run": run.name, "step": step, "examples": source.test_examples, **measure()}
+    try:
+        results = measure()
+    except tf.errors.OpError as error:
+        raise blocks.explain(error) or error from None
+    return {"run": run.name, "step": step, "examples": source.test_examples, **results}
 
 
 def export(run: RunFolder, data_dir: Path) -> int:

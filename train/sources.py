@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from cluster.errors import RunFailed
+from cluster.errors import PrerequisiteError, RunFailed
 from cluster.files import create_json, read_json
 from cluster.runs import RunFolder
 from train.config import TrainConfig
@@ -41,7 +41,9 @@ class Source:
         eval_dataset: the same of the test split; arguments as for `memory.eval_dataset`.
         arrays: the examples themselves, where they fit in memory.
         num_shards: files that a stream is read from; its order depends on them.
-        files: the sha256 of every file that was prepared, by its name, and of those that they were made from.
+        files: every file that is read, with its sha256 as it was prepared.
+        made_from: the files that these were made from, which may be gone, with their sha256.
+        again: what to do where a file is not what was prepared.
     """
 
     version: str
@@ -55,7 +57,9 @@ class Source:
     eval_dataset: Callable[..., tf.data.Dataset]
     arrays: arrays.ArraySet | None = None
     num_shards: int = 0
-    files: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[Path, str] = field(default_factory=dict)
+    made_from: Mapping[str, str] = field(default_factory=dict)
+    again: str = ""
 
 
 def _in_memory(found: arrays.ArraySet) -> Source:
@@ -70,7 +74,9 @@ def _in_memory(found: arrays.ArraySet) -> Source:
         functools.partial(memory.train_dataset, found.train),
         functools.partial(memory.eval_dataset, found.test),
         found,
-        files={file.path.name: file.sha256 for file in found.files} | dict(found.source_files),
+        files={file.path: file.sha256 for file in found.files},
+        made_from=found.source_files,
+        again=f"run `invoke data.prepare --name {found.name} --fresh`",
     )
 
 
@@ -86,7 +92,8 @@ def _streamed(found: shards.ShardSet) -> Source:
         functools.partial(stream.train_dataset, found.train),
         functools.partial(stream.eval_dataset, found.test),
         num_shards=len(found.train.files),
-        files={file.path.name: file.sha256 for split in (found.train, found.test) for file in split.files},
+        files={file.path: file.sha256 for file in found.files},
+        again=f"run `invoke data.shard --name {found.name} --fresh`",
     )
 
 
@@ -100,14 +107,20 @@ def find(config: TrainConfig, data_dir: Path, run: RunFolder | None = None) -> S
             something newer has been prepared under the same name meanwhile.
 
     Raises:
-        PrerequisiteError: it was not prepared.
+        PrerequisiteError: it was not prepared, or by an earlier version that did not record what it is checked by.
         RunFailed: it is damaged.
     """
 
     def look(version: str = "") -> Source:
-        if config.source == "stream":
-            return _streamed(shards.find(data_dir, config.dataset, version))
-        return _in_memory(arrays.find(data_dir, config.dataset, version))
+        streams = config.source == "stream"
+        found = (shards if streams else arrays).find(data_dir, config.dataset, version)
+        if not found.checked:
+            command = f"invoke data.{'shard' if streams else 'prepare'} --name {config.dataset}"
+            raise PrerequisiteError(
+                f"{config.dataset} {found.version} was prepared by an earlier version, without the hashes that it is "
+                f"checked by as it is read; `{command}` adds them"
+            )
+        return _streamed(found) if isinstance(found, shards.ShardSet) else _in_memory(found)
 
     if run is None:
         return look()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 import threading
 import types
@@ -19,12 +20,14 @@ from cluster.errors import UsageError
 from cluster.files import read_json, read_json_lines
 from cluster.heartbeat import Heartbeat
 from cluster.runs import RunFolder
-from train import callbacks, custom, objectives, sources
+from train import callbacks, custom, fit, objectives, sources
 from train.assignment import Assignment
 from train.config import Optimizer, TrainConfig
 from train.data import arrays
 
-EXAMPLES, GLOBAL_BATCH, EPOCH_STEPS = 18, 4, 5  # the last batch of an epoch runs into the next one
+EXAMPLES, GLOBAL_BATCH = 18, 4
+EPOCH_ENDS = (0, 5, 9, 14, 18, 23, 27, 32, 36, 41)
+"""A batch may end one epoch and begin the next: epochs of 5 and of 4 steps, none of which drifts from the examples."""
 CONFIG = TrainConfig(
     dataset="own_parts:data",
     loss="own_parts:loss",
@@ -42,12 +45,12 @@ class Recorder(keras.callbacks.Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[tuple[str, int, dict[str, float]]] = []
-        self.biases: list[float] = []
+        self._told: list[tuple[str, int, dict[str, float]]] = []  # of one life: what is public goes on with the next
+        self._biases: list[float] = []
 
     def record(self, name: str, index: int, logs: dict[str, float] | None) -> None:
-        self.told.append((name, index, dict(logs or {})))
-        self.biases.append(float(self.model.trainable_variables[-1].numpy()[0]))
+        self._told.append((name, index, dict(logs or {})))
+        self._biases.append(float(self.model.trainable_variables[-1].numpy()[0]))
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.record("train begins", -1, logs)
@@ -68,13 +71,18 @@ class Recorder(keras.callbacks.Callback):
         self.record("batch ends", batch, logs)
 
     @property
+    def biases(self) -> list[float]:
+        """The model's bias at each call."""
+        return self._biases
+
+    @property
     def names(self) -> list[tuple[str, int]]:
         """What it was told, without logs."""
-        return [one[:2] for one in self.told]
+        return [one[:2] for one in self._told]
 
     def logs(self, name: str) -> list[dict[str, float]]:
         """The logs of one kind of call."""
-        return [logs for told, _, logs in self.told if told == name]
+        return [logs for told, _, logs in self._told if told == name]
 
 
 @dataclasses.dataclass
@@ -149,7 +157,7 @@ def train(own_parts: types.ModuleType, make_run: Callable[..., RunFolder], tmp_p
             heartbeat=Heartbeat(run, spec.task("chief"), 0),
             stop=threading.Event(),
         )
-        custom.Training(assignment).run()
+        (fit if config.loop == "fit" else custom).Training(assignment).run()
         return Trained(run, recorder)
 
     return do
@@ -166,30 +174,30 @@ def test_a_training_is_told_from_its_beginning_to_its_end(train: Train) -> None:
     expected = [
         ("train begins", -1),
         ("epoch begins", 0), *batches((0, 0), (1, 2), (3, 4)), ("epoch ends", 0),
-        ("epoch begins", 1), *batches((0, 1), (2, 3), (4, 4)), ("epoch ends", 1),
-        ("epoch begins", 2), *batches((0, 1), (2, 2)), ("epoch ends", 2),
+        ("epoch begins", 1), *batches((0, 1), (2, 3)), ("epoch ends", 1),
+        ("epoch begins", 2), *batches((0, 1), (2, 3)), ("epoch ends", 2),
         ("train ends", -1),
     ]  # fmt: skip
     assert expected == trained.recorder.names
-    assert {"epochs": 3, "steps": EPOCH_STEPS} == {name: trained.recorder.params[name] for name in ("epochs", "steps")}
+    assert {"epochs": 3, "steps": 5} == {name: trained.recorder.params[name] for name in ("epochs", "steps")}
 
-    losses = np.split(np.array(trained.losses), [5, 10])
+    losses = np.split(np.array(trained.losses), [5, 9])
     ends = trained.recorder.logs("epoch ends")
     np.testing.assert_allclose([logs["loss"] for logs in ends], [epoch.mean() for epoch in losses], rtol=1e-6)
     assert trained.evaluations == [{name: logs[name] for name in ("val_loss", "val_absolute_error")} for logs in ends]
     assert {"loss", "absolute_error", "val_loss", "val_absolute_error"} == set(ends[0])
     assert [ends[-1]] == trained.recorder.logs("train ends")
     running = [logs["loss"] for logs in trained.recorder.logs("batch ends")]
-    expected_means = [epoch[:count].mean() for epoch, counts in zip(losses, ((1, 3, 5), (2, 4, 5), (2, 3)), strict=True)
+    expected_means = [epoch[:count].mean() for epoch, counts in zip(losses, ((1, 3, 5), (2, 4), (2, 4)), strict=True)
                       for count in counts]  # fmt: skip
     np.testing.assert_allclose(running, expected_means, rtol=1e-6)
 
 
 def test_early_stopping_ends_the_training_where_an_epoch_ends(train: Train) -> None:
     trained = train(25, keras.callbacks.EarlyStopping(monitor="val_loss", mode="max", patience=1))  # it goes down
-    assert 2 * EPOCH_STEPS == trained.steps == len(trained.losses)
+    assert EPOCH_ENDS[2] == trained.steps == len(trained.losses)
     assert [("epoch ends", 1), ("train ends", -1)] == trained.recorder.names[-2:]
-    assert trained.run.checkpoints.joinpath("ckpt-10.index").exists()
+    assert trained.run.checkpoints.joinpath("ckpt-9.index").exists()
     assert 2 == len(trained.evaluations)
 
 
@@ -204,15 +212,15 @@ def test_a_callback_can_end_the_training_between_two_inner_calls(train: Train) -
 
 
 def test_a_learning_rate_scheduler_sets_the_rate_of_the_epoch(train: Train) -> None:
-    trained = train(9 * EPOCH_STEPS, keras.callbacks.LearningRateScheduler(callbacks._rate_of_epoch))
+    trained = train(EPOCH_ENDS[9], keras.callbacks.LearningRateScheduler(callbacks._rate_of_epoch))
     biases = dict(zip(trained.recorder.names, trained.recorder.biases, strict=True))
     moved = [biases["epoch begins", epoch] - biases["epoch ends", epoch] for epoch in range(9)]
     expected = [1e-3] * 3 + [1e-4] * 4 + [1e-5] * 2
-    np.testing.assert_allclose(np.array(moved) / EPOCH_STEPS, expected, rtol=1e-3)
+    np.testing.assert_allclose(np.array(moved) / np.diff(EPOCH_ENDS), expected, rtol=1e-3)
 
 
 def test_the_callbacks_of_the_tutorial_work(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
-    run = train(4 * EPOCH_STEPS, callbacks="tutorial").run
+    run = train(EPOCH_ENDS[4], callbacks="tutorial").run
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("learning rate")]
     rates = ["0.001", "0.001", "0.001", "0.0001"]
     assert [f"learning rate of epoch {number}: {rate}" for number, rate in enumerate(rates, start=1)] == told
@@ -225,11 +233,119 @@ def test_a_training_resumed_inside_of_an_epoch_goes_on_with_its_number(train: Tr
     resumed = train(13).recorder
     expected = [
         ("train begins", -1),
-        ("epoch begins", 1), *batches((2, 2), (3, 4)), ("epoch ends", 1),
-        ("epoch begins", 2), *batches((0, 1), (2, 2)), ("epoch ends", 2),
+        ("epoch begins", 1), *batches((2, 2), (3, 3)), ("epoch ends", 1),
+        ("epoch begins", 2), *batches((0, 1), (2, 3)), ("epoch ends", 2),
         ("train ends", -1),
     ]  # fmt: skip
     assert expected == resumed.names
+
+
+@pytest.mark.parametrize("loop", ["custom", "fit"])
+def test_as_many_epochs_are_heard_of_as_are_trained(train: Train, loop: str) -> None:
+    """4.5 steps are an epoch: rounded up, 10 of them would be 9."""
+    recorder = train(10_000, epochs=10, steps_per_loop=5, loop=loop).recorder
+    assert 1 == recorder.names.count(("train begins", -1)) == recorder.names.count(("train ends", -1))
+    assert list(range(10)) == [epoch for name, epoch in recorder.names if name == "epoch ends"]
+    assert 10 == recorder.params["epochs"]
+
+
+class Killed(Exception):
+    """In place of a signal."""
+
+
+class Kill(keras.callbacks.Callback):
+    """Ends the process, as it were, at a batch of an epoch."""
+
+    def __init__(self, epoch: int, batch: int) -> None:
+        super().__init__()
+        self._at, self._epoch = (epoch, batch), -1
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if (self._epoch, batch) == self._at:
+            raise Killed
+
+
+class Count(keras.callbacks.Callback):
+    """Counts what it is told of, in kinds of values that a user may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs, self.ends = 0, np.zeros(2, np.int64)
+        self.seen: dict[str, list[tuple[int, float]]] = {"loss": []}
+        self.lock = threading.Lock()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epochs += 1
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.ends = self.ends + 1
+        self.seen["loss"].append((epoch, float(np.float32(logs["loss"]))))
+
+
+def watching(*kill: int) -> list[keras.callbacks.Callback]:
+    """Return callbacks with a memory; and where to be killed."""
+    return [
+        Count(),
+        keras.callbacks.ReduceLROnPlateau(monitor="val_loss", mode="max", factor=0.5, patience=2, min_lr=0.0),
+        keras.callbacks.EarlyStopping(monitor="val_loss", mode="max", patience=5),
+        *([Kill(*kill)] if kill else [Kill(-1, 0)]),
+    ]
+
+
+@pytest.mark.parametrize("kills", [[(1, 2)], [(2, 0)], [(4, 2), (4, 3)], [(1, 0), (2, 2), (3, 0), (5, 0)]])
+@pytest.mark.parametrize(("loop", "save"), [("custom", 3), ("custom", 9), ("fit", 3)])
+def test_a_restart_changes_nothing_of_what_callbacks_do(
+    train: Train, kills: list[tuple[int, int]], loop: str, save: int
+) -> None:
+    """The rate falls by the third worse epoch, and the training ends by the sixth."""
+    options = {"loop": loop, "checkpoint_every": save, "steps_per_loop": 1}
+    for kill in kills:
+        with pytest.raises(Killed):
+            train(100, *watching(*kill), **options)
+    count, plateau, early, _ = killed = watching()
+    restarted = train(100, *killed, **options)
+    assert EPOCH_ENDS[6] == restarted.steps
+    assert (6, [6, 6]) == (count.epochs, count.ends.tolist())
+    assert [0, 1, 2, 3, 4, 5] == [epoch for epoch, _ in count.seen["loss"]]
+    assert (1, 5) == (plateau.wait, early.wait)
+    losses = np.array(restarted.losses)
+    expected = [losses[a:b].mean() for a, b in itertools.pairwise(EPOCH_ENDS[:7])]
+    np.testing.assert_allclose([loss for _, loss in count.seen["loss"]], expected, rtol=1e-6)
+    moved = restarted.recorder.biases
+    assert moved[-3] - moved[-4] == pytest.approx(-0.1 * 0.5**2, rel=1e-3)  # by the last batch
+
+
+@pytest.mark.parametrize("loop", ["custom", "fit"])
+def test_a_training_that_a_callback_ended_is_not_gone_on_with(train: Train, loop: str) -> None:
+    """A task that dies after its last checkpoint, before it could say so, starts once more."""
+    early = {"monitor": "val_loss", "mode": "max", "patience": 1}
+    assert EPOCH_ENDS[2] == train(25, keras.callbacks.EarlyStopping(**early), loop=loop).steps
+    again = train(25, keras.callbacks.EarlyStopping(**early), loop=loop)
+    assert EPOCH_ENDS[2] == again.steps
+    assert [] == [name for name, _ in again.recorder.names if name.startswith("batch")]
+    assert EPOCH_ENDS[3] == train(30, keras.callbacks.EarlyStopping(**early), loop=loop).steps  # more was asked for
+
+
+def test_best_weights_that_are_taken_at_the_end_are_in_the_last_checkpoint(train: Train) -> None:
+    early = keras.callbacks.EarlyStopping(monitor="val_loss", mode="max", patience=1, restore_best_weights=True)
+    trained = train(25, early)
+    best = tf.train.load_checkpoint(str(trained.run.checkpoints / "ckpt-9"))
+    biases = dict(zip(trained.recorder.names, trained.recorder.biases, strict=True))
+    saved = [best.get_tensor(name)[0] for name, shape in best.get_variable_to_shape_map().items() if shape == [1]]
+    assert biases["epoch ends", 0] in saved
+    assert biases["epoch ends", 1] not in saved
+
+
+def test_other_callbacks_than_those_of_the_checkpoint_begin_anew(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(7, Count())
+    early = keras.callbacks.EarlyStopping(monitor="val_loss", mode="max", patience=1)
+    assert EPOCH_ENDS[3] == train(25, early).steps
+    assert "warning: these are not the callbacks of the checkpoint" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -33,11 +33,12 @@ def test_only_variables_that_matter_are_told_and_no_path(monkeypatch: pytest.Mon
 def test_the_manifest_gets_the_data_and_the_environment(make_run: Callable[..., RunFolder]) -> None:
     run = make_run(workers=0)
     write_json(run.manifest, {"schema": 1})
-    source = Source("3.0.1", (), 1, True, (2,), 1, 1, lambda: None, lambda: None, files={"train.bin": "ab"})
+    source = Source("3.0.1", (), 1, True, (2,), 1, 1, lambda: None, lambda: None, files={Path("train.bin"): "ab"})
     environment.record(run, "fashion_mnist", source)
     manifest = read_json(run.manifest)
     assert 1 == manifest["schema"]
-    assert {"name": "fashion_mnist", "version": "3.0.1", "files": {"train.bin": "ab"}} == manifest["data"]
+    expected = {"name": "fashion_mnist", "version": "3.0.1", "files": {"train.bin": "ab"}, "made_from": {}}
+    assert expected == manifest["data"]
     assert manifest["environment"] == read_json(run.environment)
     assert {"tensorflow-cpu", "keras", "numpy"} <= set(manifest["environment"]["packages"])
     assert manifest["environment"]["cpu"]["model"]

@@ -47,7 +47,7 @@ def test_float32_alone_must_not_pass() -> None:
 def test_what_is_not_finite_must_stay_so(bad: float) -> None:
     """A gradient that overflows must end the run, not become a number."""
     good = tf.constant([[1.0], [2.0]])
-    sums = exact_sum([tf.constant([[1.0, 2.0], [bad, 3.0]]), good], 2)
+    sums = exact_sum([tf.constant([[[1.0, 2.0]], [[bad, 3.0]]]), good], 2)
     assert np.isnan(sums[0]).all()
     assert [3.0] == sums[1].numpy().tolist()
 
@@ -56,6 +56,39 @@ def test_what_is_not_finite_must_stay_so(bad: float) -> None:
 def test_the_ends_of_the_range_must_come_through(value: float) -> None:
     number = float(np.float32(value))
     assert [4 * number] == summed([number], [number], [number], [number])
+
+
+@pytest.mark.parametrize("value", [3.4028235e38, -3.4028235e38, 1.1754944e-38])
+@pytest.mark.parametrize("shards", [1, 2, 7, 8, 64])
+def test_as_many_of_the_largest_as_there_are_must_not_overflow(value: float, shards: int) -> None:
+    number = float(np.float32(value))
+    assert [shards * number] == summed(*([number] for _ in range(shards)))
+
+
+def test_with_8_shards_what_is_2_to_the_36_times_smaller_must_keep_its_digits() -> None:
+    """The grid of a row is set by its largest number, and this is the smallest that must lose nothing to it."""
+    largest, smaller = 1.0, float(np.float32(2.0**-36 * (1 + 2.0**-23)))
+    sums = exact_sum([tf.constant([[[largest, smaller]]] * 8)], 8)[0].numpy()
+    assert [[8 * largest, 8 * smaller]] == sums.tolist()
+    coarser = exact_sum([tf.constant([[[largest, smaller / 2]]] * 8)], 8)[0].numpy()
+    assert [[8 * largest, 4 * smaller]] != coarser.tolist()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.lists(NUMBERS, min_size=3, max_size=3), min_size=1, max_size=9), st.integers(0, 2))
+def test_a_huge_row_of_an_embedding_must_not_coarsen_the_others(rows: list[list[float]], huge_at: int) -> None:
+    """Adam divides by what gradients are like, so that a row of tiny ones moves as far as one of huge ones."""
+    alone = exact_sum([tf.constant([[row] for row in rows])], len(rows))[0].numpy()
+    table = np.repeat(np.array(rows, np.float32)[:, np.newaxis], 3, axis=1)
+    table[:, huge_at] = 3e38
+    together = exact_sum([tf.constant(table)], len(rows))[0].numpy()
+    others = [row for row in range(3) if row != huge_at]
+    assert [alone.tobytes()] * 2 == [together[[row]].tobytes() for row in others]
+
+
+def test_a_huge_number_of_a_vector_must_not_coarsen_the_others() -> None:
+    small = float(np.float32(1.2345678e-20))
+    assert [2e20, 2 * small] == pytest.approx(summed([1e20, small], [1e20, small]), rel=1e-7)
 
 
 def test_the_small_numbers_of_a_tensor_must_keep_their_digits() -> None:

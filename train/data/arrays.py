@@ -5,7 +5,7 @@
 
 In C order, little endian, without a header. A task reads them inside its graph (`train.data.memory.load`), so a remote
 parameter-server worker can too. It takes 0.1 s, where decoding TFDS's 60,000 PNGs takes 5 s at every start of every
-task. Standard library only: finding needs neither NumPy nor TensorFlow.
+task. Finding needs the standard library only, neither NumPy nor TensorFlow.
 
 A dataset is one of TFDS's, by its name, or the user's own, named `package.module:function`. The user's own has no
 version number, so its version is drawn from its contents, and `<data_dir>/arrays/<name>.json` tells the newest.
@@ -13,6 +13,7 @@ version number, so its version is drawn from its contents, and `<data_dir>/array
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,8 @@ class ArrayFile:
     shape: tuple[int, ...]
     dtype: str
     sha256: str
+    blocks: tuple[int, ...] | None
+    """The hash of each block, see `train/data/blocks.py`; None where an earlier version wrote it."""
 
     @property
     def size_bytes(self) -> int:
@@ -94,6 +97,11 @@ class ArraySet:
     def files(self) -> tuple[ArrayFile, ...]:
         """Every array on disk."""
         return (*self.train.files, *self.test.files)
+
+    @property
+    def checked(self) -> bool:
+        """Whether its blocks are checked as they are read; what an earlier version wrote must be upgraded first."""
+        return all(file.blocks is not None for file in self.files)
 
 
 def is_own(name: str) -> bool:
@@ -213,16 +221,20 @@ def _num_outputs(classes: tuple[str, ...], labels: Sequence[np.ndarray]) -> int:
 
 
 def _write_array(path: Path, array: np.ndarray, dtypes: tuple[str, ...]) -> dict[str, Any]:
+    from train.data import blocks  # imports TensorFlow
+
     if array.dtype.name not in dtypes:
         raise ValueError(f"{path.name} must be {' or '.join(dtypes)}, not {array.dtype}")
     data = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
     data.tofile(path)
-    return {"file": path.name, "shape": array.shape, "dtype": array.dtype.name, "sha256": sha256(path)}
+    described = {"file": path.name, "shape": array.shape, "dtype": array.dtype.name}
+    return described | {"sha256": sha256(path), "blocks": blocks.to_json(path)}
 
 
 def _from_index(data_dir: Path, folder: Path, index: Mapping[str, Any]) -> ArraySet:
     def file(part: Mapping[str, Any]) -> ArrayFile:
-        return ArrayFile(folder / part["file"], tuple(part["shape"]), part["dtype"], part["sha256"])
+        found = ArrayFile(folder / part["file"], tuple(part["shape"]), part["dtype"], part["sha256"], None)
+        return dataclasses.replace(found, blocks=store.block_hashes(part, found.size_bytes))
 
     def split(parts: Mapping[str, Any]) -> Split:
         # An index from before features were more than images calls them so; the bytes are the same.

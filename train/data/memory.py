@@ -17,6 +17,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from cluster.errors import UsageError
+from train.data import blocks
 from train.data.arrays import ArrayFile, Split
 
 
@@ -48,7 +49,11 @@ _ROUNDS = 8
 
 
 def load(split: Split) -> Examples:
-    """Return all of a split. Eagerly or inside a graph."""
+    """Return all of a split, every block of it checked. Eagerly or inside a graph.
+
+    Raises:
+        RunFailed: a block is damaged; inside a graph see `blocks.explain`.
+    """
     return Examples(_read(split.features), _read(split.labels), None if split.weights is None else _read(split.weights))
 
 
@@ -206,7 +211,9 @@ def own_share() -> tf.data.Options:
 
 def _read(file: ArrayFile) -> tf.Tensor:
     with tf.device("CPU:0"):
-        flat = tf.io.decode_raw(tf.io.read_file(str(file.path)), tf.as_dtype(file.dtype), little_endian=True)
+        assert file.blocks is not None  # `sources.find` refuses what cannot be checked
+        raw = blocks.read(str(file.path), file.blocks)
+        flat = tf.io.decode_raw(raw, tf.as_dtype(file.dtype), little_endian=True)
         return tf.reshape(flat, file.shape)
 
 

@@ -36,6 +36,8 @@ class ShardFile:
     num_examples: int
     size_bytes: int
     sha256: str
+    blocks: tuple[int, ...] | None
+    """The hash of each block, see `train/data/blocks.py`; None where an earlier version wrote it."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,16 @@ class ShardSet:
     asked: Mapping[str, Any]
     """The options of `shard` it was written with."""
 
+    @property
+    def files(self) -> tuple[ShardFile, ...]:
+        """Every shard."""
+        return (*self.train.files, *self.test.files)
+
+    @property
+    def checked(self) -> bool:
+        """Whether its blocks are checked as they are read; what an earlier version wrote must be upgraded first."""
+        return all(file.blocks is not None for file in self.files)
+
 
 def folder_of(data_dir: Path, name: str, version: str) -> Path:
     """Return the folder of the shards of one version of the dataset `name`, there or not."""
@@ -119,8 +131,7 @@ def find(data_dir: Path, name: str, version: str = "") -> ShardSet:
         raise PrerequisiteError(f"{name} {version} is not sharded in {data_dir}; run `{command}`") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunFailed(f"{folder / INDEX} cannot be read ({error!r}); run `{command} --fresh`") from None
-    files = (*shard_set.train.files, *shard_set.test.files)
-    sizes = {file.path: (file.size_bytes, f" for {file.num_examples} examples") for file in files}
+    sizes = {file.path: (file.size_bytes, f" for {file.num_examples} examples") for file in shard_set.files}
     store.check_sizes(sizes, f"run `{command} --fresh`")
     return shard_set
 
@@ -131,15 +142,19 @@ def verify(shard_set: ShardSet, say: Callable[[str], None] = print) -> None:
     Raises:
         RunFailed: naming the files whose bytes are not those that were written.
     """
-    expected = {file.path: file.sha256 for file in (*shard_set.train.files, *shard_set.test.files)}
+    expected = {file.path: file.sha256 for file in shard_set.files}
     store.verify(expected, f"run `invoke data.shard --name {shard_set.name} --fresh`", say)
 
 
 def _from_index(folder: Path, index: Mapping[str, Any]) -> ShardSet:
+    def file(one: Mapping[str, Any]) -> ShardFile:
+        size_bytes, blocks = one["bytes"], store.block_hashes(one, one["bytes"])
+        return ShardFile(folder / one["file"], one["examples"], size_bytes, one["sha256"], blocks)
+
     def split(name: str) -> ShardSplit:
         files = index["splits"][name]
         return ShardSplit(
-            tuple(ShardFile(folder / one["file"], one["examples"], one["bytes"], one["sha256"]) for one in files),
+            tuple(file(one) for one in files),
             tuple(index["features"]["shape"]),
             index["features"]["dtype"],
             tuple(index["labels"]["shape"]),

@@ -7,7 +7,8 @@ the order depends on no number of tasks or replicas, every example comes once an
 which window its step is in: the windows before are not read.
 
 Every task reads all of the shards, and holds about three windows of records in memory: one that it trains on, one that
-is read ahead, and that one's copy while it is shuffled. More shards make smaller windows.
+is read ahead, and that one's copy while it is shuffled; and the bytes of a shard while it is checked. More shards make
+smaller windows.
 
 Shapes: S shards, W shards of a window, n examples of a window, G global batch, B replica batch, L replicas of a task.
 """
@@ -18,7 +19,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from train.data import memory
+from train.data import blocks, memory
 from train.data.memory import Batch
 from train.data.shards import ShardSet, ShardSplit, find
 
@@ -106,7 +107,7 @@ def eval_dataset(
     def weighed(raw_B: tf.Tensor, weights_B: tf.Tensor) -> Batch:
         return parse(raw_B)._replace(weights=weights_B)
 
-    raw = _interleave(tf.constant(split.paths)).batch(global_batch).map(own_part).unbatch()
+    raw = _interleave(split, tf.range(len(split.files), dtype=tf.int64)).batch(global_batch).map(own_part).unbatch()
     dataset = raw.map(weighed, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     dataset = dataset.apply(tf.data.experimental.assert_cardinality(batches * local_replicas))
     if batches * local_replicas * replica_batch * split.example_bytes <= EVAL_CACHE_BYTES:
@@ -162,17 +163,32 @@ def _read_window(split: ShardSplit, seed: int, number: tf.Tensor, skipped: tf.Te
             order_n = tf.random.experimental.stateless_shuffle(tf.range(count), key, alg="philox")
         return tf.gather(raw_n, order_n[skipped:])
 
-    return _interleave(tf.gather(tf.constant(split.paths), shards_W)).batch(count).map(shuffle)
+    return _interleave(split, shards_W).batch(count).map(shuffle)
 
 
-def _interleave(paths: tf.Tensor) -> tf.data.Dataset:
-    """Return the records of some files, some of each in turn: the same order every time, though read in parallel."""
-    return tf.data.Dataset.from_tensor_slices(paths).interleave(
-        tf.data.TFRecordDataset,
-        cycle_length=WINDOW_SHARDS,
-        block_length=_BLOCK,
-        num_parallel_calls=tf.data.AUTOTUNE,
-        deterministic=True,
+def _interleave(split: ShardSplit, shards_W: tf.Tensor) -> tf.data.Dataset:
+    """Return the records of some shards, some of each in turn: the same order every time, though read in parallel.
+
+    Each shard's blocks are checked whenever it is opened.
+    """
+    hashes = tf.ragged.constant([file.blocks for file in split.files], tf.int64).to_tensor()
+    blocks_S = tf.constant([len(file.blocks or ()) for file in split.files])
+
+    def checked(shard: tf.Tensor) -> tf.Tensor:
+        path = tf.constant(split.paths)[shard]
+        with tf.control_dependencies([blocks.read(path, hashes[shard][: blocks_S[shard]])]):
+            return tf.identity(path)
+
+    return (
+        tf.data.Dataset.from_tensor_slices(shards_W)
+        .map(checked)
+        .interleave(
+            tf.data.TFRecordDataset,
+            cycle_length=WINDOW_SHARDS,
+            block_length=_BLOCK,
+            num_parallel_calls=tf.data.AUTOTUNE,
+            deterministic=True,
+        )
     )
 
 

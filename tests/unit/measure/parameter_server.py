@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from cluster import local
-from train import guards, optimizers
+from train import guards, objectives, optimizers, parameter_server, program, sources, steps
 from train.assignment import Assignment
 from train.config import TrainConfig
+from train.data import arrays
 
+EXAMPLES = 10
 SLICES = 4
 UPDATES = 150
 """In each slice."""
@@ -103,12 +107,67 @@ def counted() -> int:
     return int(optimizer.iterations.numpy())
 
 
+def data(folder: Path) -> sources.Source:
+    """Write and return some examples to train on."""
+    (folder / "scratch").mkdir()
+    parts = (np.random.default_rng(0).normal(size=(EXAMPLES, 2)).astype(np.float32), np.arange(EXAMPLES) % 2)
+    where = folder / "scratch", folder, "own:numbers", "1"
+    arrays.write(*where, classes=(), splits={"train": parts, "test": parts}, source="", source_files={})
+    return sources.find(TrainConfig(dataset="own:numbers"), folder)
+
+
+def trained(source: sources.Source, times: int) -> dict[str, Any]:
+    """Train for some steps, each slice of which is done so many times; return what it came to."""
+    keras.utils.set_random_seed(7)
+    model = new_model()
+    with strategy.scope():
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+    objective = objectives.build("sparse_categorical_crossentropy", classifies=True)
+    trainee = steps.Trainee(model, optimizer, objective, EXAMPLES, 1)
+    once = tf.distribute.coordinator.ClusterCoordinator.schedule
+
+    def schedule(self: Any, *arguments: Any) -> Any:
+        for _ in range(times):
+            value = once(self, *arguments)
+            self.join()  # one slice after the other, so that its numbers can be compared
+        return value
+
+    tf.distribute.coordinator.ClusterCoordinator.schedule = schedule
+    try:
+        inner = parameter_server.asynchronous(
+            strategy, trainee, source, seed=7, steps_per_loop=8, workers=2, save_due=lambda: False
+        )
+        results = [inner(first, 8, False) for first in (0, 8)]
+    finally:
+        tf.distribute.coordinator.ClusterCoordinator.schedule = once
+    return {
+        "losses": np.concatenate([result.losses for result in results]).tolist(),
+        "updates": int(optimizer.iterations.numpy()),
+        "weights": [variable.numpy().tolist() for variable in model.trainable_variables],
+    }
+
+
+def damaged(source: sources.Source) -> str:
+    """Return what is said of a bit that was flipped in what the workers read."""
+    path = source.arrays.train.features.path
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 16]) + path.read_bytes()[1:])
+    try:
+        trained(source, 1)
+    except Exception as error:
+        return f"{type(program.explain(error)).__name__}: {program.explain(error)}"
+    return "trained"
+
+
 def main(result: Path) -> None:
     """Measure: without the guards, then with them."""
     found: dict[str, Any] = {"updates": SLICES * UPDATES}
     found |= {"slots_without_build": slots_without_build(), "slots": slots(), "counted_without_guard": counted()}
     guards.install()
     found |= {"counted": counted()}
+    with tempfile.TemporaryDirectory() as folder:
+        source = data(Path(folder))
+        found |= {"once": trained(source, 1), "twice": trained(source, 2), "damaged": damaged(source)}
     result.write_text(json.dumps(found))
 
 

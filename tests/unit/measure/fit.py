@@ -1,0 +1,193 @@
+"""What `--loop fit` gives on tf_keras, as it runs on several tasks: here on two devices of one process."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TF_USE_LEGACY_KERAS"] = "1"  # before anything of TensorFlow
+
+import dataclasses
+import json
+import shutil
+import sys
+import tempfile
+import threading
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from train import strategy as strategies
+
+strategies.configure_devices(2)
+
+import tensorflow as tf  # noqa: E402
+from tensorflow import keras  # noqa: E402
+
+from cluster.files import read_json, read_json_lines  # noqa: E402
+from cluster.heartbeat import Heartbeat  # noqa: E402
+from cluster.runs import RunFolder  # noqa: E402
+from cluster.spec import build  # noqa: E402
+from train import fit, guards, legacy_guards, objectives, sources  # noqa: E402
+from train.assignment import Assignment  # noqa: E402
+from train.config import Optimizer, TrainConfig  # noqa: E402
+from train.data import arrays  # noqa: E402
+
+EXAMPLES, FEATURES, CLASSES, STEPS = 40, 6, 3, 13
+CONFIG = TrainConfig(
+    dataset="own:weighted",
+    callbacks="own_callbacks:made",
+    loop="fit",
+    global_batch=12,
+    epochs=100,
+    max_steps=STEPS,
+    log_every=1,
+    steps_per_loop=1,
+    checkpoint_every=3,
+    optimizer=Optimizer("adam", 0.01, 0, 0.0),
+)
+
+
+class Killed(Exception):
+    """In place of a signal."""
+
+
+class Kill(keras.callbacks.Callback):
+    """Ends the process, as it were, once it has begun so many batches of this life."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self._left = after
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise Killed
+
+
+def prepare(data_dir: Path) -> None:
+    """Write random weighted examples."""
+    random = np.random.default_rng(0)
+    parts = (
+        random.normal(2, 3, size=(EXAMPLES, FEATURES)).astype(np.float32),
+        random.integers(0, CLASSES, EXAMPLES),
+        random.uniform(0, 3, EXAMPLES).astype(np.float32),
+    )
+    (data_dir / "scratch").mkdir(parents=True)
+    where = data_dir / "scratch", data_dir, CONFIG.dataset, "1"
+    arrays.write(*where, classes=(), splits={"train": parts, "test": parts}, source="", source_files={})
+
+
+def new_model(dropout: float) -> keras.Model:
+    """Return a small model with what replicas would disagree on."""
+    keras.utils.set_random_seed(7)
+    layers = keras.layers
+    inner = keras.Sequential([keras.Input((8,)), layers.BatchNormalization(momentum=0.5)])
+    hidden = [layers.Dense(8, activation="tanh"), inner, layers.Dropout(dropout)]
+    return keras.Sequential([keras.Input((FEATURES,)), *hidden, layers.Dense(CLASSES)])
+
+
+def train(folder: Path, strategy: tf.distribute.Strategy, dropout: float = 0.0, **values: Any) -> dict[str, Any]:
+    """Train, or train on; return what it came to."""
+    run, spec = RunFolder(folder / "run"), build(workers=0)
+    if not run.path.exists():
+        run.create()
+    config = dataclasses.replace(CONFIG, **values)
+    source = sources.find(config, folder.parent / "data")
+    with strategy.scope():
+        model = new_model(dropout)
+    assignment = Assignment(
+        run=run,
+        task=spec.task("chief"),
+        spec=spec,
+        config=config,
+        source=source,
+        objective=objectives.build(config.loss, classifies=True),
+        strategy=strategy,
+        model=model,
+        new_model=lambda: new_model(dropout),
+        heartbeat=Heartbeat(run, spec.task("chief"), 0),
+        stop=threading.Event(),
+    )
+    fit.Training(assignment).run()
+    return {
+        "weights_sha256": read_json(run.control / "result.json")["weights_sha256"],
+        "weights": [variable.numpy().tolist() for variable in model.variables],
+        "rows": [row for row in read_json_lines(run.metrics("chief")) if "loss" in row],
+    }
+
+
+def resumed(folder: Path, strategy: tf.distribute.Strategy) -> dict[str, Any]:
+    """Return what a training comes to undisturbed, and killed three times inside of epochs."""
+    whole = train(folder / "whole", strategy, 0.5)
+    own = sys.modules["own_callbacks"]
+    for after in (2, 4, 5):
+        own.made = lambda run, task, after=after: [Kill(after)]  # type: ignore[attr-defined]
+        try:
+            train(folder / "killed", strategy, 0.5)
+        except Killed:
+            continue
+        raise AssertionError("was not killed")
+    own.made = lambda run, task: [Kill(1000)]  # type: ignore[attr-defined]
+    return {"whole": whole, "killed": train(folder / "killed", strategy, 0.5)}
+
+
+def dropped(strategy: tf.distribute.Strategy) -> list[Any]:
+    """Return what random layers draw on each of two replicas at the steps 0, 1 and 0 again."""
+    with strategy.scope():
+        layers = keras.layers
+        model = keras.Sequential(
+            [keras.Input((16,)), layers.Dropout(0.5), layers.Dropout(0.5), layers.GaussianNoise(1.0)]
+        )
+        legacy_guards.install(model, 7)
+    ones = tf.ones([1, 16])
+
+    @tf.function
+    def run(step: tf.Tensor) -> Any:
+        def replica() -> tf.Tensor:
+            number = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
+            with guards.random_place(step, number):
+                return tf.concat([layer(ones, training=True) for layer in model.layers], 0)
+
+        return strategy.run(replica)
+
+    steps = [tf.constant(step, tf.int64) for step in (0, 1, 0)]
+    return [[value.numpy().tolist() for value in strategy.experimental_local_results(run(step))] for step in steps]
+
+
+def weighted(folder: Path, strategy: tf.distribute.Strategy) -> dict[str, Any]:
+    """Return the accuracy that is logged of a step on all examples, and the plain mean it is meant to be."""
+    values = {"global_batch": EXAMPLES, "max_steps": 1, "optimizer": Optimizer("sgd", 0.0, 0, 0.0)}
+    logged = train(folder / "weighted", strategy, **values)["rows"][0]["accuracy"]
+    split = sources.find(CONFIG, folder / "data").arrays.train
+    features = np.fromfile(split.features.path, np.float32).reshape(split.features.shape)
+    labels = np.fromfile(split.labels.path, np.int64)
+    weights = np.fromfile(split.weights.path, np.float32)
+    right = np.argmax(new_model(0.0)(features, training=True), -1) == labels
+    return {"logged": logged, "mean": float(right.mean()), "weighted": float(np.average(right, weights=weights))}
+
+
+def main(result: Path) -> None:
+    """Measure."""
+    tf.config.experimental.enable_op_determinism()
+    own = types.ModuleType("own_callbacks")
+    own.made = lambda run, task: [Kill(1000)]  # type: ignore[attr-defined]
+    sys.modules["own_callbacks"] = own
+    folder = Path(tempfile.mkdtemp())
+    prepare(folder / "data")
+    one, two = tf.distribute.OneDeviceStrategy("/CPU:0"), tf.distribute.MirroredStrategy(["/CPU:0", "/CPU:1"])
+    found = {
+        "keras": keras.Model.__module__.partition(".")[0],
+        "one": train(folder / "one", one),
+        "two": train(folder / "two", two),
+        "resumed": resumed(folder, two),
+        "dropped": dropped(two),
+        "weighted": weighted(folder, two),
+    }
+    shutil.rmtree(folder)
+    result.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

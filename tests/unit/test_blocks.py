@@ -1,0 +1,213 @@
+"""Prepared data is checked by block as it is read: damage of any size ends what reads it, naming the block."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cluster.errors import ClusterError, PrerequisiteError, RunFailed
+from cluster.files import read_json, sha256
+from cluster.runs import RunFolder
+from train import environment, program, sources
+from train.config import TrainConfig
+from train.data import arrays, blocks, memory, sharding, store
+from train.data.__main__ import main
+from train.data.ready import ready
+
+ARRAYS = TrainConfig(dataset="mnist")
+SHARDS = TrainConfig(dataset="noise", source="stream")
+BATCHES: dict[str, Any] = {
+    "first_step": 0, "num_steps": 6, "global_batch": 4, "num_replicas": 1, "first_replica": 0, "local_replicas": 1,
+    "seed": 7,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 100 bytes, so that small files have several."""
+    for module in (blocks, store):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 100)
+
+
+class Noise:
+    """Random images to shard, in which a flipped bit is valid data."""
+
+    version, classes = "1", ()
+
+    def open(self) -> dict[str, int]:
+        return {"train": 24, "test": 7}
+
+    def examples(self, split: str) -> Iterator[tuple[Any, ...]]:
+        random = np.random.default_rng(len(split))
+        return ((random.integers(0, 256, 50, np.uint8), i) for i in range(self.open()[split]))
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    (folder / "scratch").mkdir(parents=True)
+    images = np.random.default_rng(0).integers(0, 256, (50, 7, 7, 1), np.uint8)  # 24.5 blocks
+    parts = (images, np.arange(50) % 10)
+    splits = {"train": parts, "test": tuple(part[:9] for part in parts)}
+    where = folder / "scratch", folder, "mnist", "3.0.1"
+    arrays.write(*where, classes=(), splits=splits, source="a test", source_files={})
+    sharding.shard("noise", folder, num_shards=3, open_source=lambda *_: Noise())
+    return folder
+
+
+def flip(path: Path, at: int) -> None:
+    """Flip a bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 16
+    path.write_bytes(data)
+
+
+def of_an_earlier_version(index: Path) -> None:
+    """Take what an earlier version did not record out of an index."""
+    index.write_text(re.sub(r',\s*"blocks": "[^"]*"', "", index.read_text()))
+    assert "blocks" not in index.read_text()
+
+
+def train_through(source: sources.Source) -> None:
+    """Read the batches of some steps."""
+    for _ in source.train_dataset(**BATCHES):
+        pass
+
+
+@pytest.mark.parametrize("part", ["features", "labels"])
+@pytest.mark.parametrize(("at", "block"), [(0, 0), (99, 0), (100, 1), (-1, None)])
+def test_a_flipped_bit_in_an_array_is_never_trained_on(data_dir: Path, part: str, at: int, block: int | None) -> None:
+    file = getattr(arrays.find(data_dir, "mnist").train, part)
+    flip(file.path, at)
+    last = (file.size_bytes - 1) // 100
+    source = sources.find(ARRAYS, data_dir)  # the size is as it was
+    with pytest.raises(RunFailed, match=rf"{file.path} is damaged in block {last if block is None else block} "):
+        memory.load(source.arrays.train)
+    with pytest.raises(RunFailed, match="invoke data.prepare --name mnist --fresh"):
+        train_through(source)
+    memory.load(source.arrays.test)
+
+
+def test_inside_a_graph_as_on_a_remote_worker_the_error_explains_itself(data_dir: Path) -> None:
+    split = arrays.find(data_dir, "mnist").train
+    load = tf.data.Dataset.from_tensors(0).map(lambda _: memory.load(split).features)
+    assert split.features.path.read_bytes() == next(iter(load)).numpy().tobytes()
+    flip(split.features.path, 234)
+    with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+        next(iter(load))
+    known = program.explain(raised.value)
+    assert isinstance(known, RunFailed)
+    assert f"{split.features.path} is damaged in block 2 (from byte 200)" in str(known)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("shard", [0, 2])
+def test_a_flipped_bit_in_a_shard_is_never_trained_on(data_dir: Path, split: str, shard: int) -> None:
+    source = sources.find(SHARDS, data_dir)
+    path = data_dir / "shards" / "noise-1" / f"{split}-{shard:05}-of-00003.tfrecord"
+    flip(path, 150)
+    evaluated = source.eval_dataset(replica_batch=4, num_replicas=1, first_replica=0, local_replicas=1)
+    with pytest.raises(tf.errors.OpError) as raised:
+        list(evaluated) if split == "test" else train_through(source)
+    known = program.explain(raised.value)
+    assert f"{path} is damaged in block 1 " in str(known)
+    assert "invoke data.shard --name noise --fresh" in str(known)
+
+
+def test_a_shard_in_the_place_of_another_is_never_trained_on(data_dir: Path) -> None:
+    """Its records are as good as those that belong there, and as many: their own checksums say nothing."""
+    source = sources.find(SHARDS, data_dir)
+    first, second = (data_dir / "shards" / "noise-1" / f"train-{at:05}-of-00003.tfrecord" for at in (0, 1))
+    assert first.stat().st_size == second.stat().st_size
+    first.write_bytes(second.read_bytes())
+    with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+        train_through(source)
+    assert f"{first} is damaged in block 0 " in str(program.explain(raised.value))
+
+
+def test_other_errors_of_tensorflow_are_no_damage() -> None:
+    assert program.explain(tf.errors.InvalidArgumentError(None, None, "shapes differ")) is None
+
+
+def test_shards_are_not_made_of_damaged_arrays(data_dir: Path) -> None:
+    flip(arrays.find(data_dir, "mnist").train.features.path, 500)
+    with pytest.raises(RunFailed, match="damaged in block 5 "):
+        sharding.shard("mnist", data_dir)
+    assert not list(data_dir.glob("shards/mnist*"))
+
+
+# What an earlier version prepared
+
+
+@pytest.mark.parametrize("config", [ARRAYS, SHARDS], ids=["arrays", "shards"])
+def test_what_an_earlier_version_prepared_is_upgraded_by_preparing(data_dir: Path, config: TrainConfig) -> None:
+    index = next(data_dir.glob("*/mnist-3.0.1/arrays.json" if config is ARRAYS else "*/noise-1/shards.json"))
+    before = index.read_text()
+    of_an_earlier_version(index)
+    assert "" == ready(data_dir, config.dataset, config.source)  # so `up` prepares it
+    with pytest.raises(PrerequisiteError, match=f"--name {config.dataset}`"):
+        sources.find(config, data_dir)
+    if config is ARRAYS:
+        assert 0 == main(["prepare", "--name", "mnist", "--data-dir", str(data_dir)])
+    else:
+        sharding.shard("noise", data_dir, open_source=lambda *_: Noise())
+    assert before == index.read_text()
+    train_through(sources.find(config, data_dir))
+
+
+def test_damage_is_not_upgraded_to_what_is_right(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = arrays.find(data_dir, "mnist")
+    of_an_earlier_version(found.train.features.path.with_name("arrays.json"))
+    flip(found.train.features.path, 500)
+    assert 1 == main(["prepare", "--name", "mnist", "--data-dir", str(data_dir)])
+    assert "`invoke data.prepare --name mnist --fresh`" in capsys.readouterr().err
+    assert not arrays.find(data_dir, "mnist").checked
+
+
+def test_damaged_shards_are_written_again_instead_of_upgraded(data_dir: Path) -> None:
+    path = data_dir / "shards" / "noise-1" / "train-00000-of-00003.tfrecord"
+    good = path.read_bytes()
+    of_an_earlier_version(path.with_name("shards.json"))
+    flip(path, 150)
+    sharding.shard("noise", data_dir, open_source=lambda *_: Noise())
+    assert good == path.read_bytes()
+    train_through(sources.find(SHARDS, data_dir))
+
+
+def test_an_index_with_too_few_blocks_is_told(data_dir: Path) -> None:
+    index = data_dir / "arrays" / "mnist-3.0.1" / "arrays.json"
+    value = json.loads(index.read_text())
+    value["splits"]["train"]["features"]["blocks"] = "00"
+    index.write_text(json.dumps(value))
+    with pytest.raises(RunFailed, match="cannot be read"):
+        arrays.find(data_dir, "mnist")
+
+
+# What is recorded
+
+
+@pytest.mark.parametrize("config", [ARRAYS, SHARDS], ids=["arrays", "shards"])
+def test_the_manifest_has_the_hashes_of_what_is_read(
+    data_dir: Path, config: TrainConfig, make_run: Callable[..., RunFolder]
+) -> None:
+    run, source = make_run(workers=0), sources.find(config, data_dir)
+    environment.record(run, config.dataset, source)
+    assert {path.name: sha256(path) for path in source.files} == read_json(run.manifest)["data"]["files"]
+
+
+def test_a_hash_that_is_not_that_of_the_file_is_not_recorded(
+    data_dir: Path, make_run: Callable[..., RunFolder]
+) -> None:
+    run, source = make_run(workers=0), sources.find(ARRAYS, data_dir)
+    wrong = dataclasses.replace(source, files=dict.fromkeys(source.files, "00"))
+    with pytest.raises(ClusterError, match="data.prepare --name mnist --fresh"):
+        environment.record(run, "mnist", wrong)
+    assert "data" not in read_json(run.manifest, {})

@@ -1,0 +1,25 @@
+"""Slices of steps that a parameter-server cluster does, and does again after a worker has died."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.unit.measured import measured
+
+
+def found(what: str) -> Any:
+    """Return what was measured on two workers and a parameter server."""
+    return measured("parameter_server")[what]
+
+
+def test_a_slice_that_is_done_again_must_not_update_again() -> None:
+    """As the coordinator does with one whose worker it has lost, here with every slice."""
+    once, twice = found("once"), found("twice")
+    assert (16, 16) == (once["updates"], len(once["losses"]))
+    assert once == twice
+
+
+def test_damaged_data_must_be_told_of_by_the_worker_that_reads_it() -> None:
+    told = found("damaged")
+    assert told.startswith("RunFailed: ")
+    assert "train_features.bin is damaged in block 0 " in told
