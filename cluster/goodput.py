@@ -54,6 +54,12 @@ def split(
     return _whole(seconds, ended - started)
 
 
+def checkpoint_every_s(lives: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return how far apart the newest life that saved by the clock meant checkpoints to be; None where none did."""
+    told = [life for life in lives if (life.get("saves") or {}).get("every_s")]
+    return float(max(told, key=lambda life: life["generation"])["saves"]["every_s"]) if told else None
+
+
 def line(parts: Mapping[str, float]) -> str:
     """Return a split in one line, the largest part first and what is next to nothing left out."""
     wall_s = sum(parts.values())

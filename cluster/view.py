@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -70,8 +71,11 @@ def status(run: RunFolder) -> dict[str, Any]:
 
 
 def _checkpoint(run: RunFolder) -> dict[str, Any] | None:
-    saved = [event for event in run.events() if event["event"] == "checkpoint"]
-    return {"step": saved[-1]["step"], "age_s": round(time.time() - saved[-1]["time"], 1)} if saved else None
+    for saved in reversed(run.saved_steps):
+        with contextlib.suppress(FileNotFoundError):  # a newer one has just pushed it out
+            age_s = time.time() - (run.checkpoints / f"ckpt-{saved}.json").stat().st_mtime
+            return {"step": saved, "age_s": round(age_s, 1), "every_s": goodput.checkpoint_every_s(run.lives())}
+    return None
 
 
 @_plain
@@ -162,7 +166,8 @@ def progress(value: dict[str, Any]) -> str:
     if value["eta_s"] is not None:
         parts.append(f"{value['eta_s']:.0f} s left")
     if value["checkpoint"]:
-        parts.append(f"checkpoint at {value['checkpoint']['step']}")
+        every_s = value["checkpoint"]["every_s"]
+        parts.append(f"checkpoint at {value['checkpoint']['step']}" + (f", every {every_s:.1f} s" if every_s else ""))
     return "  ".join(parts)
 
 
@@ -220,6 +225,8 @@ def ended(run: RunFolder, shown_path: str) -> list[str]:
         lines += [f"{summary['state']}: {work} in {summary['wall_s']:.1f} s{start}{told}{restarts}"]
     if summary.get("goodput_split"):
         lines += [f"time         {goodput.line(summary['goodput_split'])}"]
+    if every_s := summary.get("checkpoint_every_s"):
+        lines += [f"checkpoints  every {every_s:.1f} s"]
     lines += [f"pace         {found}" for found in pace.lines(summary.get("pace", {}))]
     lines += [*twin.compared(run), f"run folder   {shown_path}"]
     if run.script:

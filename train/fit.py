@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow import keras
 
-from train import callbacks, descent, guards, loops, parameter_server, steps, trace
+from train import callbacks, descent, guards, loops, parameter_server, save_timer, steps, trace
 from train.assignment import Assignment
 from train.data.memory import Batch
 from train.export import is_legacy
@@ -34,9 +34,7 @@ class Training:
                 guards.synchronize_batch_normalization(model, assignment.strategy.num_replicas_in_sync)
         optimizer = assignment.new_optimizer()
         self._checkpoint = assignment.new_checkpoint(optimizer)
-        self._first = self._checkpoint.restore()
-        if not assignment.asynchronous:
-            steps.check_same_step(assignment.strategy, self._first)
+        self._first = assignment.restore(self._checkpoint)
         self._report = Report(assignment, self._first, descent.loss_scale(optimizer))
         with assignment.strategy.scope():
             score = keras.metrics.MeanMetricWrapper(
@@ -64,6 +62,8 @@ class Training:
             # what the last one has left.
             whole = 0 if done else (total - follower.step) // epoch_steps
             count = epoch_steps if whole else min(epoch_steps - done, total - follower.step)
+            if short and follower.catches_up:
+                whole, count = 0, 1  # until there is a checkpoint
             epoch = follower.step // epoch_steps
             assignment.model.fit(
                 _data(assignment, follower.step),
@@ -110,7 +110,9 @@ class _Follower(keras.callbacks.Callback):
         self._report = report
         self._checkpoint = checkpoint
         self._evaluation = assignment.new_evaluation()
-        self._save_timer = loops.SaveTimer(assignment.config.checkpoint_seconds if assignment.chief else 0)
+        self._save_timer = assignment.new_save_timer(first)
+        self._save_steps = save_timer.parse(assignment.config.checkpoint_every)[0]
+        self._brief = False
         self._agree: Callable[[steps.Signals], steps.Signals] = lambda signals: signals
         # tf_keras adds up over all replicas what it logs (its `reduce_per_replica`), means too.
         self._log_sums = assignment.strategy.num_replicas_in_sync if is_legacy() and not assignment.asynchronous else 1
@@ -153,7 +155,8 @@ class _Follower(keras.callbacks.Callback):
         if self.step % config.log_every == 0 or last or self.step == self._first + 1:
             self._tell(logs)
         if not last:
-            if self.step % config.steps_per_loop == 0:
+            # Where the custom loop returns from an inner call.
+            if self.step % config.steps_per_loop == 0 or self.step == self._first + 1 or self._brief:
                 self._heed_signals()
             self._save_by_steps(self.step - 1)
         if not last and config.evaluate_every and self.step % config.evaluate_every == 0:
@@ -185,15 +188,18 @@ class _Follower(keras.callbacks.Callback):
     def save(self) -> None:
         """Save a checkpoint."""
         self._check_scale()
-        with self._report.saving():
-            self._checkpoint.save(self.step)
-        self._save_timer.saved()
+        self._report.save(self.step, self._checkpoint, self._save_timer)
         self.saved_at = self.step
 
     def evaluate(self) -> None:
         """Evaluate on the whole test split."""
         self._report.evaluate(self.step, self._evaluation)
         self.evaluated_at = self.step
+
+    @property
+    def catches_up(self) -> bool:
+        """Whether a checkpoint is to be saved as soon as there are new steps."""
+        return self._save_timer.due(0) and self.step == self._first
 
     def _check_scale(self) -> None:
         scale = descent.loss_scale(self.model.optimizer)
@@ -208,7 +214,9 @@ class _Follower(keras.callbacks.Callback):
 
     def _heed_signals(self) -> None:
         """Stop or save if any task wants it; all tasks call it at the same step."""
-        signals = self._agree(steps.Signals(self._assignment.stop.is_set(), self._save_timer.due()))
+        timer = self._save_timer
+        signals = self._agree(steps.Signals(self._assignment.stop.is_set(), timer.due(0), timer.brief))
+        self._brief = signals.brief
         if signals.stop:
             self.stopped = self.ended = self.model.stop_training = True
         if signals.save:
@@ -216,8 +224,7 @@ class _Follower(keras.callbacks.Callback):
 
     def _save_by_steps(self, before: int) -> None:
         """Save if that became due by the steps done since `before`."""
-        config = self._assignment.config
-        if not config.checkpoint_seconds and self.step // config.checkpoint_every > before // config.checkpoint_every:
+        if (every := self._save_steps) and self.step // every > before // every:
             self.save()
 
     def _tell(self, logs: dict[str, float] | None) -> None:
@@ -228,6 +235,8 @@ class _Follower(keras.callbacks.Callback):
         self._check_scale()
         if not np.isfinite(means_2[0]):
             raise loops.not_finite(means_2[0], self.step)
+        count_s = float(np.sum(self._batch_s)) if self._batch_s else now - self._told_at
+        self._save_timer.stepped(count, count_s, compiled=self._told_step == self._first)
         loss, score = (self._in_epoch * means_2 - self._sums_2) / max(1, min(count, self._in_epoch))
         self._sums_2 = self._in_epoch * means_2
         self._report.steps(

@@ -156,10 +156,13 @@ def _restore(
 def _restore_newest(run: RunFolder, model: keras.Model) -> int:
     import tensorflow as tf
 
-    from train import checkpoint
+    from train import checkpoint_files
+
+    def warn(words: str) -> None:
+        print(words, file=sys.stderr)  # standard output may be JSON
 
     for _ in range(RESTORE_TRIES):
-        newest = checkpoint.newest_good(run.checkpoints)
+        newest = checkpoint_files.newest_good(run.checkpoints, warn)
         if newest is None:
             break
         try:

@@ -15,7 +15,8 @@ from tensorflow import keras
 from cluster.errors import RunFailed
 from cluster.files import read_json
 from train import checkpoint
-from train.checkpoint import Checkpoint, Copy, Saved, finished, newest_good
+from train.checkpoint import Checkpoint, Copy
+from train.checkpoint_files import Saved, finished, newest_good
 from train.descent import FIRST_SCALE, LossScale
 
 Parts = tuple[keras.Model, keras.optimizers.Optimizer, tf.Variable]
