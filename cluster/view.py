@@ -234,13 +234,20 @@ def ended(run: RunFolder, shown_path: str) -> list[str]:
     if port:
         lines += [f"TensorBoard  {tensorboard.address(port)}"]
     further = f"invoke up --resume {run.name}"
-    more = "" if run.script else ", or train on: " + further + " -- --epochs 6"
+    more = "" if run.script else f", or train on: {further} -- {_longer(read_json(run.config))}"
     after = {
         "succeeded": "invoke down (ends TensorBoard)" + more,
         "stopped": further,
         "failed": f"mend the cause, then {further}",
     }
     return [*lines, f"next         {after[summary['state']]}"]
+
+
+def _longer(config: dict[str, Any]) -> str:
+    """Return the option with which a training that came to its end goes on as long again."""
+    if most := config.get("max_steps"):
+        return f"--max-steps {2 * most}"
+    return f"--epochs {2 * config.get('epochs', 3):g}"
 
 
 def logs(run: RunFolder, names: list[str], follow: bool) -> None:

@@ -79,6 +79,13 @@ def test_status_holds_what_the_contract_lists(run: RunFolder, monkeypatch: pytes
     assert 0 <= checkpoint["age_s"] < 5
 
 
+def test_a_run_that_ended_says_how_to_train_as_long_again(run: RunFolder) -> None:
+    end(run, "succeeded")
+    for config, option in (({}, "--epochs 6"), ({"epochs": 0.5}, "--epochs 1"), ({"max_steps": 60}, "--max-steps 120")):
+        write_json(run.config, config)
+        assert view.ended(run, "runs/demo")[-1].endswith(f" -- {option}")
+
+
 def test_an_ended_run_has_its_summary_s_state_and_nothing_left_to_do(run: RunFolder) -> None:
     beat(run, "chief", "done", step=120, steps_total=120, examples_per_s=480.0)
     end(run, "succeeded")
