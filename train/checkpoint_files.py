@@ -1,7 +1,8 @@
 """The files of checkpoints: written so that no kill or full disk loses a good one, checked before they are used.
 
     checkpoints/ckpt-200.index  ckpt-200.data-00000-of-00001   TensorFlow's own files
-    checkpoints/ckpt-200.json                                  their sizes and sha256; written last
+    checkpoints/ckpt-200.json                                  their names, sizes and sha256; written last
+    checkpoints/ckpt-200+1.index                               those of a second save of the step: the record's word
     checkpoints/.ckpt-<generation>-*                           what is being written
     checkpoints/aside/                                         what the newest restore passed over
 
@@ -12,6 +13,7 @@ This module does not import TensorFlow.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import shutil
 import tempfile
@@ -26,7 +28,7 @@ from cluster.files import read_json, sha256, sync, write_json
 ASIDE = "aside"
 NO_CHECKPOINT = -1
 _RECORD = re.compile(r"ckpt-(\d+)\.json")
-_DATA = re.compile(r"ckpt-(\d+)\.(?:index|data-.*)")
+_DATA = re.compile(r"ckpt-(\d+)(?:\+\d+)?\.(?:index|data-.*)")
 _SCRATCH = re.compile(r"\.ckpt-(\d+)-.*")
 
 
@@ -45,14 +47,35 @@ class Saved:
     step: int
 
     @property
+    def name(self) -> str:
+        """What its files' names begin with; of a second save of this step a number follows."""
+        return f"ckpt-{self.step}"
+
+    @property
     def prefix(self) -> str:
-        """What TensorFlow restores it by."""
-        return str(self.folder / f"ckpt-{self.step}")
+        """What TensorFlow restores it by.
+
+        Raises:
+            OSError, ValueError: it is gone, or damaged.
+        """
+        return str(self.folder / read_json(self.record).get("prefix", self.name))
 
     @property
     def record(self) -> Path:
         """The file that makes it count."""
-        return self.folder / f"ckpt-{self.step}.json"
+        return self.folder / f"{self.name}.json"
+
+    @property
+    def files(self) -> dict[str, tuple[int, str]]:
+        """What its record says: the files' sizes in bytes and their sha256.
+
+        Raises:
+            OSError, ValueError: the record is gone, or damaged.
+        """
+        try:
+            return {name: (of["size_bytes"], of["sha256"]) for name, of in read_json(self.record)["files"].items()}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
 
     def damage(self, *, contents: bool = True) -> str | None:
         """Return what is wrong with its files, in words; None where they are as recorded.
@@ -61,8 +84,8 @@ class Saved:
             contents: whether to read them whole; otherwise only their sizes are compared.
         """
         try:
-            files = {name: (of["size_bytes"], of["sha256"]) for name, of in read_json(self.record)["files"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            files = self.files
+        except (OSError, ValueError) as error:
             return f"{self.record.name} cannot be read ({error})"
         for name, (size_bytes, digest) in files.items():
             path = self.folder / name
@@ -80,7 +103,8 @@ class Saved:
 
     def paths(self) -> list[Path]:
         """Return its files, the record first: without that it does not count."""
-        return [self.record, *(path for path in self.folder.glob(f"ckpt-{self.step}.*") if path != self.record)]
+        others = [path for ending in (".", "+") for path in self.folder.glob(f"{self.name}{ending}*")]
+        return [self.record, *(path for path in others if path != self.record)]
 
     def remove(self) -> None:
         """Delete it."""
@@ -139,7 +163,7 @@ def agreed(
 
 
 def write(checkpoint: Writer, saved: Saved, generation: int = 0) -> None:
-    """Write a checkpoint's files, then the record that makes it count; what is good already stays as it is.
+    """Write a checkpoint's files, then the record that makes it count; until then one of the same step stays.
 
     All is on the disk, not only in its cache, when this returns.
 
@@ -148,12 +172,9 @@ def write(checkpoint: Writer, saved: Saved, generation: int = 0) -> None:
         saved: the name that they shall have.
         generation: of the run; `clean` knows by it what was left behind.
     """
-    if saved.record.exists():
-        if saved.damage() is None:
-            return  # a step has one state only
-        saved.remove()
+    prefix = _free_prefix(saved)
     with tempfile.TemporaryDirectory(prefix=f".ckpt-{generation}-", dir=saved.folder) as scratch:
-        checkpoint.write(f"{scratch}/ckpt-{saved.step}")
+        checkpoint.write(f"{scratch}/{prefix}")
         files = {}
         written = [path for path in sorted(Path(scratch).iterdir()) if path.is_file()]
         for path in written:
@@ -162,8 +183,18 @@ def write(checkpoint: Writer, saved: Saved, generation: int = 0) -> None:
         for path in written:
             path.replace(saved.folder / path.name)
     sync(saved.folder)
-    write_json(saved.record, {"step": saved.step, "files": files})
+    write_json(saved.record, {"step": saved.step, "prefix": prefix, "files": files})
     sync(saved.folder)
+    for path in saved.paths()[1:]:
+        if path.name not in files:
+            path.unlink(missing_ok=True)
+
+
+def _free_prefix(saved: Saved) -> str:
+    """Return a prefix that no file has yet."""
+    taken = {path.name.partition(".")[0] for path in saved.paths()[1:]}
+    names = (f"{saved.name}+{number}" if number else saved.name for number in itertools.count())
+    return next(name for name in names if name not in taken)
 
 
 def prune(newest: Saved, keep: int) -> None:
@@ -194,10 +225,14 @@ def clean(folder: Path, generation: int) -> None:
         match = _SCRATCH.fullmatch(path.name)
         if path.is_dir() and not (match and int(match[1]) >= generation):
             shutil.rmtree(path, ignore_errors=True)
-    recorded = {saved.step for saved in finished(folder)}
+    recorded = {saved.step: saved for saved in finished(folder)}
     for path in folder.glob("ckpt-*"):
-        if (match := _DATA.fullmatch(path.name)) and int(match[1]) not in recorded:
-            path.unlink(missing_ok=True)
+        if not (match := _DATA.fullmatch(path.name)):
+            continue
+        saved = recorded.get(int(match[1]))
+        with contextlib.suppress(ValueError):  # of a damaged record nobody knows
+            if saved is None or path.name not in saved.files:
+                path.unlink(missing_ok=True)
 
 
 def set_aside(folder: Path, after: int) -> None:

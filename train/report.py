@@ -74,8 +74,9 @@ class Report:
             if self._ledger:
                 self._ledger.first_step(step)
                 self._event("first step", step)
-                self.metrics.graph(self._serving_graph())
         else:
+            if self._ledger and not self._timed_steps:  # not before: after a failure a checkpoint comes first
+                self.metrics.graph(self._serving_graph())
             self._train_seconds += seconds
             self._timed_steps += len(losses)
             rate = len(losses) * self._config.global_batch / seconds

@@ -167,7 +167,7 @@ def _restore_newest(run: RunFolder, model: keras.Model) -> int:
             break
         try:
             tf.train.Checkpoint(model=model).read(newest.prefix).assert_existing_objects_matched().expect_partial()
-        except tf.errors.NotFoundError:
+        except (tf.errors.NotFoundError, FileNotFoundError):
             time.sleep(0.1)  # a newer one has just pushed it out
         else:
             return newest.step

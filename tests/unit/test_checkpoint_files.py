@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,20 +66,36 @@ def contents(folder: Path) -> dict[str, bytes]:
 # Writing
 
 
-def test_a_good_one_of_the_same_step_is_not_touched(tmp_path: Path) -> None:
-    save(tmp_path, 5)
-    before = {path: path.stat().st_ino for path in tmp_path.iterdir()}
-    write(State(7), Saved(tmp_path, 5))
-    assert before == {path: path.stat().st_ino for path in tmp_path.iterdir()}
+def test_one_of_the_same_step_is_good_until_the_new_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, write_json = Saved(tmp_path, 5), checkpoint_files.write_json
+    seen: list[str | None] = []
+
+    def observed(*given: Any) -> None:
+        seen.append(saved.damage())
+        write_json(*given)
+        seen.append(saved.damage())
+
+    save(tmp_path, 5, 51)
+    other = contents(tmp_path)["ckpt-51.index"]
+    monkeypatch.setattr(checkpoint_files, "write_json", observed)
+    for byte in (7, 8, 9):
+        write(State(byte), saved)
+        assert bytes([byte]) == Path(saved.prefix + ".index").read_bytes()
+        assert 6 == len(contents(tmp_path))
+    assert [None] * 6 == seen
+    assert other == contents(tmp_path)["ckpt-51.index"]
 
 
-@pytest.mark.parametrize("damage", [cut, change, lambda folder, step: Saved(folder, step).record.write_text("{")])
-def test_a_damaged_one_of_the_same_step_is_replaced(tmp_path: Path, damage: Callable[[Path, int], object]) -> None:
+@pytest.mark.parametrize(
+    "damage", [cut, change, lambda folder, step: Saved(folder, step).record.write_text("{}"), lambda *_: None]
+)
+def test_the_same_step_can_be_saved_again(tmp_path: Path, damage: Callable[[Path, int], object]) -> None:
     save(tmp_path, 5)
     damage(tmp_path, 5)
     write(State(7), Saved(tmp_path, 5))
     assert newest_good(tmp_path) == Saved(tmp_path, 5)
-    assert {7} == set(data(tmp_path, 5).read_bytes())
+    assert bytes([7]) == Path(Saved(tmp_path, 5).prefix + ".index").read_bytes()
+    assert 3 == len(contents(tmp_path))
 
 
 def test_everything_is_on_the_disk_before_the_record_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,10 +123,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_leaves_the_good_one(small_disk: Path) -> None:
     save(small_disk, 4, 5)
     before = contents(small_disk)
-    with pytest.raises(OSError) as full:
-        write(State(9, size=4 * SIZE), Saved(small_disk, 6))
-    assert full.value.errno in DISK_FULL
-    write(State(9, size=4 * SIZE), Saved(small_disk, 5))  # there already: needs no room
+    for step in (5, 6):
+        with pytest.raises(OSError) as full:
+            write(State(9, size=4 * SIZE), Saved(small_disk, step))
+        assert full.value.errno in DISK_FULL
     assert before == contents(small_disk)
     assert [5, 4] == steps_of(small_disk)
 
@@ -177,13 +194,15 @@ def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
 
 
 def test_what_killed_saves_left_is_deleted_but_nothing_else(tmp_path: Path) -> None:
-    save(tmp_path, 5)
+    save(tmp_path, 4, 5)
+    Saved(tmp_path, 4).record.write_text("{")
     kept = contents(tmp_path)
     for name in (".ckpt-0-abc", ".ckpt-2-def", ".ckpt-old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "ckpt-6.index").write_bytes(b"x")
     for name in ("ckpt-6.index", "ckpt-6.data-00000-of-00001"):  # the record never came
         (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "ckpt-5+1.index").write_bytes(b"x")  # of a second save
     (tmp_path / ".ckpt-3-mine").mkdir()
     (tmp_path / "notes.txt").write_bytes(b"the user's")
     clean(tmp_path, 3)
