@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 PARTS = ("start", "compile", "input", "compute", "save", "evaluate", "lost", "restart", "other")
@@ -54,10 +54,10 @@ def split(
     return _whole(seconds, ended - started)
 
 
-def checkpoint_every_s(lives: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return how far apart the newest life that saved by the clock meant checkpoints to be; None where none did."""
-    told = [life for life in lives if (life.get("saves") or {}).get("every_s")]
-    return float(max(told, key=lambda life: life["generation"])["saves"]["every_s"]) if told else None
+def checkpoint_every_s(newest_first: Iterable[Mapping[str, Any]]) -> float | None:
+    """Return how far apart checkpoints were meant to be in the newest life that saved any; None if by steps."""
+    saves: Mapping[str, Any] = next((life["saves"] for life in newest_first if life.get("saves")), {})
+    return saves.get("every_s")
 
 
 def line(parts: Mapping[str, float]) -> str:

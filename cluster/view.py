@@ -71,10 +71,11 @@ def status(run: RunFolder) -> dict[str, Any]:
 
 
 def _checkpoint(run: RunFolder) -> dict[str, Any] | None:
+    lives = (read_json(run.life(number), {}) for number in range(run.generation, -1, -1))
     for saved in reversed(run.saved_steps):
         with contextlib.suppress(FileNotFoundError):  # a newer one has just pushed it out
             age_s = time.time() - (run.checkpoints / f"ckpt-{saved}.json").stat().st_mtime
-            return {"step": saved, "age_s": round(age_s, 1), "every_s": goodput.checkpoint_every_s(run.lives())}
+            return {"step": saved, "age_s": round(age_s, 1), "every_s": goodput.checkpoint_every_s(lives)}
     return None
 
 

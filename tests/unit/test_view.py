@@ -120,6 +120,8 @@ def test_progress_says_what_is_known(run: RunFolder) -> None:
     save(run, 10)
     told = "step 20/120  loss 0.5000  480 examples/s  20 s left  checkpoint at 10"
     assert told == view.progress(view.status(run))
+    run.begin_generation(1)
+    run.begin_generation(2)
     write_json(run.life(1), {"generation": 1, "saves": {"every_s": 12.34}})
     write_json(run.life(2), {"generation": 2, "saves": {}})  # it has not saved yet
     assert f"{told}, every 12.3 s" == view.progress(view.status(run))
