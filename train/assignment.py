@@ -101,10 +101,13 @@ class Assignment:
         alone = self.asynchronous or len(self.spec.members) < 2
         return saves.restore() if alone else saves.restore(steps.gathering(self.strategy))
 
-    def new_save_timer(self, first: int) -> SaveTimer:
+    def new_save_timer(self, saves: checkpoint.Checkpoint, first: int) -> SaveTimer:
         """Return what says when this life saves, which goes on from step `first`; the chief's alone decides."""
         past = Past.read(self.run, self.generation, first) if self.chief else None
-        return SaveTimer(self.config.checkpoint_every, past, steps_per_loop=self.config.steps_per_loop)
+        steps_per_loop = self.config.steps_per_loop
+        return SaveTimer(
+            self.config.checkpoint_every, past, steps_per_loop=steps_per_loop, writing=lambda: saves.writing
+        )
 
     def new_evaluation(self) -> Callable[[], dict[str, float]]:
         """Return what evaluates the model on the whole test split; every task calls it."""

@@ -117,6 +117,11 @@ class Checkpoint:
             self._writing = threading.Thread(target=self._write, args=(step,), name="checkpoint")
             self._writing.start()
 
+    @property
+    def writing(self) -> bool:
+        """Whether one is being written now."""
+        return self._writing is not None and self._writing.is_alive()
+
     def wait(self) -> None:
         """Return when nothing is being written any more.
 

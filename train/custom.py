@@ -27,7 +27,7 @@ class Training:
         self._checkpoint = assignment.new_checkpoint(self._optimizer)
         self._first = assignment.restore(self._checkpoint)
         self._report = Report(assignment, self._first, descent.loss_scale(self._optimizer))
-        self._save_timer = assignment.new_save_timer(self._first)
+        self._save_timer = assignment.new_save_timer(self._checkpoint, self._first)
         shards = config.bitwise_elastic
         cut = VirtualShards(shards, strategy.num_replicas_in_sync) if shards else None
         trainee = self._trainee(cut)

@@ -110,7 +110,7 @@ class _Follower(keras.callbacks.Callback):
         self._report = report
         self._checkpoint = checkpoint
         self._evaluation = assignment.new_evaluation()
-        self._save_timer = assignment.new_save_timer(first)
+        self._save_timer = assignment.new_save_timer(checkpoint, first)
         self._save_steps = save_timer.parse(assignment.config.checkpoint_every)[0]
         self._brief = False
         self._agree: Callable[[steps.Signals], steps.Signals] = lambda signals: signals

@@ -107,6 +107,7 @@ class SaveTimer:
         past: Past | None = None,
         *,
         steps_per_loop: int = 1,
+        writing: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Wait for the first step.
@@ -115,6 +116,7 @@ class SaveTimer:
             every: steps, seconds such as `30s`, or `auto`.
             past: of the run; None for a task that does not decide: nothing is ever due.
             steps_per_loop: most steps in one inner call.
+            writing: returns whether the last checkpoint is still being written.
             clock: returns the time in seconds.
         """
         steps, self._seconds = parse(every)
@@ -122,12 +124,13 @@ class SaveTimer:
         self._decides = past is not None and not steps
         self._auto = self._decides and not self._seconds
         self._steps_per_loop = steps_per_loop
+        self._writing = writing
         self._clock = clock
         self._began_s: float | None = None
         self._counted_from_s = 0.0
         self._step_s: float | None = None
         self._costs_s: deque[float] | None = None
-        self._writing_s = self._past.writing_s or 0.0
+        self._writing_s = 0.0
         self._catches_up = self._auto and self._past.failed
 
     def due(self, steps: int) -> bool:
@@ -138,8 +141,10 @@ class SaveTimer:
             return True
         if self._began_s is None:
             return False
-        elapsed_s = self._clock() - self._counted_from_s
-        return elapsed_s + 1.5 * steps * (self._step_s or 0.0) >= self._interval_s
+        elapsed_s, call_s = self._clock() - self._counted_from_s, steps * (self._step_s or 0.0)
+        if self._writing() and elapsed_s + call_s < (self._writing_s or self._past.writing_s or math.inf):
+            return False
+        return elapsed_s + 1.5 * call_s >= self._interval_s
 
     @property
     def brief(self) -> bool:
@@ -162,7 +167,8 @@ class SaveTimer:
     def saves(self) -> dict[str, float | None]:
         """Return the interval and what it follows from, as the run folder has it; the interval is None by steps."""
         interval_s = round(self._interval_s, 3) if self._decides else None
-        return {"every_s": interval_s, "cost_s": round(self._cost_s, 4), "writing_s": round(self._writing_s, 4)}
+        writing_s = self._writing_s or self._past.writing_s
+        return {"every_s": interval_s, "cost_s": round(self._cost_s, 4), "writing_s": writing_s}
 
     def stepped(self, steps: int, seconds: float, *, compiled: bool) -> None:
         """Take note of steps that were just done, and of what they took.

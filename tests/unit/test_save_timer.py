@@ -123,12 +123,23 @@ def test_the_interval_follows_what_saves_cost() -> None:
 
 
 def test_what_the_life_before_measured_is_believed_until_this_one_has() -> None:
-    saves = timer("auto", Past(cost_s=2.0, writing_s=60.0), Clock())
-    assert (2.0, 60.0) == (saves.saves["cost_s"], saves.saves["writing_s"])
+    assert 2.0 == timer("auto", Past(cost_s=2.0), Clock()).saves["cost_s"]
+
+
+@pytest.mark.parametrize(("before_s", "due"), [(None, False), (70.0, False), (61.0, True), (0.5, True)])
+def test_nothing_is_due_while_the_last_one_is_being_written(before_s: float | None, due: bool) -> None:
+    """Unless writing will be done by then, as far as is known."""
+    clock, writing = Clock(), [True]
+    saves = SaveTimer("10s", Past(writing_s=before_s), writing=lambda: writing[0], clock=clock)
+    saves.stepped(2, 2.0, compiled=False)
+    clock.now_s += 60
+    assert due == saves.due(1)
+    writing[0] = False
+    assert saves.due(1)
 
 
 def test_after_a_failure_the_first_step_is_saved_and_then_often_but_ever_less() -> None:
-    clock, past = Clock(), Past(uptimes_s=(30.0, 10.0), failed=True, cost_s=0.02, writing_s=0.1)
+    clock, past = Clock(), Past(uptimes_s=(30.0, 10.0), failed=True, cost_s=0.02)
     saves = timer("auto", past, clock)
     assert saves.due(1)
     assert saves.brief
@@ -225,7 +236,10 @@ class Training:
         """Train until so many steps of this life are done, in the middle of a call; return the step reached."""
         first, began_s, pending = self.durable, self.clock.now_s, (math.inf, 0)
         stuck = failed and bool(self.firsts) and self.firsts[-1] >= first
-        timer_ = timer("auto", Past(tuple(self.uptimes_s), failed, stuck, self.cost_s, self.writing_s), self.clock)
+        past = Past(tuple(self.uptimes_s), failed, stuck, self.cost_s, self.writing_s)
+        timer_ = SaveTimer(
+            "auto", past, steps_per_loop=STEPS_PER_LOOP, writing=lambda: pending[1] > 0, clock=self.clock
+        )
         self.firsts.append(first)
         step, brief = first, True
         while step < total:
