@@ -53,7 +53,7 @@ UP_HELP = {
     "network": "local tasks' network: private, or host, the machine's (default: private; host for scripts and TPUs)",
     "bitwise-elastic": "virtual shards V: any number of replicas up to V gives the same bits (default: 0, none)",
     "precision": "fp32, bf16 or fp16: what layers compute in; weights stay in float32 (default: fp32)",
-    "checkpoint-every": "optimizer steps, or seconds such as 30s, between two checkpoints (default: 200)",
+    "checkpoint-every": "optimizer steps such as 200, or seconds such as 30s, between two checkpoints (default: auto)",
     "hang-timeout": "seconds without a new step after which every task starts again (default: 60)",
     "name": "name of the run (default: preset, date and time)",
     "resume": "go on with this run, on its own topology unless another is given (default: start a new run)",

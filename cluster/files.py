@@ -216,6 +216,17 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
+def sync(path: Path) -> None:
+    """Return once a file's contents, or a folder's entries, are on the disk."""
+    with _folder_of(path) as (name, folder):
+        flags = os.O_RDONLY | (os.O_DIRECTORY if path.is_dir() else 0)
+        descriptor = _open(path, name, flags, folder)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def sha256(path: Path) -> str:
     """Return the sha256 of a file's bytes in hexadecimal."""
     with open_file(path, "rb") as file:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 PARTS = ("start", "compile", "input", "compute", "save", "evaluate", "lost", "restart", "other")
@@ -52,6 +52,12 @@ def split(
     if down_since is not None:
         seconds["restart"] += ended - down_since
     return _whole(seconds, ended - started)
+
+
+def checkpoint_every_s(newest_first: Iterable[Mapping[str, Any]]) -> float | None:
+    """Return how far apart checkpoints were meant to be in the newest life that saved any; None if by steps."""
+    saves: Mapping[str, Any] = next((life["saves"] for life in newest_first if life.get("saves")), {})
+    return saves.get("every_s")
 
 
 def line(parts: Mapping[str, float]) -> str:

@@ -20,6 +20,7 @@ from cluster import (
     network,
     packages,
     placement,
+    resuming,
     seal,
     settings,
     spec,
@@ -65,6 +66,8 @@ class Plan:
     trusts: bool
     """Whether its run may go on though this user did not seal it."""
     network: Network
+    about_resuming: tuple[str, ...] = ()
+    """What the caller should know of a run that goes on."""
 
     @property
     def contained(self) -> bool:
@@ -74,7 +77,8 @@ class Plan:
     @property
     def notes(self) -> list[str]:
         """What the caller should know of it besides."""
-        return [*self.gpus.lines(), *self.gpus.notes, *self._keras_notes, *filter(None, [self.network.warning])]
+        others = [*self._keras_notes, *self.about_resuming, *filter(None, [self.network.warning])]
+        return [*self.gpus.lines(), *self.gpus.notes, *others]
 
     @property
     def _keras_notes(self) -> list[str]:
@@ -113,7 +117,7 @@ class Plan:
                 }
                 for task in self.cluster.tasks
             ],
-            "notes": [*self.gpus.notes, *filter(None, [self.network.warning])],
+            "notes": [*self.gpus.notes, *self.about_resuming, *filter(None, [self.network.warning])],
             "config": self.config,
             "compose": self.compose,
         }
@@ -197,8 +201,11 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         asked = spec.build(**topology)
     runtime, why = _choose_runtime(request.runtime, asked.strategy)
     config, payload, data = _resolve(request, base, runtime, installs=installs)
+    about_resuming = []
     if payload.script is None:
         _check_sharing(config, asked)
+        if request.resume:
+            about_resuming = resuming.check(run, request.preset, config, asked)
     contained = runtime != "local"
     memory = _memory(request, base, len(asked.tasks), contained=contained)
     cluster = asked if contained else spec.build(**topology, ports=local.free_ports(len(asked.tasks)))
@@ -224,6 +231,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         memory=memory,
         trusts=request.trust,
         network=inside,
+        about_resuming=tuple(about_resuming),
     )
 
 

@@ -72,7 +72,7 @@ class Request:
         if self.precision:
             options |= {"--precision": self.precision}
         if self.checkpoint_every:
-            options |= _checkpoint_options(self.checkpoint_every)
+            options |= {"--checkpoint-every": self.checkpoint_every}
         return [word for option in options.items() for word in option] + list(self.overrides)
 
     def run_name(self) -> str:
@@ -80,21 +80,6 @@ class Request:
         origin = self.again or (Path(self.script).stem if self.script else self.preset or PRESET)
         slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", origin).strip("-._")[:40] or "run"
         return f"{slug}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def _checkpoint_options(value: str) -> dict[str, str]:
-    """Return the training options for `--checkpoint-every` of `up`: optimizer steps, or seconds such as `30s`.
-
-    Raises:
-        UsageError: it is neither.
-    """
-    if re.fullmatch(r"[0-9]+", value):
-        # A resumed run may have saved by seconds.
-        return {"--checkpoint-every": value, "--checkpoint-seconds": "0"}
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)s", value)
-    if not match or float(match[1]) == 0:
-        raise UsageError(f"--checkpoint-every {value!r}: expected optimizer steps such as 200, or seconds such as 30s")
-    return {"--checkpoint-seconds": match[1]}
 
 
 def check_together(request: Request, *, scripted: bool) -> None:

@@ -40,6 +40,9 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
         "restarts": restarts.costs(run, started),
         "goodput": _goodput(run, started, wall_s),
         "goodput_split": goodput.split(started, outcome["time"], run.lives(), restarts.failures(run, started)),
+        "checkpoint_every_s": goodput.checkpoint_every_s(
+            sorted(run.lives(), key=lambda life: life["generation"], reverse=True)
+        ),
         "pace": {"tasks": paces, **pace.findings(paces)},
         "tasks": {name: beats.get(name, {}).get("exit_code") for name in names},
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -70,8 +71,12 @@ def status(run: RunFolder) -> dict[str, Any]:
 
 
 def _checkpoint(run: RunFolder) -> dict[str, Any] | None:
-    saved = [event for event in run.events() if event["event"] == "checkpoint"]
-    return {"step": saved[-1]["step"], "age_s": round(time.time() - saved[-1]["time"], 1)} if saved else None
+    lives = (read_json(run.life(number), {}) for number in range(run.generation, -1, -1))
+    for saved in reversed(run.saved_steps):
+        with contextlib.suppress(FileNotFoundError):  # a newer one has just pushed it out
+            age_s = time.time() - (run.checkpoints / f"ckpt-{saved}.json").stat().st_mtime
+            return {"step": saved, "age_s": round(age_s, 1), "every_s": goodput.checkpoint_every_s(lives)}
+    return None
 
 
 @_plain
@@ -162,7 +167,8 @@ def progress(value: dict[str, Any]) -> str:
     if value["eta_s"] is not None:
         parts.append(f"{value['eta_s']:.0f} s left")
     if value["checkpoint"]:
-        parts.append(f"checkpoint at {value['checkpoint']['step']}")
+        every_s = value["checkpoint"]["every_s"]
+        parts.append(f"checkpoint at {value['checkpoint']['step']}" + (f", every {every_s:.1f} s" if every_s else ""))
     return "  ".join(parts)
 
 
@@ -220,6 +226,8 @@ def ended(run: RunFolder, shown_path: str) -> list[str]:
         lines += [f"{summary['state']}: {work} in {summary['wall_s']:.1f} s{start}{told}{restarts}"]
     if summary.get("goodput_split"):
         lines += [f"time         {goodput.line(summary['goodput_split'])}"]
+    if every_s := summary.get("checkpoint_every_s"):
+        lines += [f"checkpoints  every {every_s:.1f} s"]
     lines += [f"pace         {found}" for found in pace.lines(summary.get("pace", {}))]
     lines += [*twin.compared(run), f"run folder   {shown_path}"]
     if run.script:
@@ -227,13 +235,20 @@ def ended(run: RunFolder, shown_path: str) -> list[str]:
     if port:
         lines += [f"TensorBoard  {tensorboard.address(port)}"]
     further = f"invoke up --resume {run.name}"
-    more = "" if run.script else ", or train on: " + further + " -- --epochs 6"
+    more = "" if run.script else f", or train on: {further} -- {_longer(read_json(run.config))}"
     after = {
         "succeeded": "invoke down (ends TensorBoard)" + more,
         "stopped": further,
         "failed": f"mend the cause, then {further}",
     }
     return [*lines, f"next         {after[summary['state']]}"]
+
+
+def _longer(config: dict[str, Any]) -> str:
+    """Return the option with which a training that came to its end goes on as long again."""
+    if most := config.get("max_steps"):
+        return f"--max-steps {2 * most}"
+    return f"--epochs {2 * config.get('epochs', 3):g}"
 
 
 def logs(run: RunFolder, names: list[str], follow: bool) -> None:

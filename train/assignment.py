@@ -15,6 +15,7 @@ from cluster.spec import ClusterSpec, Role, Task
 from train import checkpoint, descent, optimizers, steps
 from train.config import TrainConfig
 from train.objectives import Objective
+from train.save_timer import Past, SaveTimer
 from train.sources import Source, eval_feed
 
 EVALUATION_BATCH = 500
@@ -51,6 +52,11 @@ class Assignment:
     def chief(self) -> bool:
         """Whether this task is the chief: it alone writes what the run shares."""
         return self.task.role == Role.CHIEF
+
+    @property
+    def generation(self) -> int:
+        """The gang's life that this one belongs to."""
+        return int(self.heartbeat.values["generation"])
 
     @property
     def asynchronous(self) -> bool:
@@ -103,9 +109,23 @@ class Assignment:
             self.run.checkpoints,
             keep=self.config.keep_checkpoints,
             writes=self.chief,
+            generation=self.generation,
             saved=lambda step: self.run.event(self.task.name, "checkpoint", step=step),
             loss_scale=descent.loss_scale(optimizer),
             callbacks=callbacks,
+        )
+
+    def restore(self, saves: checkpoint.Checkpoint) -> int:
+        """Restore the checkpoint that all tasks agree on, if there is one; return the step to go on from."""
+        alone = self.asynchronous or len(self.spec.members) < 2
+        return saves.restore() if alone else saves.restore(steps.gathering(self.strategy))
+
+    def new_save_timer(self, saves: checkpoint.Checkpoint, first: int) -> SaveTimer:
+        """Return what says when this life saves, which goes on from step `first`; the chief's alone decides."""
+        past = Past.read(self.run, self.generation, first) if self.chief else None
+        steps_per_loop = self.config.steps_per_loop
+        return SaveTimer(
+            self.config.checkpoint_every, past, steps_per_loop=steps_per_loop, writing=lambda: saves.writing
         )
 
     def new_evaluation(self) -> Callable[[], dict[str, float]]:

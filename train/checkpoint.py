@@ -1,19 +1,13 @@
 """Checkpoints of the model, the optimizer and the step, in the run folder that every task shares.
 
-    checkpoints/ckpt-200.index  ckpt-200.data-00000-of-00001   TensorFlow's own files
-    checkpoints/ckpt-200.json                                  their sizes and sha256; written last
-
-A checkpoint without its JSON file was never finished, and does not count. On restore the newest one whose files are as
-recorded is used.
+`train/checkpoint_files.py` says what lies there. The newest one that is good for all tasks is restored.
 """
 
 from __future__ import annotations
 
-import re
-import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,70 +15,7 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.errors import RunFailed
-from cluster.files import read_json, sha256, write_json
-
-_RECORD = re.compile(r"ckpt-(\d+)\.json")
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A finished checkpoint."""
-
-    folder: Path
-    step: int
-
-    @property
-    def prefix(self) -> str:
-        """What TensorFlow restores it by."""
-        return str(self.folder / f"ckpt-{self.step}")
-
-    @property
-    def record(self) -> Path:
-        """The file that makes it count."""
-        return self.folder / f"ckpt-{self.step}.json"
-
-    def damage(self) -> str | None:
-        """Return what is wrong with its files, in words; None where they are as recorded."""
-        try:
-            files = read_json(self.record)["files"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            return f"{self.record.name} cannot be read ({error})"
-        for name, expected in files.items():
-            path = self.folder / name
-            if not path.exists():
-                return f"{name} is missing"
-            if path.stat().st_size != expected["size_bytes"]:
-                return f"{name} has {path.stat().st_size} bytes, expected {expected['size_bytes']}"
-            if sha256(path) != expected["sha256"]:
-                return f"{name} does not have the contents that were saved"
-        return None
-
-    def remove(self) -> None:
-        """Delete it, the record first."""
-        self.record.unlink(missing_ok=True)
-        for path in self.folder.glob(f"ckpt-{self.step}.*"):
-            path.unlink(missing_ok=True)
-
-
-def finished(folder: Path) -> list[Saved]:
-    """Return the finished checkpoints of a folder, newest first, whether or not their files are still good."""
-    matches = [_RECORD.fullmatch(path.name) for path in folder.glob("ckpt-*.json")]
-    return [Saved(folder, step) for step in sorted((int(match[1]) for match in matches if match), reverse=True)]
-
-
-def newest_good(folder: Path, warn: Callable[[str], None] = print) -> Saved | None:
-    """Return the newest checkpoint whose files are as they were saved; None where there is none.
-
-    Args:
-        folder: of the checkpoints.
-        warn: told in one line of each newer one that is passed over.
-    """
-    for saved in finished(folder):
-        damage = saved.damage()
-        if damage is None:
-            return saved
-        warn(f"warning: checkpoint of step {saved.step} is damaged ({damage}); the one before it is used")
-    return None
+from train.checkpoint_files import Saved, agreed, clean, prune, set_aside, write
 
 
 def diverged(what: str) -> RunFailed:
@@ -110,6 +41,7 @@ class Checkpoint:
         *,
         keep: int,
         writes: bool,
+        generation: int = 0,
         saved: Callable[[int], None] = lambda step: None,
         loss_scale: tf.Module | None = None,
         callbacks: tf.Module | None = None,
@@ -125,7 +57,8 @@ class Checkpoint:
             writes: whether this task writes. The others only take part in reading what is spread over the tasks, which
                 can be a collective operation
                 (https://www.tensorflow.org/tutorials/distribute/multi_worker_with_ctl#checkpoint_saving).
-            saved: told of each step whose checkpoint is finished, perhaps from another thread.
+            generation: of the run.
+            saved: called with each step whose checkpoint is finished, perhaps from another thread.
             loss_scale: of a training in float16. One that has just become that has none in its checkpoints yet.
             callbacks: what callbacks have counted. The same holds of it.
         """
@@ -138,19 +71,34 @@ class Checkpoint:
         self._folder = folder
         self._keep = keep
         self._writes = writes
+        self._generation = generation
         self._saved = saved
+        self.writing_s: float | None = None
+        """Seconds that writing the last finished one took, beside the training."""
         self._copy: Copy | None = None
         self._writing: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def restore(self) -> int:
-        """Restore the newest good checkpoint, if there is one; return the step to go on from."""
-        newest = newest_good(self._folder, lambda words: print(words, flush=True) if self._writes else None)
+    def restore(self, everyones: Callable[[int], Sequence[int]] = lambda step: [step]) -> int:
+        """Restore the newest checkpoint that is good for all tasks, if there is one; return the step to go on from.
+
+        Newer ones, which are damaged or which not all can read, are then set aside.
+
+        Args:
+            everyones: takes a step and returns those that all tasks gave: a collective operation.
+
+        Raises:
+            RunFailed: some tasks can read a checkpoint and others none.
+        """
+        newest = agreed(self._folder, everyones, lambda words: print(words, flush=True) if self._writes else None)
         if newest is not None:
             held = {name.partition("/")[0] for name, _ in tf.train.list_variables(newest.prefix)}
             also = {name: part for name, part in self._optional.items() if name in held}
             kept = tf.train.Checkpoint(**self._parts, **also)
             kept.read(newest.prefix).assert_existing_objects_matched()
+        if self._writes:
+            set_aside(self._folder, newest.step if newest else -1)
+            clean(self._folder, self._generation)
         return int(self._step.numpy())
 
     def save(self, step: int) -> None:
@@ -171,6 +119,11 @@ class Checkpoint:
             self._writing = threading.Thread(target=self._write, args=(step,), name="checkpoint")
             self._writing.start()
 
+    @property
+    def writing(self) -> bool:
+        """Whether one is being written now."""
+        return self._writing is not None and self._writing.is_alive()
+
     def wait(self) -> None:
         """Return when nothing is being written any more.
 
@@ -190,25 +143,13 @@ class Checkpoint:
             assert self._copy is not None
             if broken := self._copy.not_finite(self._model.trainable_variables):
                 raise diverged(f"{broken} is not finite after step {step}")
-            write(self._copy.checkpoint, Saved(self._folder, step))
-            for old in finished(self._folder)[self._keep :]:
-                old.remove()
+            began, saved = time.monotonic(), Saved(self._folder, step)
+            write(self._copy.checkpoint, saved, self._generation)
+            self.writing_s = time.monotonic() - began
+            prune(saved, self._keep)
             self._saved(step)
-        except BaseException as error:  # told by the next `wait`, in the thread that trains
+        except BaseException as error:  # raised by the next `wait`, in the thread that trains
             self._error = error
-
-
-def write(checkpoint: tf.train.Checkpoint, saved: Saved) -> None:
-    """Write a checkpoint's files, then the record that makes it count."""
-    saved.remove()  # what an earlier life may have left of it
-    with tempfile.TemporaryDirectory(prefix=".ckpt-", dir=saved.folder) as scratch:
-        checkpoint.write(f"{scratch}/ckpt-{saved.step}")
-        files = {}
-        for path in sorted(Path(scratch).iterdir()):
-            if path.is_file():
-                files[path.name] = {"size_bytes": path.stat().st_size, "sha256": sha256(path)}
-                path.replace(saved.folder / path.name)
-    write_json(saved.record, {"step": saved.step, "files": files})
 
 
 class Copy:

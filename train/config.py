@@ -15,7 +15,7 @@ from typing import Any
 
 from cluster import spec
 from cluster.errors import UsageError, nearest
-from train import references
+from train import references, save_timer
 from train.field_types import check_types, shown
 
 LOOPS = ("custom", "fit")
@@ -129,13 +129,11 @@ class TrainConfig:
     log_every: int = 10
     """Optimizer steps between two rows in metrics/ and two points in TensorBoard; at least 1."""
 
-    checkpoint_every: int = 200
-    """Optimizer steps between two checkpoints; at least 1. One is always written at the end."""
-
-    checkpoint_seconds: float = 0.0
-    """Seconds between two checkpoints instead of `checkpoint_every` steps; 0: by steps. Otherwise at least 0.1. The
-    chief's clock is read every `steps_per_loop` steps, and in the custom loop all tasks save after the next such steps;
-    in `fit` with callbacks under parameter servers it is read at the end of an epoch."""
+    checkpoint_every: int | str = save_timer.AUTO
+    """Between two checkpoints: optimizer steps such as `200`, seconds such as `30s`, at least 0.1, or `auto`: what
+    loses least time, by what a save costs and how often the run fails; after a failure the first new step is saved at
+    once. Seconds are the chief's, and all tasks save after the same step; in `fit` with callbacks under parameter
+    servers at the end of an epoch. One checkpoint is always written at the end."""
 
     keep_checkpoints: int = 3
     """Newest checkpoints that are kept; at least 1."""
@@ -160,7 +158,6 @@ class TrainConfig:
             "bitwise_elastic": (0, MAX_SHARDS),
             "steps_per_loop": (1, 10**6),
             "log_every": (1, 10**9),
-            "checkpoint_every": (1, 10**9),
             "keep_checkpoints": (1, 1000),
             "evaluate_every": (0, 10**9),
         }
@@ -170,9 +167,7 @@ class TrainConfig:
             _check_range("max_steps", self.max_steps, 1, 10**12)
         if not (math.isfinite(self.epochs) and self.epochs > 0):
             raise UsageError(f"{_option('epochs')} {self.epochs:g}: expected a number above 0")
-        seconds = self.checkpoint_seconds
-        if not (seconds == 0 or (math.isfinite(seconds) and seconds >= 0.1)):
-            raise UsageError(f"{_option('checkpoint_seconds')} {seconds:g}: expected 0, or a number of at least 0.1")
+        self._check_checkpoint_every()
         if not (math.isfinite(self.optimizer.learning_rate) and self.optimizer.learning_rate > 0):
             raise UsageError(
                 f"{_option('optimizer.learning_rate')} {self.optimizer.learning_rate:g}: expected a number above 0"
@@ -192,6 +187,15 @@ class TrainConfig:
         _check_choice("onednn", self.onednn, ONEDNN)
         self._check_bitwise_elastic()
         return self
+
+    def _check_checkpoint_every(self) -> None:
+        try:
+            save_timer.parse(self.checkpoint_every)
+        except ValueError:
+            raise UsageError(
+                f"{_option('checkpoint_every')} {self.checkpoint_every!r}: expected optimizer steps from 1 to "
+                "1000000000 such as 200, seconds from 0.1 such as 30s, or auto"
+            ) from None
 
     def _check_bitwise_elastic(self) -> None:
         if not self.bitwise_elastic:
@@ -263,7 +267,10 @@ class TrainConfig:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> TrainConfig:
         """Return the configuration that `to_json` described."""
-        return cls(**{**value, "optimizer": Optimizer(**value["optimizer"])}).check()
+        value = {**value, "optimizer": Optimizer(**value["optimizer"])}
+        if seconds := value.pop("checkpoint_seconds", 0):  # of a run from before `checkpoint_every` had both
+            value["checkpoint_every"] = f"{seconds:g}s"
+        return cls(**value).check()
 
 
 def fashion_mnist() -> TrainConfig:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 from cluster.spec import Role
-from train import callbacks, descent, guards, loops, parameter_server, steps, trace
+from train import callbacks, descent, guards, loops, parameter_server, save_timer, steps, trace
 from train.assignment import Assignment
 from train.callback_state import CallbackState
 from train.elastic import ElasticTrainee
@@ -27,11 +27,9 @@ class Training:
         self._optimizer = assignment.new_optimizer()
         state = CallbackState() if config.callbacks else None
         self._checkpoint = assignment.new_checkpoint(self._optimizer, state)
-        self._first = self._checkpoint.restore()
-        if not assignment.asynchronous:
-            steps.check_same_step(strategy, self._first)
+        self._first = assignment.restore(self._checkpoint)
         self._report = Report(assignment, self._first, descent.loss_scale(self._optimizer))
-        self._save_timer = loops.SaveTimer(config.checkpoint_seconds if assignment.chief else 0)
+        self._save_timer = assignment.new_save_timer(self._checkpoint, self._first)
         shards = config.bitwise_elastic
         cut = VirtualShards(shards, strategy.num_replicas_in_sync) if shards else None
         trainee = self._trainee(cut)
@@ -43,12 +41,12 @@ class Training:
                 seed=config.seed,
                 steps_per_loop=config.steps_per_loop,
                 workers=len(assignment.spec.of(Role.WORKER)),
-                save_due=self._save_timer.due,
+                wants=self._wants,
             )
             self._agree: Callable[[steps.Signals], steps.Signals] = lambda signals: signals  # the chief decides alone
         else:
             feed = train_feed(strategy, assignment.source, self._first, config.global_batch, config.seed, cut)
-            self._inner = steps.synchronous(strategy, trainee, feed, config.steps_per_loop, self._save_timer.due)
+            self._inner = steps.synchronous(strategy, trainee, feed, config.steps_per_loop, self._wants)
             self._agree = steps.agreement(strategy)
         self._evaluated_at: int | None = None
         self._saved_at: int | None = None
@@ -75,8 +73,8 @@ class Training:
         if self._hooks:
             self._hooks.begin(self._first, self._evaluate)
             every.append(loops.EveryEpoch(assignment.epoch_end, self._end_epoch))
-        if not config.checkpoint_seconds:
-            every.append(loops.Every(config.checkpoint_every, self._save))  # with what callbacks have changed
+        if by_steps := save_timer.parse(config.checkpoint_every)[0]:
+            every.append(loops.Every(by_steps, self._save))  # with what callbacks have changed
         inner = trace.Tracer(assignment.run, assignment.task.name).around(descent.watched(self._inner, self._optimizer))
         step, stopped = loops.run(
             inner if self._hooks is None else self._hooks.around(inner),
@@ -115,8 +113,12 @@ class Training:
         """Return whether any task's callbacks want training to end; all tasks call it at the same step."""
         return self._agree(steps.Signals(stop=self._enough)).stop
 
+    def _wants(self, stop: bool, count: int) -> steps.Signals:
+        return steps.Signals(stop, self._save_timer.due(count), self._save_timer.brief)
+
     def _tell(self, progress: loops.Progress) -> None:
         result = progress.result
+        self._save_timer.stepped(len(result.losses), progress.seconds, compiled=progress.compiled)
         self._report.steps(
             progress.first,
             result.losses,
@@ -129,9 +131,7 @@ class Training:
     def _save(self, step: int) -> None:
         if self._hooks:
             self._hooks.keep()
-        with self._report.saving():
-            self._checkpoint.save(step)
-        self._save_timer.saved()
+        self._report.save(step, self._checkpoint, self._save_timer)
         self._saved_at = step
 
     def _evaluate(self, step: int) -> dict[str, float]:

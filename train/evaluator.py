@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import tensorflow as tf
 
-from train import checkpoint
+from cluster.files import read_json_lines
 from train.assignment import Assignment
+from train.checkpoint_files import Saved, finished
 from train.metrics import Metrics
 
 POLL_S = 0.5
@@ -14,27 +18,74 @@ POLL_S = 0.5
 def evaluate_checkpoints(assignment: Assignment) -> None:
     """Evaluate each checkpoint as it appears, until a stop; then the newest one if it was not yet."""
     run, heartbeat, stop = assignment.run, assignment.heartbeat, assignment.stop
-    metrics = Metrics(run, assignment.task.name, talks=True)
+    metrics = Metrics(run, assignment.task.name, talks=True, resumed_at=sys.maxsize)
     evaluate = assignment.new_evaluation()
-    seen = -1
+    new = NewCheckpoints(run.checkpoints, {row["step"] for row in read_json_lines(run.metrics(assignment.task.name))})
     heartbeat.update(state="evaluating")
     while True:
         last = stop.is_set()
-        newest = next(iter(checkpoint.finished(run.checkpoints)), None)
-        if newest and newest.step > seen:
-            step = newest.step
-            try:
-                tf.train.Checkpoint(model=assignment.model).read(newest.prefix).expect_partial()
-            except tf.errors.NotFoundError:
-                continue  # a newer checkpoint has just pushed this one out
+        saved = new.newest()
+        if saved and not restore(assignment.model, saved):
+            new.pass_over(saved, "TensorFlow cannot read it")
+        elif saved:
             results = evaluate()
-            epoch = assignment.config.epoch(step, assignment.source.train_examples)
-            metrics.log(step, epoch, step, dict(results))
+            epoch = assignment.config.epoch(saved.step, assignment.source.train_examples)
+            metrics.log(saved.step, epoch, saved.step, dict(results))
             metrics.flush()
-            run.event("evaluator", "evaluated", step=step, results=results)
-            heartbeat.update(step=step, loss=results["eval_loss"])
-            seen = step
+            run.event("evaluator", "evaluated", step=saved.step, results=results)
+            heartbeat.update(step=saved.step, loss=results["eval_loss"])
+            new.done.add(saved.step)
         elif last:
             return
         else:
             stop.wait(POLL_S)
+
+
+class NewCheckpoints:
+    """Finds the checkpoints that are still to be evaluated."""
+
+    def __init__(self, folder: Path, done: set[int]) -> None:
+        """Begin where an earlier life ended.
+
+        Args:
+            folder: of the checkpoints.
+            done: steps whose checkpoints were evaluated.
+        """
+        self.done = done
+        self._folder = folder
+        self._bad: set[tuple[int, int]] = set()
+
+    def newest(self) -> Saved | None:
+        """Return the newest good checkpoint, unless it was evaluated: older ones do not matter any more."""
+        for saved in finished(self._folder):
+            if saved.step in self.done:
+                return None
+            if _written(saved) in self._bad:
+                continue
+            if (damage := saved.damage()) is None:
+                return saved
+            self.pass_over(saved, damage)
+        return None
+
+    def pass_over(self, saved: Saved, why: str) -> None:
+        """Leave out a checkpoint that cannot be read: one that a newer one has just pushed out is not worth a word."""
+        if written := _written(saved):
+            self._bad.add(written)  # so that it is read whole once, not twice a second
+            print(f"warning: checkpoint of step {saved.step} is damaged ({why}) and not evaluated", flush=True)
+
+
+def _written(saved: Saved) -> tuple[int, int] | None:
+    """Return what tells a checkpoint from another one of the same step; None where it is gone."""
+    try:
+        return saved.step, saved.record.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+def restore(model: tf.Module, saved: Saved) -> bool:
+    """Restore a model's weights; return whether they could be read: the checkpoint may just have been pushed out."""
+    try:
+        tf.train.Checkpoint(model=model).read(saved.prefix).assert_existing_objects_matched().expect_partial()
+    except (tf.errors.OpError, OSError):
+        return False
+    return True

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow import keras
 
-from train import callbacks, descent, guards, legacy_guards, loops, parameter_server, steps, trace
+from train import callbacks, descent, guards, legacy_guards, loops, parameter_server, save_timer, steps, trace
 from train.assignment import Assignment
 from train.callback_state import CallbackState
 from train.data.memory import Batch
@@ -37,9 +37,7 @@ class Training:
         state = CallbackState() if assignment.config.callbacks else None
         optimizer = assignment.new_optimizer()
         self._checkpoint = assignment.new_checkpoint(optimizer, state)
-        self._first = self._checkpoint.restore()
-        if not assignment.asynchronous:
-            steps.check_same_step(assignment.strategy, self._first)
+        self._first = assignment.restore(self._checkpoint)
         self._report = Report(assignment, self._first, descent.loss_scale(optimizer))
         with assignment.strategy.scope():
             score = keras.metrics.MeanMetricWrapper(
@@ -63,6 +61,8 @@ class Training:
             follower.ended = self._hooks.enough
         while follower.step < total and not follower.ended:
             count, times = self._next_epochs(follower.step)
+            if follower.catches_up:  # until there is a checkpoint
+                count, times = (1, 1) if assignment.asynchronous and not self._hooks else (count, times)
             assignment.model.fit(
                 _data(assignment, follower.step),
                 epochs=times,
@@ -129,7 +129,9 @@ class _Follower(keras.callbacks.Callback):
         self._report = report
         self._checkpoint = checkpoint
         self._evaluation = assignment.new_evaluation()
-        self._save_timer = loops.SaveTimer(assignment.config.checkpoint_seconds if assignment.chief else 0)
+        self._save_timer = assignment.new_save_timer(checkpoint, first)
+        self._save_steps = save_timer.parse(assignment.config.checkpoint_every)[0]
+        self._brief = False
         self._agree: Callable[[steps.Signals], steps.Signals] = lambda signals: signals
         # tf_keras adds up over all replicas what it logs (its `reduce_per_replica`), means too.
         self._log_sums = assignment.strategy.num_replicas_in_sync if is_legacy() and not assignment.asynchronous else 1
@@ -178,7 +180,8 @@ class _Follower(keras.callbacks.Callback):
         if self.step % config.log_every == 0 or last or self.step == self._first + 1:
             self._tell(logs)
         if not last:
-            if self.step % config.steps_per_loop == 0:
+            # Where the custom loop returns from an inner call.
+            if self.step % config.steps_per_loop == 0 or self.step == self._first + 1 or self._brief:
                 self._heed_signals()
             self._save_by_steps(self.step - 1)
         if not last and config.evaluate_every and self.step % config.evaluate_every == 0:
@@ -221,9 +224,7 @@ class _Follower(keras.callbacks.Callback):
         self._check_scale()
         if self._hooks:
             self._hooks.keep()
-        with self._report.saving():
-            self._checkpoint.save(self.step)
-        self._save_timer.saved()
+        self._report.save(self.step, self._checkpoint, self._save_timer)
         self.saved_at = self.step
 
     def evaluate(self) -> dict[str, float]:
@@ -231,6 +232,11 @@ class _Follower(keras.callbacks.Callback):
         self._report.evaluate(self.step, self._evaluation)
         self.evaluated_at = self.step
         return self._report.results
+
+    @property
+    def catches_up(self) -> bool:
+        """Whether a checkpoint is to be saved as soon as there are new steps."""
+        return self._save_timer.due(0) and self.step == self._first
 
     def _check_scale(self) -> None:
         scale = descent.loss_scale(self.model.optimizer)
@@ -245,8 +251,9 @@ class _Follower(keras.callbacks.Callback):
 
     def _heed_signals(self) -> None:
         """Stop or save if any task wants it; all tasks call it at the same step."""
-        enough = self._hooks is not None and self._hooks.enough
-        signals = self._agree(steps.Signals(self._assignment.stop.is_set() or enough, self._save_timer.due()))
+        enough, timer = self._hooks is not None and self._hooks.enough, self._save_timer
+        signals = self._agree(steps.Signals(self._assignment.stop.is_set() or enough, timer.due(0), timer.brief))
+        self._brief = signals.brief
         if signals.stop:
             self.stopped = not self._any_enough()
             self.ended = self.model.stop_training = True
@@ -255,8 +262,7 @@ class _Follower(keras.callbacks.Callback):
 
     def _save_by_steps(self, before: int) -> None:
         """Save if that became due by the steps done since `before`."""
-        config = self._assignment.config
-        if not config.checkpoint_seconds and self.step // config.checkpoint_every > before // config.checkpoint_every:
+        if (every := self._save_steps) and self.step // every > before // every:
             self.save()
 
     def _means(self, logs: dict[str, float] | None) -> np.ndarray:
@@ -271,6 +277,8 @@ class _Follower(keras.callbacks.Callback):
         self._check_scale()
         if not np.isfinite(means_2[0]):
             raise loops.not_finite(means_2[0], self.step)
+        count_s = float(np.sum(self._batch_s)) if self._batch_s else now - self._told_at
+        self._save_timer.stepped(count, count_s, compiled=self._told_step == self._first)
         loss, score = (self._in_epoch * means_2 - self._sums_2) / max(1, min(count, self._in_epoch))
         self._sums_2 = self._in_epoch * means_2
         self._report.steps(

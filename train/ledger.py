@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from cluster.files import write_json
 from cluster.runs import RunFolder
@@ -19,7 +20,8 @@ class Ledger:
         """Begin a life that goes on from step `first`."""
         self._path = run.life(generation)
         self._seconds = {"input": 0.0, "compute": 0.0, "save": 0.0, "evaluate": 0.0}
-        self._told = {"generation": generation, "began": time.time(), "first_step_at": None, "first": first}
+        self._told: dict[str, Any] = {"generation": generation, "began": time.time(), "first_step_at": None}
+        self._told |= {"first": first, "saves": {}}
         self._step, self._timed_steps = first, 0
         self._written = 0.0
         self._write()
@@ -38,6 +40,10 @@ class Ledger:
         self._seconds["compute"] += seconds - input_s
         if time.monotonic() - self._written > WRITE_EVERY_S:
             self._write()
+
+    def saves(self, saves: dict[str, float | None]) -> None:
+        """Tell how far apart checkpoints are saved, and what that follows from."""
+        self._told["saves"] = saves
 
     @contextlib.contextmanager
     def spending(self, part: str) -> Iterator[None]:

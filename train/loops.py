@@ -53,29 +53,6 @@ class EveryEpoch:
 Periodic = Every | EveryEpoch
 
 
-class SaveTimer:
-    """Says when the next checkpoint is due by the clock: by the chief's alone, since those of the tasks differ."""
-
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin to count now.
-
-        Args:
-            seconds: between two checkpoints; 0, as for every task but the chief: none is ever due.
-            clock: returns the time in seconds.
-        """
-        self._seconds = seconds
-        self._clock = clock
-        self._saved_s = clock()
-
-    def due(self) -> bool:
-        """Return whether the last checkpoint, or the beginning, is `seconds` ago."""
-        return self._seconds > 0 and self._clock() - self._saved_s >= self._seconds
-
-    def saved(self) -> None:
-        """Begin to count anew: a checkpoint was saved, for whatever reason."""
-        self._saved_s = self._clock()
-
-
 @dataclass(frozen=True)
 class Progress:
     """Some optimizer steps that were just done."""
@@ -106,7 +83,8 @@ def run(
 ) -> tuple[int, bool]:
     """Train from step `first` to step `total`.
 
-    How many steps an inner call does follows from the step alone, so every task of the cluster does the same.
+    How many steps an inner call does follows from the step and from what the tasks agreed on, so every task of the
+    cluster does the same.
 
     Args:
         inner: does some steps.
@@ -124,15 +102,15 @@ def run(
     Raises:
         RunFailed: a loss was not finite; names the step.
     """
-    step = first
+    step, brief = first, True  # the first call compiles: keep it short
     while step < total:
-        most = steps_per_loop if step > first else 1  # the first call compiles: keep it short
+        most = 1 if brief else steps_per_loop
         until = min([total, step + most, *(periodic.next(step) for periodic in every)])
         began = time.perf_counter()
         result = inner(step, until - step, stop())
         progress = Progress(step, result, time.perf_counter() - began, compiled=step == first)
         _check_finite(progress)
-        step = until
+        step, brief = until, result.signals.brief
         report(progress)
         if step < total:
             if result.signals.stop:

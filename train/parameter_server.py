@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from train.data import memory
 from train.sources import Source
-from train.steps import LoopResult, Signals, Trainee, repeat
+from train.steps import LoopResult, Trainee, Wants, repeat
 
 
 def asynchronous(
@@ -22,7 +22,7 @@ def asynchronous(
     seed: int,
     steps_per_loop: int,
     workers: int,
-    save_due: Callable[[], bool],
+    wants: Wants,
 ) -> Callable[[int, int, bool], LoopResult]:
     """Return a function that does some asynchronous steps: (steps done before, steps to do, stop?) -> result.
 
@@ -35,7 +35,7 @@ def asynchronous(
     update is made, and a step that is noted is not done again: of a slice only the step in which the worker died can
     update twice, wholly or some of the variables.
 
-    The chief alone decides to stop or, after the steps, whether a checkpoint is due.
+    The chief alone decides, `wants` after the steps.
     """
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 
@@ -85,7 +85,7 @@ def asynchronous(
         coordinator.join()
         results = [value.fetch()[:n] for value, (_, n) in zip(pending, slices, strict=True)]
         results_S2 = np.concatenate(results)
-        return LoopResult(results_S2[:, 0], results_S2[:, 1], Signals(stop, save_due()))
+        return LoopResult(results_S2[:, 0], results_S2[:, 1], wants(stop, 0))
 
     return run
 

@@ -42,7 +42,7 @@ def rehearse() -> None:
         optimizer.build(model.trainable_variables)
     objective = objectives.build("sparse_categorical_crossentropy", classifies=True)
     trainee = steps.Trainee(model, optimizer, objective, EXAMPLES, 1)
-    steps.check_same_step(strategy, 0)
+    steps.gathering(strategy)(0)
     steps.synchronous(strategy, trainee, _feed(), 1)(0, 1, False)
     keras.backend.clear_session()
     context._reset_context()  # a cluster can only be formed before any device was used

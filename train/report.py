@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version
 
 import numpy as np
@@ -14,11 +14,13 @@ from cluster.files import write_json
 from cluster.heartbeat import HEARTBEAT_S
 from train import export, loops, steps
 from train.assignment import Assignment
+from train.checkpoint import Checkpoint
 from train.data import memory
 from train.descent import LossScale
 from train.ledger import Ledger
 from train.metrics import Metrics
 from train.pace import Pace, Times
+from train.save_timer import SaveTimer
 
 SHOWN_PREDICTIONS = 16
 
@@ -72,8 +74,9 @@ class Report:
             if self._ledger:
                 self._ledger.first_step(step)
                 self._event("first step", step)
-                self.metrics.graph(self._serving_graph())
         else:
+            if self._ledger and not self._timed_steps:  # not before: after a failure a checkpoint comes first
+                self.metrics.graph(self._serving_graph())
             self._train_seconds += seconds
             self._timed_steps += len(losses)
             rate = len(losses) * self._config.global_batch / seconds
@@ -91,13 +94,19 @@ class Report:
                 }
                 self.metrics.log(at, self._epoch(at), total, values)
 
-    @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
-        """Tell that a checkpoint is being saved, and then that training goes on: the checkpoint tells of its end."""
+    def save(self, step: int, checkpoint: Checkpoint, timer: SaveTimer) -> None:
+        """Save a checkpoint, and report what the training waited for it: the checkpoint itself reports its end."""
         with self._spending("save"):
+            began = time.perf_counter()
             self._heartbeat.update(state="saving")
-            yield
+            checkpoint.save(step)
+            cost_s = time.perf_counter() - began
+            if timer.waits:
+                checkpoint.wait()
             self._heartbeat.update(state="training")
+            timer.saved(cost_s, checkpoint.writing_s)
+            if self._ledger:
+                self._ledger.saves(timer.saves)
 
     def evaluate(self, step: int, evaluation: Callable[[], dict[str, float]]) -> None:
         """Evaluate the model, and tell that and the results."""

@@ -186,15 +186,18 @@ def _restore(
 def _restore_newest(run: RunFolder, model: keras.Model) -> int:
     import tensorflow as tf
 
-    from train import checkpoint
+    from train import checkpoint_files
+
+    def warn(words: str) -> None:
+        print(words, file=sys.stderr)  # standard output may be JSON
 
     for _ in range(RESTORE_TRIES):
-        newest = checkpoint.newest_good(run.checkpoints)
+        newest = checkpoint_files.newest_good(run.checkpoints, warn)
         if newest is None:
             break
         try:
             tf.train.Checkpoint(model=model).read(newest.prefix).assert_existing_objects_matched().expect_partial()
-        except tf.errors.NotFoundError:
+        except (tf.errors.NotFoundError, FileNotFoundError):
             time.sleep(0.1)  # a newer one has just pushed it out
         else:
             return newest.step

@@ -14,7 +14,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from cluster.errors import RunFailed
 from train import descent, guards
 from train.data import memory
 from train.data.memory import Batch
@@ -32,16 +31,26 @@ class Signals:
     """Training ends."""
     save: bool = False
     """A checkpoint is saved."""
+    brief: bool = False
+    """The next inner call does a single step, so that a checkpoint can follow it."""
 
     def to_array(self) -> np.ndarray:
-        """Return what can be added up over tasks: `[2] float32`."""
-        return np.array([self.stop, self.save], np.float32)
+        """Return what can be added up over tasks: `[3] float32`."""
+        return np.array([self.stop, self.save, self.brief], np.float32)
 
     @classmethod
-    def from_sum(cls, sum_2: np.ndarray) -> Signals:
+    def from_sum(cls, sum_3: np.ndarray) -> Signals:
         """Return what any of the tasks wants whose arrays were added up."""
-        stop, save = (sum_2 > 0).tolist()
-        return cls(stop, save)
+        return cls(*(sum_3 > 0).tolist())
+
+
+Wants = Callable[[bool, int], Signals]
+"""Returns what this task wants: (was it asked to stop?, steps until that is acted on) -> signals."""
+
+
+def wants_stop(stop: bool, _steps: int) -> Signals:
+    """Want what every task may want: to stop where it was asked to."""
+    return Signals(stop)
 
 
 @dataclass(frozen=True)
@@ -121,12 +130,12 @@ def synchronous(
     trainee: Trainee,
     feed: Feed,
     steps_per_loop: int,
-    save_due: Callable[[], bool] = lambda: False,
+    wants: Wants = wants_stop,
 ) -> Callable[[int, int, bool], LoopResult]:
     """Return a function that does some synchronous steps: (steps done before, steps to do, stop?) -> result.
 
     It is traced once whatever the number of steps, and talks to the other tasks once a step (gradients) and once more
-    at its end (results and signals). `save_due` says, before the steps, whether this task wants a checkpoint.
+    at its end (results and signals). `wants` says, before the steps, what this task wants.
     """
     watch = Stopwatch(strategy)
 
@@ -144,11 +153,11 @@ def synchronous(
     def all_replicas(*args: Any) -> Any:
         return strategy.run(one_step, args=args)
 
-    def join(results_SP2: tf.Tensor, signals_2: tf.Tensor) -> tf.Tensor:
-        return tf.concat([tf.reshape(results_SP2, [-1]), signals_2], 0)
+    def join(results_SP2: tf.Tensor, signals_3: tf.Tensor) -> tf.Tensor:
+        return tf.concat([tf.reshape(results_SP2, [-1]), signals_3], 0)
 
     @tf.function(autograph=False)
-    def loop(first: tf.Tensor, count: tf.Tensor, signals_2: tf.Tensor, every: tf.Tensor, given: Any) -> Any:
+    def loop(first: tf.Tensor, count: tf.Tensor, signals_3: tf.Tensor, every: tf.Tensor, given: Any) -> Any:
         def step(done: tf.Tensor, state: Any) -> Any:
             results, given = state
             marked = watch.begin(done, every)
@@ -160,21 +169,21 @@ def synchronous(
 
         results, given = repeat(count, step, (strategy.run(start), given))
         watch.end((results, given))
-        return strategy.reduce("SUM", strategy.run(join, args=(results, signals_2)), axis=None), given
+        return strategy.reduce("SUM", strategy.run(join, args=(results, signals_3)), axis=None), given
 
     given: Any = None if feed.ahead else ()  # for the next step, where the feed is asked one step early
 
     def run(first: int, count: int, stop: bool) -> LoopResult:
         nonlocal given
-        signals_2 = tf.constant(Signals(stop, save_due()).to_array())
+        signals_3 = tf.constant(wants(stop, count).to_array())
         numbers = [tf.constant(number, tf.int64) for number in (first, count, watch.every)]
         began = time.perf_counter()
         given = feed.next() if given is None else given
-        told, given = loop(numbers[0], numbers[1], signals_2, numbers[2], given)
+        told, given = loop(numbers[0], numbers[1], signals_3, numbers[2], given)
         flat = told.numpy()
         times = watch.take(count, time.perf_counter() - began)
-        results_S2 = flat[:-2].reshape(steps_per_loop, trainee.parts, 2)[:count].sum(1)
-        return LoopResult(results_S2[:, 0], results_S2[:, 1], Signals.from_sum(flat[-2:]), times)
+        results_S2 = flat[:-3].reshape(steps_per_loop, trainee.parts, 2)[:count].sum(1)
+        return LoopResult(results_S2[:, 0], results_S2[:, 1], Signals.from_sum(flat[-3:]), times)
 
     return run
 
@@ -196,17 +205,19 @@ def repeat(count: tf.Tensor, body: Callable[[tf.Tensor, Any], Any], state: Any) 
     return tf.while_loop(lambda done, _: done < count, step, (tf.zeros([], count.dtype), state))[1]
 
 
-def check_same_step(strategy: tf.distribute.Strategy, step: int) -> None:
-    """Check that every task goes on from the same step; all tasks call it.
+def gathering(strategy: tf.distribute.Strategy) -> Callable[[int], list[int]]:
+    """Return a function: this task's number -> the number of each replica's task; all tasks call it."""
+    replicas = strategy.num_replicas_in_sync
 
-    Raises:
-        RunFailed: another task restored another checkpoint: the run folder does not look the same to all of them.
-    """
-    mean = int(_total(strategy)(tf.constant(step, tf.int64))) / strategy.num_replicas_in_sync
-    if mean != step:
-        raise RunFailed(
-            f"this task goes on from step {step}, others do not (mean {mean:g}); is RUNS_DIR one shared disk?"
-        )
+    @tf.function(autograph=False)
+    def gather(number: tf.Tensor) -> tf.Tensor:
+        def placed() -> tf.Tensor:
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            return number * tf.one_hot(replica, replicas, dtype=tf.int64)
+
+        return strategy.reduce("SUM", strategy.run(placed), axis=None)
+
+    return lambda number: gather(tf.constant(number, tf.int64)).numpy().tolist()
 
 
 def agreement(strategy: tf.distribute.Strategy) -> Callable[[Signals], Signals]:

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import signal
 
 import pytest
 
+from cluster import faults
 from cluster.files import read_json_lines
 from cluster.runs import RunFolder
 from tests.e2e.scenario import Clusters, summary
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("data")
 
+STORM_STEPS = 40
 TRAINING = ("--log-every=5", "--steps-per-loop=5", "--evaluate-every=100000")
 
 
-def start(clusters: Clusters, name: str, *words: str, steps: int, runtime: str = "local") -> RunFolder:
+def start(
+    clusters: Clusters, name: str, *words: str, steps: int, runtime: str = "local", more: tuple[str, ...] = ()
+) -> RunFolder:
     options = (f"--name={name}", f"--runtime={runtime}", "--tensorboard-port=0", *words)
-    clusters.invoke("up", *options, "--detach", "--", *TRAINING, f"--max-steps={steps}", timeout_s=400)
+    clusters.invoke("up", *options, "--detach", "--", *TRAINING, f"--max-steps={steps}", *more, timeout_s=400)
     return clusters.run(name)
 
 
-def calm(clusters: Clusters, *words: str, steps: int) -> RunFolder:
-    run = start(clusters, "calm", *words, steps=steps)
+def calm(clusters: Clusters, *words: str, steps: int, more: tuple[str, ...] = ()) -> RunFolder:
+    run = start(clusters, "calm", *words, steps=steps, more=more)
     clusters.invoke("wait", timeout_s=400)
     return run
 
@@ -99,3 +106,35 @@ def test_a_disk_filled_on_purpose_must_end_the_run_and_be_empty_again(small: Clu
     assert not (small.runs_dir / ".ballast").exists()
     small.invoke("up", "--resume=full", "--runtime=local", "--tensorboard-port=0", "--", "--max-steps=100")
     assert ("succeeded", 100) == (summary(run)["state"], summary(run)["steps"])
+
+
+@pytest.mark.long
+def test_faults_five_steps_apart_must_let_the_run_move_on(clusters: Clusters) -> None:
+    """At the defaults, and with steps slow enough to be counted from outside."""
+    words, slow = ("--workers=2", "--fresh"), ("--global-batch=2400", "--steps-per-loop=25")
+    undisturbed = calm(clusters, *words, steps=STORM_STEPS, more=slow)
+    run = start(clusters, "five-apart", *words, steps=STORM_STEPS, more=slow)
+    kills = itertools.cycle(["worker-0", "chief", "worker-1"])
+    firsts: list[int] = []
+    while not run.summary.exists():
+        generation = run.generation
+        wait_for(lambda at=generation: five_steps_after(run, at) is not False, "five steps, or the end", timeout_s=120)
+        if first := five_steps_after(run, generation):
+            firsts.append(first[0])
+            faults.means(run).signal(next(kills), signal.SIGKILL, "program")
+            wait_for(lambda at=generation: run.generation > at or run.summary.exists(), "the kill to be noticed")
+    assert len(firsts) >= 4, firsts
+    assert all(later > before for before, later in zip(firsts, firsts[2:], strict=False)), firsts
+    assert "succeeded" == summary(run)["state"]
+    assert summary(undisturbed)["weights_sha256"] == summary(run)["weights_sha256"]
+    assert summary(run)["checkpoint_every_s"] < summary(undisturbed)["checkpoint_every_s"]
+
+
+def five_steps_after(run: RunFolder, generation: int) -> list[int] | bool:
+    """Return where a generation began once it has done five steps; an empty list once the run has ended."""
+    if run.summary.exists():
+        return []
+    begun = ("restored", "initialized")
+    firsts = [e["step"] for e in run.events() if e["generation"] == generation and e["event"] in begun]
+    beat = run.heartbeats().get("chief", {})
+    return firsts if firsts and beat["generation"] == generation and beat["step"] >= firsts[0] + 5 else False

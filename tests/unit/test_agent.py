@@ -46,6 +46,7 @@ def test_a_run_that_succeeds_writes_its_summary(start_gang: StartGang) -> None:
         "restarts": [],
         "goodput": None,
         "goodput_split": None,
+        "checkpoint_every_s": None,
         "pace": {"tasks": {}, "stragglers": [], "starved": []},
         "tasks": {"chief": 0, "worker-0": 0, "worker-1": 0},
     } == summary

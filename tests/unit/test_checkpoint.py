@@ -15,7 +15,8 @@ from tensorflow import keras
 from cluster.errors import RunFailed
 from cluster.files import read_json
 from train import checkpoint
-from train.checkpoint import Checkpoint, Copy, Saved, finished, newest_good
+from train.checkpoint import Checkpoint, Copy
+from train.checkpoint_files import Saved, finished, newest_good
 from train.descent import FIRST_SCALE, LossScale
 
 Parts = tuple[keras.Model, keras.optimizers.Optimizer, tf.Variable]
@@ -123,6 +124,35 @@ def test_without_a_good_one_training_begins_anew(tmp_path: Path) -> None:
     for saved in finished(tmp_path):
         cut(Path(saved.prefix + ".index"))
     assert 0 == saving(tmp_path, parts()).restore()
+
+
+@pytest.mark.usefixtures("three")
+def test_all_restore_what_is_good_for_all_and_the_writer_sets_aside_what_is_newer(tmp_path: Path) -> None:
+    others = iter([[3, 1], [1, 1]] * 2)  # another task cannot read what is newer than 1
+    for writes, left in ((False, [3, 2, 1]), (True, [1])):
+        own = parts(seed=1)
+        assert 1 == saving(tmp_path, own, writes=writes).restore(lambda _step: next(others))
+        assert {1.0} == set(own[0].get_weights()[0].flatten())
+        assert left == [saved.step for saved in finished(tmp_path)]
+    assert [3, 2] == [saved.step for saved in finished(tmp_path / "aside")]
+
+
+@pytest.mark.usefixtures("three")
+def test_what_a_killed_save_left_goes_when_the_writer_starts(tmp_path: Path) -> None:
+    (tmp_path / ".ckpt-0-abc").mkdir()
+    (tmp_path / "ckpt-9.index").touch()
+    saving(tmp_path, parts(), writes=False).restore()
+    assert (tmp_path / ".ckpt-0-abc").exists()
+    saving(tmp_path, parts(), generation=1).restore()
+    assert 9 == len(list(tmp_path.iterdir()))
+
+
+def test_what_writing_takes_is_known_afterwards(tmp_path: Path) -> None:
+    saves = saving(tmp_path, parts())
+    saves.save(1)
+    saves.wait()
+    assert saves.writing_s is not None
+    assert 0 < saves.writing_s < 60
 
 
 @pytest.mark.usefixtures("three")

@@ -42,9 +42,9 @@ def test_a_preset_is_complete_and_in_range(preset: str) -> None:
         (["--global_batch", "96"], "global_batch", 96),
         (["--max-steps", "500"], "max_steps", 500),
         (["--max-steps", "None"], "max_steps", None),
-        (["--checkpoint-seconds", "30"], "checkpoint_seconds", 30.0),
-        (["--checkpoint-seconds", "0.1"], "checkpoint_seconds", 0.1),
-        (["--checkpoint-seconds", "0"], "checkpoint_seconds", 0.0),
+        (["--checkpoint-every", "200"], "checkpoint_every", 200),
+        (["--checkpoint-every", "0.1s"], "checkpoint_every", "0.1s"),
+        (["--checkpoint-every", "200", "--checkpoint-every", "auto"], "checkpoint_every", "auto"),
         (["--seed", "7"], "seed", 7),
         (["--no-deterministic"], "deterministic", False),
         (["--loop", "fit"], "loop", "fit"),
@@ -74,10 +74,10 @@ def test_a_resumed_run_starts_from_its_own_configuration() -> None:
     assert dataclasses.replace(saved, epochs=6.0) == resumed
 
 
-def test_a_run_from_before_checkpoints_by_seconds_saves_by_steps() -> None:
-    saved = config.fashion_mnist().to_json()
-    del saved["checkpoint_seconds"]
-    assert 0 == TrainConfig.from_json(saved).checkpoint_seconds
+@pytest.mark.parametrize(("seconds", "every"), [(0.0, 200), (2.5, "2.5s")])
+def test_a_run_that_had_steps_and_seconds_apart_saves_as_often_as_before(seconds: float, every: int | str) -> None:
+    saved = config.fashion_mnist().to_json() | {"checkpoint_every": 200, "checkpoint_seconds": seconds}
+    assert every == TrainConfig.from_json(saved).checkpoint_every
 
 
 def test_a_run_from_before_precisions_trains_as_it_did() -> None:
@@ -135,11 +135,6 @@ def test_a_value_of_the_wrong_type_is_refused_in_one_line(overrides: list[str], 
         ("--seed", "2147483648", "a whole number from 0 to 2147483647"),
         ("--steps-per-loop", "0", "a whole number from 1 to 1000000"),
         ("--log-every", "0", "a whole number from 1 to 1000000000"),
-        ("--checkpoint-every", "0", "a whole number from 1 to 1000000000"),
-        ("--checkpoint-seconds", "-1", "0, or a number of at least 0.1"),
-        ("--checkpoint-seconds", "0.05", "0, or a number of at least 0.1"),
-        ("--checkpoint-seconds", "nan", "0, or a number of at least 0.1"),
-        ("--checkpoint-seconds", "inf", "0, or a number of at least 0.1"),
         ("--keep-checkpoints", "0", "a whole number from 1 to 1000"),
         ("--evaluate-every", "-1", "a whole number from 0 to 1000000000"),
         ("--epochs", "0", "a number above 0"),
@@ -157,6 +152,18 @@ def test_a_value_of_the_wrong_type_is_refused_in_one_line(overrides: list[str], 
 )
 def test_a_value_out_of_range_is_refused_with_the_range(option: str, value: str, expected: str) -> None:
     assert f"{option} {value}: expected {expected}" == refusal(option, value)
+
+
+NO_INTERVALS = ["0", "-1", "30m", "abc", "s", "-5s", "0s", "0.05s", ".5s", "2.5", "30 s", "1e3s", "infs", "", "Auto"]
+
+
+@pytest.mark.parametrize("value", NO_INTERVALS)
+def test_what_is_neither_steps_nor_seconds_nor_auto_is_no_interval(value: str) -> None:
+    told = refusal(f"--checkpoint-every={value}")
+    assert told.startswith("--checkpoint-every ")
+    assert told.endswith(
+        ": expected optimizer steps from 1 to 1000000000 such as 200, seconds from 0.1 such as 30s, or auto"
+    )
 
 
 @pytest.mark.parametrize(

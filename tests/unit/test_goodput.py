@@ -94,3 +94,13 @@ def test_the_line_begins_with_the_largest_and_leaves_out_what_is_next_to_nothing
     parts = dict.fromkeys(goodput.PARTS, 0.0) | {"start": 9.0, "input": 2.0, "compute": 79.0, "save": 0.4, "other": 9.6}
     assert "train 81 % (2 % input), other 10 %, start 9 %" == goodput.line(parts)
     assert "train 100 %" == goodput.line(dict.fromkeys(goodput.PARTS, 0.0) | {"compute": 5.0})
+
+
+def test_the_interval_between_checkpoints_is_that_of_the_newest_life_that_saved() -> None:
+    lives = [
+        life(3, 5.0, 6.0, 20.0),  # from before it was told
+        life(2, 5.0, 6.0, 20.0, saves={}),
+        life(1, 5.0, 6.0, 20.0, saves={"every_s": 9.5, "cost_s": 0.1}),
+        life(0, 5.0, 6.0, 20.0, saves={"every_s": None, "cost_s": 0.1}),  # by steps
+    ]
+    assert [9.5, None, None] == [goodput.checkpoint_every_s(known) for known in (lives, lives[3:], [])]

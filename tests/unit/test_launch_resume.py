@@ -99,11 +99,6 @@ def test_a_resumed_run_keeps_its_evaluator(resolved: None, make_run: MakeRun) ->
     assert launch.plan(Request(resume=run.name, runtime="local")).cluster.of(Role.EVALUATOR)
 
 
-def test_a_resumed_run_can_go_from_checkpoints_by_seconds_to_steps_and_back() -> None:
-    assert ["--checkpoint-seconds", "30"] == Request(checkpoint_every="30s").training()
-    assert ["--checkpoint-every", "200", "--checkpoint-seconds", "0"] == Request(checkpoint_every="200").training()
-
-
 def test_a_fresh_start_deletes_the_old_folder(
     resolved: None, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,12 +19,13 @@ class Inner:
         self,
         stop_after: int | None = None,
         save_at: tuple[int, ...] = (),
+        brief_at: tuple[int, ...] = (),
         bad_step: int | None = None,
         bad: float = float("nan"),
     ) -> None:
         self.calls: list[tuple[int, int]] = []
         self.stops: list[bool] = []
-        self._save_at = save_at
+        self._save_at, self._brief_at = save_at, brief_at
         self._stop_after, self._bad_step, self._bad = stop_after, bad_step, bad
 
     def __call__(self, first: int, count: int, stop: bool) -> LoopResult:
@@ -33,7 +34,7 @@ class Inner:
         steps_S = np.arange(first + 1, first + count + 1)
         losses_S = np.where(steps_S == self._bad_step, self._bad, 1.0).astype(np.float32)
         another = self._stop_after is not None and first + count >= self._stop_after
-        signals = Signals(stop or another, save=first + count in self._save_at)
+        signals = Signals(stop or another, first + count in self._save_at, first + count in self._brief_at)
         return LoopResult(losses_S, np.zeros(count, np.float32), signals)
 
 
@@ -140,24 +141,10 @@ def test_a_stop_leaves_the_checkpoint_to_the_end_of_training() -> None:
     assert [] == saved
 
 
-def test_a_checkpoint_is_due_that_long_after_the_last_one() -> None:
-    now = [100.0]
-    timer = loops.SaveTimer(30, clock=lambda: now[0])
-    due = []
-    for now[0] in (100.0, 129.9, 130.0, 200.0):
-        due.append(timer.due())
-    assert [False, False, True, True] == due
-    timer.saved()
-    assert not timer.due()
-    now[0] = 230.0
-    assert timer.due()
-
-
-def test_without_seconds_no_checkpoint_is_ever_due() -> None:
-    now = [0.0]
-    timer = loops.SaveTimer(0, clock=lambda: now[0])
-    now[0] = 1e9
-    assert not timer.due()
+def test_a_brief_call_follows_where_a_task_wants_it() -> None:
+    inner = Inner(brief_at=(1, 2))
+    run(inner)
+    assert [(0, 1), (1, 1), (2, 1), (3, 4), (7, 4), (11, 1)] == inner.calls
 
 
 def test_what_was_done_is_told() -> None:

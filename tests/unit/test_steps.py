@@ -46,9 +46,16 @@ def test_the_cases_differ() -> None:
 
 @pytest.mark.parametrize("where", WHERES)
 def test_what_a_task_wants_comes_back_as_what_any_wants(where: str) -> None:
-    """From a call of the inner loop and from asking; each of the two signals alone."""
-    wanted = [[False, False], [False, True], [True, False], [True, True]]
-    assert {"steps": wanted, "asking": wanted} == numbers("signals")[where]
+    """From a call of the inner loop and from asking; each of the three signals alone."""
+    one_by_one = [[False, False, False], [False, True, False], [True, False, True], [False, False, True], [True] * 3]
+    found = numbers("signals")[where]
+    assert one_by_one == found["steps"] == found["asking"]
+
+
+@pytest.mark.parametrize("where", WHERES)
+def test_gathered_numbers_are_whole_and_one_a_replica(where: str) -> None:
+    replicas = int(where.partition("-")[2] or 1)
+    assert [[-1] * replicas, [2**40] * replicas] == numbers("signals")[where]["gathered"]
 
 
 @pytest.mark.parametrize("kind", ["gathered", "read"])

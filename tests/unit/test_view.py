@@ -34,6 +34,12 @@ def beat(run: RunFolder, task: str, state: str, **values: Any) -> None:
     write_json(run.status(task), known | rest | values)
 
 
+def save(run: RunFolder, *steps: int) -> None:
+    """Leave records of checkpoints."""
+    for step in steps:
+        write_json(run.checkpoints / f"ckpt-{step}.json", {"step": step, "files": {}})
+
+
 # Status
 
 
@@ -52,8 +58,7 @@ def test_status_holds_what_the_contract_lists(run: RunFolder, monkeypatch: pytes
     beat(run, "worker-0", "training", step=20)
     beat(run, "chief", "training", step=20, steps_total=120, examples_per_s=480.0, loss=0.5)
     run.begin_generation(1)
-    run.event("chief", "checkpoint", step=10)
-    run.event("chief", "checkpoint", step=20)
+    save(run, 10, 9)
     value = view.status(run)
     tasks, checkpoint = value.pop("tasks"), value.pop("checkpoint")
     assert {
@@ -70,8 +75,15 @@ def test_status_holds_what_the_contract_lists(run: RunFolder, monkeypatch: pytes
         "pace": {"stragglers": [], "starved": []},
     } == value
     assert ["chief", "worker-0"] == [task["task"] for task in tasks]
-    assert 20 == checkpoint["step"]
+    assert {"step": 10, "every_s": None} == {name: checkpoint[name] for name in ("step", "every_s")}
     assert 0 <= checkpoint["age_s"] < 5
+
+
+def test_a_run_that_ended_says_how_to_train_as_long_again(run: RunFolder) -> None:
+    end(run, "succeeded")
+    for config, option in (({}, "--epochs 6"), ({"epochs": 0.5}, "--epochs 1"), ({"max_steps": 60}, "--max-steps 120")):
+        write_json(run.config, config)
+        assert view.ended(run, "runs/demo")[-1].endswith(f" -- {option}")
 
 
 def test_an_ended_run_has_its_summary_s_state_and_nothing_left_to_do(run: RunFolder) -> None:
@@ -105,9 +117,14 @@ def test_who_slows_the_others_down_is_told_below_the_table(run: RunFolder) -> No
 
 def test_progress_says_what_is_known(run: RunFolder) -> None:
     beat(run, "chief", "training", step=20, steps_total=120, examples_per_s=480.0, loss=0.5)
-    run.event("chief", "checkpoint", step=10)
+    save(run, 10)
     told = "step 20/120  loss 0.5000  480 examples/s  20 s left  checkpoint at 10"
     assert told == view.progress(view.status(run))
+    run.begin_generation(1)
+    run.begin_generation(2)
+    write_json(run.life(1), {"generation": 1, "saves": {"every_s": 12.34}})
+    write_json(run.life(2), {"generation": 2, "saves": {}})  # it has not saved yet
+    assert f"{told}, every 12.3 s" == view.progress(view.status(run))
 
 
 # The live view
@@ -364,7 +381,7 @@ def lines_of(run: RunFolder) -> list[str]:
 def test_nothing_that_a_task_tells_steers_the_terminal(run: RunFolder) -> None:
     beat(run, "chief", "training", role=HOSTILE)
     beat(run, "worker-0", HOSTILE)
-    run.event("chief", "checkpoint", step=1)
+    save(run, 1)
     end(run, "failed", task="chief", exit_code=1, error=f"loss {HOSTILE}")
     told = lines_of(run)
     assert all(line.isprintable() for line in told)

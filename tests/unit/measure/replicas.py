@@ -31,7 +31,8 @@ from train.data import arrays, memory, sharding  # noqa: E402
 SEED, GLOBAL_BATCH, STEPS, RATE = 7, 12, 3, 0.1
 NUM_TRAIN, NUM_TEST = 40, 1003  # neither a multiple of the global batch
 FEATURES, CLASSES = 6, 3
-SIGNALS = ((False, False), (False, True), (True, False), (True, True))
+NO, YES = False, True
+SIGNALS = ((NO, NO, NO), (NO, YES, NO), (YES, NO, YES), (NO, NO, YES), (YES, YES, YES))
 WHERES = ("one", "mirrored-2", "central-2") if DEVICES == 2 else ("mirrored-3",)
 OBJECTIVE = objectives.build("sparse_categorical_crossentropy", classifies=True)
 
@@ -117,7 +118,7 @@ def trained(name: str, source: sources.Source, l2: float) -> dict[str, Any]:
     return {"losses": result.losses.tolist(), "scores": result.scores.tolist(), "weights": weights_of(model)}
 
 
-def signalled(name: str, source: sources.Source) -> dict[str, list[list[bool]]]:
+def signalled(name: str, source: sources.Source) -> dict[str, list[list[Any]]]:
     """Return what comes back when this task wants nothing, a checkpoint, an end, and both: from steps and from asking.
 
     Every replica of the task says what it wants, so that several of them come back added up.
@@ -129,13 +130,14 @@ def signalled(name: str, source: sources.Source) -> dict[str, list[list[bool]]]:
         optimizer.build(model.trainable_variables)
     trainee = steps.Trainee(model, optimizer, OBJECTIVE, GLOBAL_BATCH, strategy.num_replicas_in_sync)
     feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED)
-    wanted = [steps.Signals(stop, save) for stop, save in SIGNALS]
+    wanted = [steps.Signals(*signals) for signals in SIGNALS]
     due = iter(SIGNALS)
-    run = steps.synchronous(strategy, trainee, feed, STEPS, lambda: next(due)[1])
+    run = steps.synchronous(strategy, trainee, feed, STEPS, lambda stop, _: steps.Signals(stop, *next(due)[1:]))
     agree = steps.agreement(strategy)
     return {
         "steps": [dataclasses.astuple(run(step, 1, one.stop).signals) for step, one in enumerate(wanted)],
         "asking": [dataclasses.astuple(agree(one)) for one in wanted],
+        "gathered": [steps.gathering(strategy)(number) for number in (-1, 2**40)],
     }
 
 

@@ -1,0 +1,307 @@
+"""The files of checkpoints: no kill, full disk or damage loses a good one, and all tasks take the same."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.errors import EXIT_FAILED, RunFailed
+from cluster.files import DISK_FULL, read_json
+from cluster.launch import ROOT
+from tests.waiting import wait_for
+from train import checkpoint_files
+from train.checkpoint_files import Saved, agreed, clean, finished, newest_good, prune, set_aside, write
+
+SIZE = 100_000
+
+
+@dataclass
+class State:
+    """What is saved: files full of one byte."""
+
+    byte: int = 1
+    size: int = SIZE
+
+    def write(self, prefix: str) -> None:
+        Path(prefix + ".index").write_bytes(bytes([self.byte]))
+        Path(prefix + ".data-00000-of-00001").write_bytes(bytes([self.byte]) * self.size)
+
+
+def save(folder: Path, *steps: int, keep: int = 1000) -> None:
+    for step in steps:
+        write(State(step % 256), Saved(folder, step))
+        prune(Saved(folder, step), keep)
+
+
+def steps_of(folder: Path) -> list[int]:
+    return [saved.step for saved in finished(folder)]
+
+
+def data(folder: Path, step: int) -> Path:
+    return folder / f"ckpt-{step}.data-00000-of-00001"
+
+
+def cut(folder: Path, step: int) -> None:
+    """Damage a checkpoint so that its size says so."""
+    data(folder, step).write_bytes(b"short")
+
+
+def change(folder: Path, step: int) -> None:
+    """Damage a checkpoint so that only its contents say so."""
+    data(folder, step).write_bytes(bytes(SIZE))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# Writing
+
+
+def test_one_of_the_same_step_is_good_until_the_new_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, write_json = Saved(tmp_path, 5), checkpoint_files.write_json
+    seen: list[str | None] = []
+
+    def observed(*given: Any) -> None:
+        seen.append(saved.damage())
+        write_json(*given)
+        seen.append(saved.damage())
+
+    save(tmp_path, 5, 51)
+    other = contents(tmp_path)["ckpt-51.index"]
+    monkeypatch.setattr(checkpoint_files, "write_json", observed)
+    for byte in (7, 8, 9):
+        write(State(byte), saved)
+        assert bytes([byte]) == Path(saved.prefix + ".index").read_bytes()
+        assert 6 == len(contents(tmp_path))
+    assert [None] * 6 == seen
+    assert other == contents(tmp_path)["ckpt-51.index"]
+
+
+@pytest.mark.parametrize(
+    "damage", [cut, change, lambda folder, step: Saved(folder, step).record.write_text("{}"), lambda *_: None]
+)
+def test_the_same_step_can_be_saved_again(tmp_path: Path, damage: Callable[[Path, int], object]) -> None:
+    save(tmp_path, 5)
+    damage(tmp_path, 5)
+    write(State(7), Saved(tmp_path, 5))
+    assert newest_good(tmp_path) == Saved(tmp_path, 5)
+    assert bytes([7]) == Path(Saved(tmp_path, 5).prefix + ".index").read_bytes()
+    assert 3 == len(contents(tmp_path))
+
+
+def test_everything_is_on_the_disk_before_the_record_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Power may fail at any moment: contents, then names, then the record, then its name."""
+    done: list[str] = []
+    sync, write_json = checkpoint_files.sync, checkpoint_files.write_json
+    monkeypatch.setattr(checkpoint_files, "sync", lambda path: (sync(path), done.append(f"sync {path.name}")))
+    monkeypatch.setattr(checkpoint_files, "write_json", lambda *given: (write_json(*given), done.append("record")))
+    write(State(), Saved(tmp_path, 5))
+    files = ["sync ckpt-5.data-00000-of-00001", "sync ckpt-5.index"]
+    assert [*files, f"sync {tmp_path.name}", "record", f"sync {tmp_path.name}"] == done
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of a few hundred KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(disk)], check=False).returncode:
+        pytest.skip("only root can mount a small disk")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_leaves_the_good_one(small_disk: Path) -> None:
+    save(small_disk, 4, 5)
+    before = contents(small_disk)
+    for step in (5, 6):
+        with pytest.raises(OSError) as full:
+            write(State(9, size=4 * SIZE), Saved(small_disk, step))
+        assert full.value.errno in DISK_FULL
+    assert before == contents(small_disk)
+    assert [5, 4] == steps_of(small_disk)
+
+
+KILLED = f"""
+import sys
+from pathlib import Path
+from tests.unit.test_checkpoint_files import State
+from train.checkpoint_files import Saved, clean, finished, prune, write
+folder, generation = Path(sys.argv[1]), int(sys.argv[2])
+clean(folder, generation)
+step = max((saved.step for saved in finished(folder)), default=0)
+print("ready", flush=True)
+while True:
+    step += 1
+    write(State(step % 256, size={20 * SIZE}), Saved(folder, step), generation)
+    prune(Saved(folder, step), 1)
+"""
+
+
+def test_a_kill_at_any_moment_leaves_a_good_one_and_nothing_for_ever(tmp_path: Path) -> None:
+    """With one checkpoint kept: writing, switching and pruning are all cut short somewhere."""
+    random_, last = random.Random(4), 0
+    for generation in range(12):
+        program = subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(tmp_path), str(generation)], cwd=ROOT, stdout=subprocess.PIPE
+        )
+        assert program.stdout is not None
+        program.stdout.readline()
+        wait_for(lambda before=last: max(steps_of(tmp_path), default=0) > before, "a checkpoint")
+        time.sleep(random_.uniform(0, 0.05))  # the moment of the kill is what is drawn
+        program.kill()
+        program.communicate()
+        good = newest_good(tmp_path, pytest.fail)
+        assert good is not None
+        last = good.step
+    clean(tmp_path, 12)
+    newest = Saved(tmp_path, last)
+    prune(newest, 1)
+    assert sorted(path.name for path in newest.paths()) == sorted(path.name for path in tmp_path.iterdir())
+
+
+# Deleting
+
+
+def test_only_so_many_are_kept(tmp_path: Path) -> None:
+    save(tmp_path, 5, 10, 15, 20, keep=2)
+    assert [20, 15] == steps_of(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_what_was_just_written_is_kept_whatever_else_there_is(tmp_path: Path, keep: int) -> None:
+    save(tmp_path, 5, 90, 100)
+    cut(tmp_path, 100)
+    save(tmp_path, 10, keep=keep)
+    assert [90, 10][2 - keep :] == steps_of(tmp_path)
+
+
+def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3)
+    cut(tmp_path, 3)
+    Saved(tmp_path, 2).record.write_text("")
+    save(tmp_path, 4, keep=2)
+    assert [4, 1] == steps_of(tmp_path)
+
+
+def test_what_killed_saves_left_is_deleted_but_nothing_else(tmp_path: Path) -> None:
+    save(tmp_path, 4, 5)
+    Saved(tmp_path, 4).record.write_text("{")
+    kept = contents(tmp_path)
+    for name in (".ckpt-0-abc", ".ckpt-2-def", ".ckpt-old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "ckpt-6.index").write_bytes(b"x")
+    for name in ("ckpt-6.index", "ckpt-6.data-00000-of-00001"):  # the record never came
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "ckpt-5+1.index").write_bytes(b"x")  # of a second save
+    (tmp_path / ".ckpt-3-mine").mkdir()
+    (tmp_path / "notes.txt").write_bytes(b"the user's")
+    clean(tmp_path, 3)
+    assert kept | {"notes.txt": b"the user's"} == contents(tmp_path)
+    assert (tmp_path / ".ckpt-3-mine").is_dir()
+
+
+def test_what_a_restore_passed_over_is_set_aside_and_never_wins_again(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3, 4)
+    cut(tmp_path, 4)
+    set_aside(tmp_path, 2)
+    assert [2, 1] == steps_of(tmp_path)
+    assert [4, 3] == steps_of(tmp_path / "aside")
+    save(tmp_path, 5)
+    set_aside(tmp_path, 5)  # nothing is newer: what lies there stays
+    assert [4, 3] == steps_of(tmp_path / "aside")
+    set_aside(tmp_path, 2)
+    assert [5] == steps_of(tmp_path / "aside")
+    assert Saved(tmp_path / "aside", 5).damage() is None
+
+
+# Agreeing
+
+
+def agree(*folders: Path) -> list[int | RunFailed | None]:
+    """Return what tasks agree on that see these folders; each of them runs as if the others were there."""
+    views = [[saved.step for saved in finished(folder) if saved.damage() is None] for folder in folders]
+
+    def of(folder: Path) -> int | RunFailed | None:
+        bound: list[int | None] = [None]
+
+        def everyones(step: int) -> list[int]:
+            given = [max((s for s in view if bound[0] is None or s <= bound[0]), default=-1) for view in views]
+            assert step in given
+            bound[0] = min(given)
+            return given
+
+        try:
+            saved = agreed(folder, everyones, lambda words: None)
+        except RunFailed as error:
+            return error
+        return saved and saved.step
+
+    return [of(folder) for folder in folders]
+
+
+@pytest.fixture
+def views(tmp_path: Path) -> list[Path]:
+    """The same folder as three tasks see it: each its own copy."""
+    folders = [tmp_path / f"task-{number}" for number in range(3)]
+    for folder in folders:
+        folder.mkdir()
+        save(folder, 10, 20, 30)
+    return folders
+
+
+def test_tasks_that_see_the_same_take_the_newest(views: list[Path]) -> None:
+    assert [30] * 3 == agree(*views)
+
+
+def test_the_newest_that_is_good_for_all_is_taken(views: list[Path]) -> None:
+    change(views[0], 30)
+    Saved(views[1], 20).record.unlink()
+    assert [10] * 3 == agree(*views)
+
+
+def test_without_a_good_one_for_anybody_training_begins_anew(views: list[Path]) -> None:
+    for folder in views:
+        for step in (10, 20, 30):
+            change(folder, step)
+    assert [None] * 3 == agree(*views)
+
+
+@pytest.mark.parametrize("seen", [(), (10,)])
+def test_a_task_that_can_read_none_of_the_others_ends_the_run(views: list[Path], seen: tuple[int, ...]) -> None:
+    """To begin anew would throw away what the others have: its disk is another one, or broken."""
+    for step in (10, 20, 30):
+        Saved(views[2], step).remove()
+    for step in seen:
+        save(views[2], step)
+        change(views[2], step)
+    told = agree(*views)
+    assert [EXIT_FAILED] * 3 == [error.exit_code for error in told if isinstance(error, RunFailed)]
+    assert [30, 20, 10] == steps_of(views[0])
+
+
+def test_a_bound_leaves_out_what_is_newer(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3)
+    assert [Saved(tmp_path, 2), Saved(tmp_path, 1), None] == [newest_good(tmp_path, up_to=step) for step in (2, 1, 0)]
+
+
+def test_a_record_that_is_no_record_is_damage(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    for text in ("", "[]", "{}", '{"files": []}', '{"files": {"ckpt-1.index": 5}}', "\0" * 100):
+        Saved(tmp_path, 1).record.write_text(text)
+        assert Saved(tmp_path, 1).damage()
+        assert Saved(tmp_path, 1).damage(contents=False)
+
+
+def test_a_record_names_every_file(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    assert {"ckpt-3.index", "ckpt-3.data-00000-of-00001"} == set(read_json(Saved(tmp_path, 3).record)["files"])

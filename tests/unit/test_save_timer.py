@@ -1,0 +1,308 @@
+"""When a checkpoint is due, on a clock of the tests' own: how often by cost and failures, and in a storm."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from cluster.files import write_json
+from cluster.runs import RunFolder
+from train.save_timer import (
+    CALM_MTBF_S,
+    EXPECTED_COST_S,
+    LEAST_SECONDS,
+    MOST_S,
+    Past,
+    SaveTimer,
+    best_interval_s,
+    parse,
+)
+
+STEPS_PER_LOOP = 25
+
+
+class Clock:
+    """A clock that stands still unless it is moved."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def timer(every: int | str, past: Past | None, clock: Clock) -> SaveTimer:
+    return SaveTimer(every, past, steps_per_loop=STEPS_PER_LOOP, clock=clock)
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"), [("auto", (0, 0)), (200, (200, 0)), ("200", (200, 0)), ("30s", (0, 30)), ("0.1s", (0, 0.1))]
+)
+def test_what_is_asked_for_is_steps_or_seconds_or_neither(every: int | str, expected: tuple[int, float]) -> None:
+    assert expected == parse(every)
+
+
+# The interval
+
+
+def waste(interval_s: float, cost_s: float, mtbf_s: float) -> float:
+    """Return the time that a second of work takes where failures come at random (Daly 2006, equation 13)."""
+    return mtbf_s * (math.exp((interval_s + cost_s) / mtbf_s) - 1) / interval_s
+
+
+@pytest.mark.parametrize("cost_s", [0.01, 0.1, 1.0, 5.0])
+@pytest.mark.parametrize("mtbf_s", [20.0, 300.0, 3600.0])
+def test_no_other_interval_loses_noticeably_less(cost_s: float, mtbf_s: float) -> None:
+    best = best_interval_s(cost_s, 0.0, mtbf_s)
+    least = min(waste(best * factor, cost_s, mtbf_s) for factor in (0.25, 0.5, 0.8, 0.9, 1.1, 1.25, 2, 4))
+    assert waste(best, cost_s, mtbf_s) <= least * 1.001
+
+
+def test_the_interval_is_that_of_young_and_daly_where_saves_are_cheap() -> None:
+    assert math.sqrt(2 * 0.1 * 3600) == pytest.approx(best_interval_s(0.1, 0.0, 3600.0), rel=0.01)
+
+
+def test_saves_follow_each_other_no_faster_than_they_are_written() -> None:
+    assert 40 == best_interval_s(0.01, 40.0, 100.0)
+    assert LEAST_SECONDS == best_interval_s(0.0001, 0.0, 0.001)
+
+
+def test_no_more_is_lost_than_the_bound_unless_saves_are_dear() -> None:
+    assert MOST_S == best_interval_s(1.0, 0.0, 1e9)
+    assert 3000 == best_interval_s(300.0, 0.0, 1e9)
+
+
+def test_where_a_save_costs_as_much_as_there_is_time_it_is_tried_once_a_failure() -> None:
+    assert 10 == best_interval_s(20.0, 0.0, 10.0)
+
+
+# The timer
+
+
+def test_a_checkpoint_is_due_so_many_seconds_after_the_last_one() -> None:
+    clock = Clock()
+    saves = timer("30s", Past(), clock)
+    assert not saves.due(1)  # the first step compiles, however long that takes
+    clock.now_s += 500
+    saves.stepped(1, 500, compiled=True)
+    assert not saves.due(25)
+    clock.now_s += 10
+    saves.stepped(25, 10.0, compiled=False)
+    assert [False, True] == [saves.due(25), saves.due(50)]
+    clock.now_s += 20
+    assert saves.due(0)
+    saves.saved()
+    assert not saves.due(25)
+
+
+@pytest.mark.parametrize(("every", "past"), [(200, Past(failed=True, stuck=True)), ("30s", None), ("auto", None)])
+def test_by_steps_and_for_a_task_that_does_not_decide_nothing_is_ever_due(every: int | str, past: Past | None) -> None:
+    clock = Clock()
+    saves = timer(every, past, clock)
+    saves.stepped(1, 1.0, compiled=True)
+    clock.now_s += 1e9
+    saves.stepped(1, 1e9, compiled=False)
+    assert [False] * 3 == [saves.due(100), saves.brief, saves.waits]
+    assert saves.saves["every_s"] is None
+
+
+def test_the_interval_follows_what_saves_cost() -> None:
+    clock = Clock()
+    saves = timer("auto", Past(), clock)
+    assert best_interval_s(EXPECTED_COST_S, 0, CALM_MTBF_S) == pytest.approx(saves.saves["every_s"], abs=0.001)
+    saves.saved(9.0, 0.5)  # the first of a life makes the copy
+    for cost_s in (0.4, 0.1, 7.0, 0.1, 0.1):
+        saves.saved(cost_s, 0.5)
+    expected = round(best_interval_s(0.1, 0.5, CALM_MTBF_S), 3)
+    assert {"every_s": expected, "cost_s": 0.1, "writing_s": 0.5} == saves.saves
+
+
+def test_what_the_life_before_measured_is_believed_until_this_one_has() -> None:
+    assert 2.0 == timer("auto", Past(cost_s=2.0), Clock()).saves["cost_s"]
+
+
+@pytest.mark.parametrize(("before_s", "due"), [(None, False), (70.0, False), (61.0, True), (0.5, True)])
+def test_nothing_is_due_while_the_last_one_is_being_written(before_s: float | None, due: bool) -> None:
+    """Unless writing will be done by then, as far as is known."""
+    clock, writing = Clock(), [True]
+    saves = SaveTimer("10s", Past(writing_s=before_s), writing=lambda: writing[0], clock=clock)
+    saves.stepped(2, 2.0, compiled=False)
+    clock.now_s += 60
+    assert due == saves.due(1)
+    writing[0] = False
+    assert saves.due(1)
+
+
+def test_after_a_failure_the_first_step_is_saved_and_then_often_but_ever_less() -> None:
+    clock, past = Clock(), Past(uptimes_s=(30.0, 10.0), failed=True, cost_s=0.02)
+    saves = timer("auto", past, clock)
+    assert saves.due(1)
+    assert saves.brief
+    assert not saves.waits  # the life before has finished a checkpoint
+    clock.now_s += 3
+    saves.stepped(1, 3.0, compiled=True)
+    saves.saved(0.02, 0.1)
+    assert not saves.due(0)
+    intervals = []
+    for _ in range(5):
+        intervals.append(saves.saves["every_s"])
+        clock.now_s += 60
+    assert best_interval_s(0.02, 0.1, 20.0) == pytest.approx(intervals[0], abs=0.001)
+    assert intervals == sorted(set(intervals))
+
+
+def test_calls_are_brief_only_where_a_checkpoint_is_due_before_the_end_of_a_full_one() -> None:
+    clock = Clock()
+    saves = timer("10s", Past(), clock)
+    assert not saves.brief
+    for step_s, brief in ((0.1, False), (0.39, False), (0.41, True), (60.0, True)):
+        saves.stepped(25, 25 * step_s, compiled=False)
+        assert brief == saves.brief
+
+
+# What earlier lives say
+
+
+def life(run: RunFolder, generation: int, first: int, **values: Any) -> None:
+    """Leave what the chief records of a life."""
+    known = {"generation": generation, "first": first, "first_step_at": 1.0, "seconds": {"compute": 4.0, "save": 1.0}}
+    write_json(run.life(generation), known | values)
+
+
+def fail(run: RunFolder, generation: int) -> None:
+    """Begin a generation as agents do after a failure."""
+    run.begin_generation(generation, task="chief", cause="killed", step=1, failed_at=1.0)
+
+
+def test_a_run_that_begins_has_no_past(make_run: Callable[..., RunFolder]) -> None:
+    assert Past() == Past.read(make_run(), 0, 0)
+
+
+def test_the_past_is_what_failures_ended(make_run: Callable[..., RunFolder]) -> None:
+    run = make_run()
+    life(run, 0, 0, saves={"every_s": 3.0, "cost_s": 0.25, "writing_s": 0.5})
+    fail(run, 1)
+    life(run, 1, 10, first_step_at=None)  # no step was done
+    fail(run, 2)
+    life(run, 2, 10, seconds={"compute": 7.0}, saves={})
+    run.begin_generation(3, resumed=True)
+    life(run, 3, 20, seconds={"compute": 100.0})
+    fail(run, 4)  # of which the chief recorded nothing
+    fail(run, 5)
+    life(run, 5, 40)  # this one, should it have begun to record
+    assert Past((5.0, 100.0), True, False, 0.25, 0.5) == Past.read(run, 5, 40)
+
+
+@pytest.mark.parametrize(("first", "stuck"), [(10, True), (0, True), (11, False)])
+def test_a_run_is_stuck_where_it_goes_on_from_where_it_did_before(
+    make_run: Callable[..., RunFolder], first: int, stuck: bool
+) -> None:
+    run = make_run()
+    life(run, 0, 10)
+    fail(run, 1)
+    assert stuck == Past.read(run, 1, first).stuck
+
+
+def test_a_run_that_was_resumed_by_hand_lost_nothing(make_run: Callable[..., RunFolder]) -> None:
+    run = make_run()
+    life(run, 0, 10)
+    run.begin_generation(1, resumed=True)
+    past = Past.read(run, 1, 10)
+    assert (False, False, ()) == (past.failed, past.stuck, past.uptimes_s)
+
+
+# Storms
+
+
+@dataclass
+class Training:
+    """A run in time that is made up: the decisions are the timer's, as the loop follows them."""
+
+    step_s: float
+    cost_s: float
+    writing_s: float
+    clock: Clock = field(default_factory=Clock)
+    durable: int = 0
+    uptimes_s: list[float] = field(default_factory=list)
+    firsts: list[int] = field(default_factory=list)
+    saves: int = 0
+
+    def live(self, failed: bool, dies_after: int, total: int) -> int:
+        """Train until so many steps of this life are done, in the middle of a call; return the step reached."""
+        first, began_s, pending = self.durable, self.clock.now_s, (math.inf, 0)
+        stuck = failed and bool(self.firsts) and self.firsts[-1] >= first
+        past = Past(tuple(self.uptimes_s), failed, stuck, self.cost_s, self.writing_s)
+        timer_ = SaveTimer(
+            "auto", past, steps_per_loop=STEPS_PER_LOOP, writing=lambda: pending[1] > 0, clock=self.clock
+        )
+        self.firsts.append(first)
+        step, brief = first, True
+        while step < total:
+            count = min(1 if brief else STEPS_PER_LOOP, total - step)
+            due, brief = timer_.due(count), timer_.brief
+            compiled = step == first
+            for _ in range(count):
+                self.clock.now_s += 3.0 if compiled else self.step_s
+                step += 1
+                if pending[0] <= self.clock.now_s:
+                    self.durable, pending = pending[1], (math.inf, 0)
+                if step - first >= dies_after:
+                    self.uptimes_s.append(self.clock.now_s - began_s - 3.0)
+                    return step
+            timer_.stepped(count, count * self.step_s, compiled=compiled)
+            if due:
+                self.saves += 1
+                if pending[1]:  # a save waits for the one before
+                    self.clock.now_s = max(self.clock.now_s, pending[0])
+                    self.durable = pending[1]
+                self.clock.now_s += self.cost_s
+                pending = self.clock.now_s + self.writing_s, step
+                if timer_.waits:
+                    self.clock.now_s, self.durable, pending = pending[0], step, (math.inf, 0)
+                timer_.saved(self.cost_s, self.writing_s)
+        self.durable = total
+        return step
+
+
+@pytest.mark.parametrize("writing_s", [0.01, 0.3, 20.0])
+@pytest.mark.parametrize("step_s", [0.001, 0.05, 2.0])
+def test_a_storm_of_faults_five_steps_apart_moves_on(step_s: float, writing_s: float) -> None:
+    """However long a write takes: no two lives in a row come to nothing."""
+    training = Training(step_s, 0.02, writing_s)
+    reached = [training.durable]
+    for number in range(40):
+        training.live(number > 0, dies_after=5, total=500)
+        reached.append(training.durable)
+    assert all(later > before for before, later in zip(reached, reached[2:], strict=False)), reached
+    assert reached[-1] >= 20
+
+
+def test_a_storm_of_faults_five_steps_apart_ends_the_run_where_writes_are_quick() -> None:
+    training = Training(0.05, 0.01, 0.06)
+    lives = 0
+    while training.durable < 100:
+        training.live(lives > 0, dies_after=5, total=100)
+        lives += 1
+    assert lives <= 50, lives  # twenty would lose nothing
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_run_with_random_faults_ends_and_loses_little(seed: int) -> None:
+    training, random_ = Training(0.05, 0.02, 0.1), random.Random(seed)
+    done = lives = 0
+    while training.durable < 2000:
+        before = training.durable
+        done += training.live(lives > 0, math.ceil(random_.expovariate(1 / 100)), 2000) - before
+        lives += 1
+    assert done - 2000 < 10 * lives + 400  # the first ones, before anything failed, lose all
+
+
+def test_a_run_without_faults_spends_next_to_nothing_on_saving() -> None:
+    training = Training(0.05, 0.05, 0.1)
+    assert 20_000 == training.live(False, dies_after=10**9, total=20_000)
+    assert training.saves * training.cost_s < 0.005 * 20_000 * training.step_s
