@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 import shutil
 import sys
@@ -12,8 +11,9 @@ import time
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
-from cluster import goodput, pace, tensorboard, twin
-from cluster.files import open_file, read_json
+from cluster import goodput, pace, records, tensorboard, twin
+from cluster.liveness import look_once
+from cluster.logs import Reader
 from cluster.processes import describe_exit
 from cluster.runs import RunFolder
 from cluster.words import counted, plain
@@ -42,14 +42,21 @@ def _plain(lines: Callable[P, list[str]]) -> Callable[P, list[str]]:
     return wrapped
 
 
-def status(run: RunFolder) -> dict[str, Any]:
-    """Return the run's status, as `invoke status --json` shows it."""
-    beats = run.heartbeats()
-    summary = read_json(run.summary, None)
-    spec = run.load_cluster()
+def status(run: RunFolder, beats: dict[str, dict[str, Any]] | None = None) -> dict[str, Any]:
+    """Return the run's status, as `invoke status --json` shows it.
+
+    Args:
+        run: whose.
+        beats: its heartbeats, with the state of silent tasks replaced, from whoever watches it; else they are read.
+
+    Raises:
+        DamagedError: the run's description is damaged.
+    """
+    spec, config = run.load_cluster(), run.load_config()
+    beats = look_once(run) if beats is None else beats
+    summary = run.ended
     chief = beats.get("chief", {})
     step, total, rate = chief.get("step", 0), chief.get("steps_total"), chief.get("examples_per_s")
-    config = read_json(run.config)
     batch = config.get("global_batch", 0)
     port = tensorboard.running(run.path.parent)
     return {
@@ -206,7 +213,7 @@ class Live:
 @_plain
 def ended(run: RunFolder, shown_path: str) -> list[str]:
     """Return the last lines of a run that has a summary: how it ended, where it is, what to do next."""
-    summary = read_json(run.summary)
+    summary = records.read(run.summary, records.summary)
     port = tensorboard.running(run.path.parent)
     lines = []
     if summary["state"] == "failed":
@@ -243,22 +250,16 @@ def logs(run: RunFolder, names: list[str], follow: bool) -> None:
     """
     terminal = sys.stdout.isatty()
     width = max(len(name) for name in names)
-    offsets = dict.fromkeys(names, 0)
+    readers = {name: Reader(run.log(name)) for name in names}
     while True:
-        ended = run.summary.exists()  # before reading: what was printed until then is still shown
-        for name in names:
-            if not os.path.lexists(run.log(name)):
-                continue
-            with open_file(run.log(name), "rb") as log:
-                log.seek(offsets[name])
-                whole = log.read().rpartition(b"\n")[0]
-            if whole:
-                offsets[name] += len(whole) + 1
-            for line in whole.decode(errors="replace").splitlines():
-                said = harmless(line) if terminal else line
-                print(f"{name:<{width}} | {said}" if len(names) > 1 else said)
+        ended = not follow or run.ended is not None  # before reading: what was printed until then is still shown
+        for name, reader in readers.items():
+            for printed in reader.lines(ended=ended):
+                for line in printed.decode(errors="replace").splitlines() or [""]:
+                    shown = harmless(line) if terminal else line
+                    print(f"{name:<{width}} | {shown}" if len(names) > 1 else shown)
         sys.stdout.flush()
-        if ended or not follow:
+        if ended:
             return
         time.sleep(0.2)
 
