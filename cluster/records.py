@@ -118,13 +118,13 @@ row = record(
 def generation(value: Any) -> dict[str, Any]:
     """Why a generation was begun: where a failure did, with what is known of that."""
     found: dict[str, Any] = _generation(value)
-    return _failure(found) if "cause" in found or "task" in found else found
+    return _failure({"failed_at": found["time"]} | found) if found.keys() & {"task", "cause"} else found
 
 
 _generation = record({"generation": count, "time": seconds})
 _failure = record(
-    {"task": text, "cause": text, "step": count, "failed_at": seconds},
-    {"error": (optional(text), None)},
+    {"task": text, "failed_at": seconds},
+    {"cause": (text, ""), "step": (count, 0), "error": (optional(text), None)},
 )
 
 outcome = record(
@@ -203,8 +203,15 @@ compose = record(
 manifest = record({}, {"runtime": (one_of("docker", "local"), ABSENT)})
 
 _restart = record(
-    {"generation": count, "task": text, "cause": text},
-    {"detected_s": (measured, None), "resumed_s": (measured, None), "steps_lost": (optional(count), None)},
+    {},
+    {
+        "generation": (count, 0),
+        "task": (text, ""),
+        "cause": (text, ""),
+        "detected_s": (measured, None),
+        "resumed_s": (measured, None),
+        "steps_lost": (optional(count), None),
+    },
 )
 
 _findings = record(

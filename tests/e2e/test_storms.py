@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from cluster.files import read_json_lines
+from cluster.journal import read_json_lines
 from cluster.runs import RunFolder
 from tests.e2e.scenario import Clusters, summary
 
