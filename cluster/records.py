@@ -115,10 +115,16 @@ row = record(
 """A line of a task's metrics."""
 
 
-def generation(value: Any) -> dict[str, Any]:
+def generation(begun: int) -> Record:
     """Why a generation was begun: where a failure did, with what is known of that."""
-    found: dict[str, Any] = _generation(value)
-    return _failure({"failed_at": found["time"]} | found) if found.keys() & {"task", "cause"} else found
+
+    def checked(value: Any) -> dict[str, Any]:
+        found = _generation(value)
+        if found["generation"] != begun:
+            raise ValueError(f"generation: expected {begun}")
+        return _failure({"failed_at": found["time"]} | found) if found.keys() & {"task", "cause"} else found
+
+    return checked
 
 
 _generation = record({"generation": count, "time": seconds})
@@ -140,8 +146,9 @@ outcome = record(
 stop = record({"by": text}, {"then": (text, ""), "time": (seconds, 0.0)})
 
 started = record(
-    {"time": seconds},
+    {},
     {
+        "time": (seconds, ABSENT),
         "runtime": (one_of("docker", "local"), ABSENT),
         "hang_timeout_s": (seconds, ABSENT),
         "requirements": (text, ABSENT),
@@ -238,7 +245,7 @@ _cause = record(
     },
 )
 
-summary = record(
+_summary = record(
     {"state": one_of(*OUTCOMES)},
     {
         "strategy": (text, ""),
@@ -254,9 +261,15 @@ summary = record(
         "goodput_split": (optional(every(mapping(_rounded), record({"input": seconds, "compute": seconds}))), None),
         "pace": (_findings, {}),
         "tasks": (mapping(optional(code)), {}),
-        "cause": (_cause, _cause({})),
+        "cause": (_cause, ABSENT),
     },
 )
+
+
+def summary(value: Any) -> dict[str, Any]:
+    """How a run ended; of one that failed, with the cause."""
+    found: dict[str, Any] = _summary(value)
+    return found | {"cause": _cause(found.get("cause", {}))} if found["state"] == "failed" else found
 
 
 def _pid(value: Any) -> int:
@@ -265,7 +278,7 @@ def _pid(value: Any) -> int:
     return int(value)
 
 
-process = record({"pid": _pid, "start_ticks": optional(count)})
+process = record({"pid": _pid}, {"start_ticks": (optional(count), None)})
 programs = record({"agent": process, "program": process})
 checkpoint = record({"files": mapping(record({}, {"size_bytes": (count, 0)}))})
 answer = record(

@@ -315,14 +315,14 @@ class RunFolder:
         folder = self.control / "generations"
         numbers = (int(path.stem) for path in folder.glob("*.json") if _NUMBER.fullmatch(path.stem))
         for number in sorted(numbers, reverse=newest_first):
-            why = records.read(folder / f"{number}.json", records.generation, None, limit=records.TASK_BYTES)
-            if why and why["generation"] == number:
+            path = folder / f"{number}.json"
+            if why := records.read(path, records.generation(number), None, limit=records.TASK_BYTES):
                 yield number, why
 
     def begin_generation(self, number: int, **why: Any) -> bool:
         """Begin generation `number` unless another task already did; return whether this call did."""
         path = self.control / "generations" / f"{number}.json"
-        return create_json(path, {"generation": number, "time": time.time(), **why}, records.generation)
+        return create_json(path, {"generation": number, "time": time.time(), **why}, records.generation(number))
 
     # The end
 

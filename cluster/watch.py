@@ -116,7 +116,7 @@ def attend(run: RunFolder, runtime: str, port: int, detach: bool, sh: startup.Sh
 def exit_code(ended: dict[str, Any]) -> int:
     """Return the exit code that tells how a run ended."""
     if ended["state"] == "failed":
-        code = ended["cause"]["exit_code"]
+        code = ended.get("cause", {}).get("exit_code")
         return code if code in (2, 3, EXIT_TIMEOUT) else EXIT_FAILED
     return EXIT_INTERRUPTED if ended["state"] == "stopped" else EXIT_DONE
 
