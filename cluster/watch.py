@@ -13,6 +13,7 @@ from cluster.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_TIMEOUT,
+    ClusterError,
     TimedOut,
 )
 from cluster.files import write_json
@@ -76,7 +77,8 @@ def stop(run: RunFolder, by: str, timeout_s: float = STOP_TIMEOUT_S) -> dict[str
 def end(run: RunFolder, by: str, timeout_s: float, sh: startup.Shell) -> None:
     """Ask a run to save and stop if it is in progress, and end whatever is left of it."""
     if teardown.in_progress(run):
-        with contextlib.suppress(TimedOut):  # a run that cannot stop is ended all the same
+        # A run that cannot stop, or in whose folder nothing can be asked for, is ended all the same.
+        with contextlib.suppress(ClusterError, OSError):
             stop(run, by, timeout_s)
     teardown.remove(run, sh)
 

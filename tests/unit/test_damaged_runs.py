@@ -19,6 +19,8 @@ import tasks
 from cluster import files, liveness, local, processes, summary, watch
 from cluster.runs import RunFolder
 from tests.unit import damage
+from tests.unit.gang import StartGang
+from tests.waiting import wait_for
 
 MakeRun = Callable[..., RunFolder]
 CODES = (0, 1, 2, 3, 4, 130)
@@ -164,3 +166,36 @@ def test_commands_that_act_say_what_is_wrong(
     runs: tuple[RunFolder, RunFolder], capsys: pytest.CaptureFixture[str], seed: int, count: int
 ) -> None:
     check(CHANGING, runs, seed, count, capsys)
+
+
+def live(seed: int, make_run: MakeRun, start_gang: StartGang) -> None:
+    """Damage a run that trains; `down` ends it."""
+    draw = random.Random(seed)
+    calm = make_run("calm", workers=1)
+    damage.fill(calm)
+    calm.end("succeeded", task="chief")
+    summary.write(calm, settle_s=0)
+    before = contents(calm)
+    gang = start_gang("work()", workers=1)
+    for task in ("chief", "worker-0"):
+        wait_for(lambda task=task: gang.beat(task)["state"] == "training", f"{task} to train")
+    outside = calm.path.parent.parent / "outside"
+    outside.mkdir()
+    names = [name for name in damage.files_of(gang.run) if name != "compose.json"]
+    done = [damage.damage(gang.run, name, draw, outside) for name in draw.choices(names, k=6)]
+    assert local.processes_left(gang.run), done
+    call(lambda c, run: tasks.status(c, run=run), "run")
+    call(lambda c, run: tasks.down(c, timeout="2"), "")
+    assert not local.processes_left(gang.run), done
+    assert (before, []) == (contents(calm), list(outside.iterdir()))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_runs_of_a_damaged_run_is_ended(seed: int, make_run: MakeRun, start_gang: StartGang) -> None:
+    live(seed, make_run, start_gang)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(2, 30))
+def test_so_it_is_however_it_is_damaged(seed: int, make_run: MakeRun, start_gang: StartGang) -> None:
+    live(seed, make_run, start_gang)
