@@ -50,7 +50,7 @@ _warned: set[str] = set()
 _guarded: set[str] = set()
 
 
-class DamagedError(RunFailed):
+class DamagedError(RunFailed, ValueError):
     """A file of a run that holds nothing that could be read."""
 
     def __init__(self, path: Path, why: str) -> None:
