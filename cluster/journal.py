@@ -20,6 +20,8 @@ LINE_BYTES = 2**18
 """The longest line that is read."""
 NEWEST_BYTES = 2**28
 """How much of a file is read: what comes before its newest lines is left out."""
+KEPT_BYTES = 2**24
+"""How much of one whose lines are kept."""
 LOCK_TIMEOUT_S = 2.0
 """After this long a line is written without the lock: better two that mix than a training that waits."""
 
@@ -47,7 +49,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSON Lines file, also of its last line if that has no end; damaged lines are left out."""
     try:
         with open_file(path, "rb") as file:
-            skipped = _to_newest(file)
+            skipped = _to_newest(file, NEWEST_BYTES)
             for line in _lines(file):
                 if skipped:
                     skipped = False
@@ -96,7 +98,7 @@ class Journal:
         if (found.st_dev, found.st_ino) != self._file or found.st_size < self._offset:
             self._forget()  # another file, or one that was cut short
             self._file = (found.st_dev, found.st_ino)
-            if _to_newest(file):
+            if _to_newest(file, KEPT_BYTES):
                 file.readline(LINE_BYTES)
             self._offset = file.tell()
         file.seek(self._offset)
@@ -109,11 +111,11 @@ class Journal:
                     self._values.append(self._check(value))
 
 
-def _to_newest(file: IO[bytes]) -> bool:
+def _to_newest(file: IO[bytes], limit: int) -> bool:
     """Go to where the part of a file begins that is read; return whether that is in the middle of a line, perhaps."""
     size = os.fstat(file.fileno()).st_size
-    file.seek(max(0, size - NEWEST_BYTES))
-    return size > NEWEST_BYTES
+    file.seek(max(0, size - limit))
+    return size > limit
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:

@@ -132,8 +132,12 @@ class Reader:
                 yield from self._read_on(key, file, ended or at < len(opened))
 
     def _read_on(self, key: tuple[int, int], file: IO[bytes], ended: bool) -> Iterator[bytes]:
-        if os.fstat(file.fileno()).st_size < self._offsets[key]:
+        size = os.fstat(file.fileno()).st_size
+        if size < self._offsets[key]:
             self._offsets[key] = 0  # it was cut short
+        if size - self._offsets[key] > 2 * PART_BYTES:  # no part of ours: only its end is read
+            self._offsets[key] = size - PART_BYTES
+            yield GAP.removesuffix(b"\n")
         file.seek(self._offsets[key])
         while line := file.readline(LINE_BYTES):
             if not (ended or line.endswith(b"\n") or len(line) == LINE_BYTES):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from invoke import Exit, MockContext, Result
 
 import tasks
-from cluster import files, liveness, local, processes, summary, watch
+from cluster import files, journal, liveness, local, logs, processes, summary, watch
 from cluster.runs import RunFolder
 from tests.unit import damage
 from tests.unit.gang import StartGang
@@ -62,6 +62,8 @@ def commands(monkeypatch: pytest.MonkeyPatch, resolved: None) -> None:
     monkeypatch.setattr(watch, "STOP_TIMEOUT_S", 1.0)
     monkeypatch.setattr(summary, "SETTLE_S", 0.0)
     monkeypatch.setattr(files, "LOCK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(journal, "NEWEST_BYTES", 10**6)
+    monkeypatch.setattr(logs, "PART_BYTES", 10**6)
     monkeypatch.setattr(local, "start", lambda run: None)
     monkeypatch.setattr(local, "check_memory", lambda *_, **__: None)
     monkeypatch.setattr(processes, "with_environment", lambda *_: [])

@@ -110,7 +110,8 @@ def test_a_file_that_is_replaced_or_cut_short_is_read_anew(path: Path) -> None:
 
 
 def test_of_a_huge_file_the_newest_lines_are_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "NEWEST_BYTES", 100)
+    for bound in ("NEWEST_BYTES", "KEPT_BYTES"):
+        monkeypatch.setattr(journal, bound, 100)
     for step in range(1, 100):
         append_json(path, {"step": step})
     newest = [line["step"] for line in read_json_lines(path)]

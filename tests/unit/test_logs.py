@@ -102,14 +102,18 @@ def test_half_a_line_is_shown_once_it_is_whole_or_the_last(log: Path) -> None:
     assert [] == read(reader)
 
 
-def test_a_huge_log_is_read_piece_by_piece(log: Path) -> None:
+def test_of_a_huge_log_the_end_is_read(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "PART_BYTES", 10 * LINE_BYTES)
     with log.open("wb") as file:
-        file.write(b"begin\n")
         file.truncate(10**12)
-    lines = Reader(log).lines(ended=True)
-    assert [b"begin", bytes(LINE_BYTES)] == list(itertools.islice(lines, 2))
-    lines.close()
-    assert LINE_BYTES == len(logs.last_line(log))
+        file.seek(10**12)
+        file.write(b"\nend\n")
+    reader = Reader(log)
+    lines = read(reader, ended=False)
+    assert (GAP.strip(), b"end") == (lines[0], lines[-1])
+    assert len(lines) < 15
+    assert [] == read(reader)
+    assert "end" == logs.last_line(log)
 
 
 def test_a_log_that_cannot_be_written_holds_up_no_program(tmp_path: Path) -> None:
