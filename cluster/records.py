@@ -10,7 +10,6 @@ from typing import Any, TypeVar, overload
 from cluster.checks import (
     ABSENT,
     Record,
-    anything,
     code,
     count,
     every,
@@ -103,9 +102,20 @@ heartbeat: Record = every(
     ),
 )
 
+_detail = record(
+    {},
+    {
+        "cause": (optional(text), ABSENT),
+        "error": (optional(text), ABSENT),
+        "kind": (text, ABSENT),
+        "failed_at": (seconds, ABSENT),
+        "exit_code": (optional(code), ABSENT),
+    },
+)
+
 event = record(
     {"time": seconds, "task": text, "event": text},
-    {"generation": (count, 0), "step": (optional(count), None), "detail": (anything, {})},
+    {"generation": (count, 0), "step": (optional(count), None), "detail": (_detail, {})},
 )
 
 row = record(

@@ -60,6 +60,8 @@ def fill(run: RunFolder) -> None:
     run.event("worker-0", "gang restart", step=3, cause="exit code 137", error=None)
     run.event("chief", "restored", step=3)
     run.event("chief", "first step", step=4)
+    run.event("worker-0", "restarted", step=4, cause="exit code 137", error=None, failed_at=now)
+    run.event("worker-0", "resumed", step=4)
     run.event("chief", "fault", step=4, kind="kill", whole=False)
     for task in spec.tasks:
         pace = {"step_ms": {"mean": 9.0, "median": 9.0}, "busy_share": 0.9, "input_share": 0.1}
