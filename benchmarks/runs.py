@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.baselines.common import EVERY
 from cluster import engine, launch, local, processes
 from cluster.errors import RunFailed, TimedOut
-from cluster.files import read_json, read_json_lines
+from cluster.files import read_json
 from cluster.runs import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,7 +104,7 @@ class Bench:
         deadline = time.monotonic() + LIMIT_S
         while True:
             ended = run.summary.exists()
-            rows = [row for row in read_json_lines(run.metrics("chief")) if "loss" in row]
+            rows = [row for row in run.rows("chief") if row.get("loss") is not None]
             if rows and rows[-1]["step"] >= steps:
                 return rows
             if ended:

@@ -29,8 +29,9 @@ from pathlib import Path
 
 from cluster import barrier, cgroup, restarts, settings, summary, tf_config
 from cluster.errors import EXIT_FAILED, EXIT_PEER_LOST, EXIT_TIMEOUT, ClusterError, UsageError
-from cluster.files import read_json, write_json
+from cluster.files import write_json
 from cluster.heartbeat import Heartbeat
+from cluster.logs import last_line
 from cluster.processes import as_exit_code, describe_exit, identity
 from cluster.program import Program, Trainer
 from cluster.restarts import SAME_STEP_LIMIT
@@ -79,7 +80,7 @@ class Agent:
 
     def _notice_own_death(self) -> None:
         """An agent that finds itself already in this generation was brought back by the engine: the task died."""
-        beat = read_json(self.run.status(self.task.name), None)
+        beat = self.run.heartbeat(self.task.name)
         if not beat or beat["generation"] != self.run.generation or "importing" in beat:
             return
         finished = beat["state"] in ("done", "stopped")
@@ -138,7 +139,7 @@ class Agent:
         outcome = self.run.outcome
         if self.serves or not outcome or outcome["state"] == "failed":
             return 0.0
-        return GRACE_S if self.run.heartbeats()[self.task.name]["state"] not in ("starting", "waiting") else 1.0
+        return GRACE_S if self._state not in ("starting", "waiting") else 1.0
 
     def _meet(self, program: Program, heartbeat: Heartbeat, generation: int) -> bool:
         """Pass the start barrier; return whether the program may go on."""
@@ -203,9 +204,15 @@ class Agent:
                 program.wait(POLL_S)
                 return self._act_on_exit(program, generation)
 
+    @property
+    def _state(self) -> str:
+        """What this task's newest heartbeat says that it does."""
+        beat = self.run.heartbeat(self.task.name)
+        return str(beat["state"]) if beat else ""
+
     def _notice_training(self, program: Program) -> None:
         """Do what is due once the program trains."""
-        state = read_json(self.run.status(self.task.name))["state"]
+        state = self._state
         training = state == "training"
         if self.resumes and (training or (self.task.role == Role.EVALUATOR and state == "evaluating")):
             self.run.event(self.task.name, "resumed")
@@ -240,7 +247,7 @@ class Agent:
         error = cause if self._ran_out_of_memory(code) else program.last_line  # which then was of something else
         if self.run.outcome:
             return  # whatever ends after the run changes nothing
-        ended = read_json(self.run.status(self.task.name))["state"] in ("done", "stopped")
+        ended = self._state in ("done", "stopped")
         side_car = self.task.role == Role.EVALUATOR
         if code == 0 or ended or (side_car and self.run.stop_requested):
             self._await_outcome(generation)  # its work was done, even if TensorFlow's teardown then lost the cluster
@@ -258,7 +265,7 @@ class Agent:
     def _await_outcome(self, generation: int) -> None:
         """Wait to hear how the run ended; the chief's agent says it."""
         if self.task.role == Role.CHIEF:
-            stopped = read_json(self.run.status(self.task.name))["state"] == "stopped"
+            stopped = self._state == "stopped"
             if stopped and self.run.stop_withdrawn(generation):
                 self.run.begin_generation(generation + 1, resumed=True)
                 return
@@ -324,8 +331,8 @@ class Agent:
         told = f"state {beat['state']}"
         if beat.get("exit_code") is not None:
             told += f", {describe_exit(beat['exit_code'])}"
-        with contextlib.suppress(OSError, IndexError):
-            told += f", last line: {self.run.log(name).read_text(errors='replace').splitlines()[-1][:200]}"
+        if last := last_line(self.run.log(name)):
+            told += f", last line: {last[:200]}"
         return told
 
     def _finish(self) -> None:
@@ -333,7 +340,7 @@ class Agent:
         outcome = self.run.outcome
         assert outcome is not None
         beat = Heartbeat(self.run, self.spec.task(self.task.name), self.run.generation)
-        last = read_json(self.run.status(self.task.name), {})
+        last = self.run.heartbeat(self.task.name) or {}
         ended = {"succeeded": "done", "stopped": "stopped", "failed": "failed"}[outcome["state"]]
         if outcome["state"] == "failed" and outcome.get("task") != self.task.name:
             # This one is not the culprit: its work was done, or it was ended because another task failed.

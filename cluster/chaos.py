@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster import faults, restarts
+from cluster import faults, records, restarts
 from cluster.errors import TimedOut, UsageError, nearest
 from cluster.faults import Means
-from cluster.files import append_json, open_file, read_json
+from cluster.files import open_file
+from cluster.journal import append_json
 from cluster.runs import RunFolder
 from cluster.spec import Role
 from cluster.teardown import in_progress, is_docker
@@ -162,7 +163,7 @@ class _Before:
 
     def result(self, fault: Fault) -> Result:
         """Return what the fault cost."""
-        costs, ended = self.costs(), read_json(self._run.summary, None)
+        costs, ended = self.costs(), self._run.ended
         if ended:
             resumed_s = self._run.outcome["time"] - self.time if self._run.outcome else 0.0
         elif costs:
@@ -217,7 +218,7 @@ def _do(run: RunFolder, means: Means, fault: Fault) -> None:
 def _damage_newest(run: RunFolder) -> None:
     """Cut off the last byte of the newest checkpoint, as a disk that lies does."""
     if saved := run.saved_steps:
-        record = read_json(run.checkpoints / f"ckpt-{saved[-1]}.json")
+        record = records.read(run.checkpoints / f"ckpt-{saved[-1]}.json", records.checkpoint)
         name = max(record["files"].items(), key=lambda entry: entry[1]["size_bytes"])[0]
         with open_file(run.checkpoints / Path(name).name, "r+b") as file:
             file.truncate(file.seek(0, 2) - 1)

@@ -14,9 +14,8 @@ import threading
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from cluster import compose, engine, processes
+from cluster import compose, engine, processes, records
 from cluster.errors import ClusterError, UsageError
-from cluster.files import read_json
 from cluster.runs import RunFolder
 from cluster.teardown import is_docker
 
@@ -49,7 +48,7 @@ class Means(ABC):
         Raises:
             UsageError: the task's program has not begun.
         """
-        found: dict[str, dict[str, int]] | None = read_json(self._run.programs(task), None)
+        found = records.read(self._run.programs(task), records.programs, None)
         if found is None:
             raise UsageError(f"{task} has no program yet: wait until it trains")
         return found

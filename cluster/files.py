@@ -10,14 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
+import logging
 import os
 import stat
-import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
+
+from cluster.errors import RunFailed
+from cluster.words import plain
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -28,7 +33,37 @@ be recorded."""
 RESERVE_BYTES = 256 * 1024
 
 
+RECORD_BYTES = 2**24
+"""The largest record that is read: `compose.json` of the largest cluster has a third of that."""
+
+MAX_DEPTH = 40
+"""How deeply a record may be nested."""
+
+LOCK_TIMEOUT_S = 5.0
+LOCK_POLL_S = 0.005
+
+MAX_WARNINGS = 1000
+
+_MISSING = object()
+_LOG = logging.getLogger("cluster")
+_warned: set[str] = set()
 _guarded: set[str] = set()
+
+
+class DamagedError(RunFailed, ValueError):
+    """A file of a run that holds nothing that could be read."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"{path} is damaged: {why}; restore it, or remove it")
+        self.path = path
+
+
+class LinkError(OSError):
+    """A link, or something else that is no plain file, where a run has one."""
+
+
+UNREADABLE = (ValueError, LinkError, PermissionError, IsADirectoryError, NotADirectoryError)
+"""What reading something raises that is no record."""
 
 
 def guard(folder: Path) -> None:
@@ -37,7 +72,7 @@ def guard(folder: Path) -> None:
 
 
 def open_file(path: Path, mode: str) -> IO[bytes]:
-    """Open a plain file: `rb`, `r+b`, `wb` or `ab`.
+    """Open a plain file: `rb`, `r+b`, `wb`, `ab`, or `a+b`, which reads as well.
 
     Raises:
         OSError: it cannot be opened, or lies behind a link in a guarded folder.
@@ -47,6 +82,7 @@ def open_file(path: Path, mode: str) -> IO[bytes]:
         "r+b": os.O_RDWR,
         "wb": os.O_WRONLY | os.O_CREAT | os.O_TRUNC,
         "ab": os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+        "a+b": os.O_RDWR | os.O_CREAT | os.O_APPEND,
     }[mode]
     with _folder_of(path) as (name, folder):
         return os.fdopen(_open(path, name, flags, folder), mode)
@@ -72,6 +108,12 @@ def remove(path: Path) -> None:
     """Remove a file or a link, if it is there."""
     with contextlib.suppress(FileNotFoundError), _folder_of(path) as (name, folder):
         os.unlink(name, dir_fd=folder)
+
+
+def rename(path: Path, name: str) -> None:
+    """Give a file another name in its folder, in the place of what has that now."""
+    with _folder_of(path) as (old, folder):
+        os.replace(old, old.removesuffix(path.name) + name, src_dir_fd=folder, dst_dir_fd=folder)
 
 
 def refuse_links(folder: Path) -> None:
@@ -139,81 +181,207 @@ def _open(path: Path, name: str, flags: int, folder: int | None) -> int:
     return descriptor
 
 
-def _refused(path: Path) -> OSError:
-    return OSError(errno.ELOOP, "a link, or nothing that a run has here, and it is not followed", str(path))
+def _refused(path: Path) -> LinkError:
+    return LinkError(errno.ELOOP, "a link, or nothing that a run has here, and it is not followed", str(path))
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Replace a JSON file whole."""
+def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
+    """Replace a JSON file whole: a reader sees the value before or this one, also after a crash.
+
+    Args:
+        path: the file.
+        value: what it holds from now on.
+        durable: whether it is on the disk when this returns. Without, a power failure may take it back, or leave it
+            empty: for what is written every second, where waiting for the disk costs more than one lost value.
+    """
     with _folder_of(path, make=True) as (name, folder):
-        os.replace(_write_scratch(path, value, name, folder), name, src_dir_fd=folder, dst_dir_fd=folder)
+        with _scratch(path, value, name, folder, durable=durable) as scratch:
+            os.replace(scratch, name, src_dir_fd=folder, dst_dir_fd=folder)
+        if durable:
+            _sync_folder(path, folder)
 
 
-def create_json(path: Path, value: Any) -> bool:
-    """Create a JSON file, whole, unless it exists; return whether this call created it."""
-    with _folder_of(path, make=True) as (name, folder):
-        scratch = _write_scratch(path, value, name, folder)
+def create_json(path: Path, value: Any, check: Callable[[Any], object] = lambda value: None) -> bool:
+    """Create a JSON file, whole, unless it exists; return whether this call created it.
+
+    A file that holds no such value claims nothing, as one that a power failure left empty: it is replaced, by one of
+    those who find it so.
+
+    Args:
+        path: the file.
+        value: what it holds from now on.
+        check: raises ValueError for what is no such value.
+    """
+    with _folder_of(path, make=True) as (name, folder), _scratch(path, value, name, folder) as scratch:
         try:  # atomic, and fails where the name is taken, also on NFS
             os.link(scratch, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
         except FileExistsError:
-            return False
-        finally:
-            os.unlink(scratch, dir_fd=folder)
+            if not _replace_damaged(path, name, folder, scratch, check):
+                return False
+        _sync_folder(path, folder)
     return True
 
 
-def _write_scratch(path: Path, value: Any, name: str, folder: int | None) -> str:
-    """Write a value beside `path`; on a full disk into the room that the run folder keeps for its last words."""
+def _replace_damaged(path: Path, name: str, folder: int | None, scratch: str, check: Callable[[Any], object]) -> bool:
+    """Put a scratch file in the place of a damaged one; return whether this call did.
+
+    Only who holds the lock replaces, having looked again, so that what another claimed meanwhile stays.
+    """
+    if _claims(path, check):
+        return False
+    lock_name = name.removesuffix(path.name) + f".{path.name}.lock"
+    lock = _open(path.with_name(f".{path.name}.lock"), lock_name, os.O_RDWR | os.O_CREAT, folder)
+    try:
+        if not locked(lock):
+            raise OSError(errno.EAGAIN, "somebody holds its lock", str(path))
+        if _claims(path, check):
+            return False
+        try:
+            os.replace(scratch, name, src_dir_fd=folder, dst_dir_fd=folder)
+        except IsADirectoryError:
+            os.rename(name, f"{lock_name}.{os.urandom(8).hex()}", src_dir_fd=folder, dst_dir_fd=folder)
+            os.link(scratch, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+    finally:
+        os.close(lock)
+    return True
+
+
+def _claims(path: Path, check: Callable[[Any], object]) -> bool:
+    try:
+        check(read_json(path))
+    except (DamagedError, ValueError, FileNotFoundError):
+        return False
+    return True
+
+
+def locked(descriptor: int, timeout_s: float = LOCK_TIMEOUT_S) -> bool:
+    """Lock an open file for this process alone until it is closed; return False where another keeps it too long."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(LOCK_POLL_S)
+        else:
+            return True
+
+
+@contextlib.contextmanager
+def _scratch(path: Path, value: Any, name: str, folder: int | None, *, durable: bool = True) -> Iterator[str]:
+    """Write a value beside `path`; on a full disk into the room that the run folder keeps for its last words.
+
+    The scratch file's name is random: process ids are the same in many containers, which share the folder.
+    """
     data = (json.dumps(value, indent=2) + "\n").encode()
-    beside = f".{path.name}.{os.getpid()}.{threading.get_ident()}"
+    beside = f".{path.name}.{os.urandom(8).hex()}"
     scratch = name.removesuffix(path.name) + beside
 
     def write() -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         with os.fdopen(_open(path.with_name(beside), scratch, flags, folder), "wb") as file:
             file.write(data)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
 
     try:
-        write()
+        try:
+            write()
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            for above in path.parents[:3]:
+                remove(above / RESERVE)
+            write()
+        yield scratch
+    finally:
+        with contextlib.suppress(FileNotFoundError):  # it was renamed
+            os.unlink(scratch, dir_fd=folder)
+
+
+def _sync_folder(path: Path, folder: int | None) -> None:
+    """Have the names in a file's folder on the disk, too."""
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if folder is None else folder
+    try:
+        os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in DISK_FULL:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that have no such thing
             raise
-        for above in path.parents[:3]:
-            remove(above / RESERVE)
-        write()
-    return scratch
+    finally:
+        if folder is None:
+            os.close(descriptor)
 
 
-_MISSING = object()
+def read_json(path: Path, default: Any = _MISSING, *, limit: int = RECORD_BYTES) -> Any:
+    """Return a JSON file's value, or `default` where there is none yet.
 
+    What lies there is not trusted. A file without a value, such as an empty one after a power failure, counts as one
+    that is not there yet: with a default, that is returned, and a warning is logged once.
 
-def read_json(path: Path, default: Any = _MISSING) -> Any:
-    """Return a JSON file's value, or `default` where there is none yet."""
+    Args:
+        path: the file.
+        default: for a file that is not there; without, it has to be.
+        limit: the largest file that is read, in bytes.
+
+    Raises:
+        FileNotFoundError: there is none, and no default.
+        DamagedError: it holds no JSON value, or is no plain file, and there is no default.
+    """
     try:
         with open_file(path, "rb") as file:
-            return json.loads(file.read())
+            return parse_json(file.read(limit + 1), limit)
     except FileNotFoundError:
         if default is _MISSING:
             raise
         return default
+    except UNREADABLE as error:
+        damaged = DamagedError(path, _reason(error))
+        if default is _MISSING:
+            raise damaged from error
+        warn_once(damaged)
+        return default
 
 
-def append_json(path: Path, value: Any) -> None:
-    """Append one line to a JSON Lines file in a single write."""
-    with open_file(path, "ab") as file:
-        os.write(file.fileno(), (json.dumps(value) + "\n").encode())
+def parse_json(text: bytes, limit: int = RECORD_BYTES) -> Any:
+    """Return the value of a JSON text from somebody who is not trusted.
 
-
-def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON Lines file; a last line cut short by a crash is left out."""
+    Raises:
+        ValueError: it is none, too long, or nested more deeply than any record.
+    """
+    if not text.strip():
+        raise ValueError("it is empty")
+    if len(text) > limit:
+        raise ValueError(f"it is longer than {limit} bytes")
     try:
-        with open_file(path, "rb") as file:
-            lines = file.read().splitlines()
-    except FileNotFoundError:
-        return
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            yield json.loads(line)
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [part for each in level if isinstance(each, dict | list) for part in _parts(each)]
+        if not level:
+            return value
+    raise ValueError("it is nested too deeply")
+
+
+def _parts(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
+def _reason(error: BaseException) -> str:
+    """Return why a file holds no value, in words that fit in a line."""
+    if isinstance(error, OSError):
+        return error.strerror or "it cannot be read"
+    return f"no JSON: {error}" if isinstance(error, json.JSONDecodeError | UnicodeDecodeError) else str(error)
+
+
+def warn_once(damaged: DamagedError) -> None:
+    """Log that a file is damaged, but not again for the same file and reason."""
+    if str(damaged) not in _warned and len(_warned) < MAX_WARNINGS:
+        _warned.add(str(damaged))
+        _LOG.warning("warning: %s", plain(str(damaged)))
 
 
 def sync(path: Path) -> None:

@@ -9,12 +9,13 @@ import os
 import sys
 from pathlib import Path
 
+from cluster.liveness import look_once
 from cluster.runs import RunFolder
 
 
 def check(run: RunFolder, task: str) -> tuple[bool, str]:
     """Return whether the task is healthy, and its state in words."""
-    beat = run.heartbeats().get(task)
+    beat = look_once(run, task).get(task)
     if beat is None:
         return False, f"{task} has no heartbeat yet"
     return beat["state"] not in ("lost", "failed"), f"{task} is {beat['state']} at step {beat['step']}"

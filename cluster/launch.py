@@ -28,7 +28,6 @@ from cluster import (
     tf_config,
 )
 from cluster.errors import UsageError, nearest
-from cluster.files import read_json
 from cluster.limits import Memory
 from cluster.network import Network
 from cluster.payload import Payload, check_path, check_readable, check_script
@@ -254,7 +253,7 @@ def _memory(request: Request, base: RunFolder | None, num_tasks: int, *, contain
         raise UsageError(
             f"--memory {request.memory}: local processes have no limit; leave it out, or use --runtime docker"
         )
-    had = read_json(base.control / "started.json", {}).get("memory", "") if base else ""
+    had = base.started.get("memory", "") if base else ""
     wanted = request.memory or str(had)
     return limits.of_containers(wanted, num_tasks, engine.memory_bytes()) if contained else Memory(wanted)
 
@@ -266,7 +265,7 @@ def _place(request: Request, run: RunFolder, base: RunFolder | None, cluster: sp
         UsageError: what was asked for cannot be had.
         PrerequisiteError: this machine has no GPU.
     """
-    had = read_json(base.control / "started.json", {}).get("gpus", {}) if base else {}
+    had = base.started.get("gpus", {}) if base else {}
     wanted = placement.wish(request.gpus, request.gpus_per_task, had, cluster.devices)
     words = {"gpu-runtime": request.gpu_runtime, "nccl-debug": request.nccl_debug}
     if wanted is None:
@@ -296,7 +295,7 @@ def busy(run: RunFolder | None = None) -> dict[str, str]:
     """Return the GPUs that runs of this folder other than this one train on, each with the name of its run."""
     own = run.path if run else None
     others = (RunFolder(path.parent) for path in runs_dir().glob("*/compose.json") if path.parent != own)
-    used = {other: placement.ids_in(read_json(other.compose, {})) for other in others}
+    used = {other: placement.ids_in(other.composed) for other in others}
     return {gpu: other.name for other, ids in used.items() if ids and in_progress(other) for gpu in ids}
 
 
@@ -322,7 +321,7 @@ def _network(
         UsageError: what was asked for is no network, or not theirs to choose.
         PrerequisiteError: this machine gives no network of their own to tasks that must have one.
     """
-    had = read_json(base.control / "started.json", {}).get("network", "") if base else ""
+    had = base.started.get("network", "") if base else ""
     way_out = "where a script can fetch its data" if payload.script else ""
     if cluster.strategy == "tpu":
         way_out = "where they reach their TPU"
@@ -405,7 +404,7 @@ def _resolve(
         runtime: `docker` or `local`.
         installs: whether the packages of `--requirements` are installed, or only resolved.
     """
-    started = read_json(base.control / "started.json", {}) if base else {}
+    started = base.started if base else {}
     check_path("requirements", named := request.requirements or started.get("requirements", ""))
     requirements = settings.expanded("requirements", named).absolute() if named else None
     env = tuple(request.env or started.get("env", ()))

@@ -21,9 +21,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster import inherited, namespaces, nursery, processes, settings, summary, tf_config
+from cluster import inherited, namespaces, nursery, processes, records, settings, summary, tf_config
 from cluster.errors import PrerequisiteError, TimedOut
-from cluster.files import open_file, read_json, write_json
+from cluster.files import open_file, write_json
 from cluster.heartbeat import Heartbeat
 from cluster.network import HOST, PRIVATE
 from cluster.placement import NO_DEVICE, Placement
@@ -163,7 +163,7 @@ def _environment(run: RunFolder) -> dict[str, str]:
 
     With these the supervisor imports for all of them.
     """
-    how = read_json(run.compose)
+    how = run.composed
     environments = [task["environment"].items() for task in how.get("tasks", {}).values()]
     same = dict(set(environments[0]).intersection(*environments[1:])) if environments else {}
     return inherited.for_process(how.get("inherits", ())) | same
@@ -171,7 +171,7 @@ def _environment(run: RunFolder) -> dict[str, str]:
 
 def running(run: RunFolder) -> bool:
     """Whether the run's supervisor lives."""
-    return processes.alive(read_json(_record(run), None))
+    return processes.alive(records.read(_record(run), records.process, None))
 
 
 def processes_left(run: RunFolder) -> list[int]:
@@ -193,7 +193,7 @@ class Supervisor:
 
     def __init__(self, run: RunFolder) -> None:
         self.run = run
-        how = read_json(run.compose)
+        how = records.read(run.compose, records.compose)
         self.preload: str = how.get("preload", "")
         self.network = how.get("network", HOST)
         self.tasks: dict[str, Any] = how["tasks"]
@@ -219,7 +219,7 @@ class Supervisor:
                     self._act_on_exit(name, code)
             time.sleep(POLL_S)
         # The chief's agent writes the summary, unless it was killed at the very end or this is not the run's end.
-        if not self.run.summary.exists() and not self.run.goes_on:
+        if not self.run.ended and not self.run.goes_on:
             self.run.end("failed", error="the agents ended without an outcome; see logs/")
             summary.write(self.run, settle_s=0)
 
@@ -258,7 +258,7 @@ class Supervisor:
         self.restarts[name] += 1
         if self.restarts[name] > MAX_AGENT_RESTARTS:
             self.run.end("failed", task=name, exit_code=1, error=f"its agent died {MAX_AGENT_RESTARTS + 1} times")
-        elif not (self.run.outcome and self.run.summary.exists()):
+        elif not (self.run.outcome and self.run.ended):
             self._start(name)
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cluster import checkout, images, locks, tf_config
-from cluster.files import files_sha256, read_json, sha256, write_json
+from cluster import checkout, images, locks, records, tf_config
+from cluster.files import files_sha256, sha256, write_json
 from cluster.launch import Plan
 from cluster.payload import Payload
 from cluster.runs import RunFolder
@@ -43,9 +43,12 @@ def write(plan: Plan) -> None:
 
 
 def read(run: RunFolder) -> dict[str, Any]:
-    """Return a run's manifest."""
-    value: dict[str, Any] = read_json(run.manifest)
-    return value
+    """Return a run's manifest.
+
+    Raises:
+        DamagedError: there is none, or it holds none.
+    """
+    return records.read(run.manifest, records.manifest)
 
 
 def _code() -> dict[str, Any]:

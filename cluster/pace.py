@@ -90,7 +90,8 @@ def lines(value: Mapping[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def _measured(pace: Mapping[str, Any]) -> bool:
-    return bool(pace.get("step_ms")) and None not in (pace.get("busy_share"), pace.get("input_share"))
+    mean_ms = (pace.get("step_ms") or {}).get("mean")
+    return None not in (mean_ms, pace.get("busy_share"), pace.get("input_share"))
 
 
 def _busy_and_input(pace: Mapping[str, Any]) -> tuple[float, float]:

@@ -8,17 +8,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import IO
 
-from cluster import nursery, processes
-from cluster.files import open_file
+from cluster import logs, nursery, processes
 
-KEPT_LINES = 50
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Failed)\b|Exception(:|$)")
 """How the last line of a traceback begins."""
 
@@ -57,7 +53,7 @@ class Program(ABC):
         )
         assert self._process.stdout is not None
         copied = (self._process.stdout, self._log, self._lines, self.noise)
-        self._pump = threading.Thread(target=_copy, args=copied, daemon=True)
+        self._pump = threading.Thread(target=logs.copy, args=copied, daemon=True)
         self._pump.start()
 
     @abstractmethod
@@ -185,24 +181,3 @@ class Script(Program):
         """The last traceback's error, behind which TensorFlow often logs on; else the last line that was printed."""
         last = super().last_line
         return next((line for line in reversed(self._lines) if _ERROR.match(line)), last)
-
-
-def _copy(stream: IO[bytes], log: Path, last_lines: list[str], noise: tuple[bytes, ...]) -> None:
-    """Copy the program's output to its log and to the agent's own output, and remember its end."""
-    line = b"\n"
-    with open_file(log, "ab") as file:
-        for line in stream:
-            if any(part in line for part in noise):
-                continue
-            with contextlib.suppress(OSError):  # a full disk must not block the program that prints
-                file.write(line)
-                file.flush()
-            with contextlib.suppress(OSError):
-                sys.stdout.buffer.write(line)
-                sys.stdout.buffer.flush()
-            if text := line.decode(errors="replace").strip():
-                last_lines[:] = [*last_lines[1 - KEPT_LINES :], text]
-        if not line.endswith(b"\n"):
-            with contextlib.suppress(OSError):
-                file.write(b"\n")  # what the next life prints first is a line of its own
-                file.flush()

@@ -11,7 +11,6 @@ from typing import Any
 
 from cluster import launch, manifest, startup, summary, teardown, view, watch
 from cluster.errors import EXIT_DONE, EXIT_FAILED, UsageError
-from cluster.files import read_json
 from cluster.request import Request
 from cluster.runs import RunFolder
 from cluster.words import counted, plain
@@ -74,7 +73,7 @@ def rerun(
         UsageError: there is nothing to compare with.
     """
     _check(run)
-    runtime = runtime or manifest.read(run)["runtime"]
+    runtime = runtime or str(manifest.read(run).get("runtime", "auto"))
     asked = Request(again=run.name, runtime=runtime, tensorboard_port="0", trust=trust)
     planned = launch.plan(asked)
     startup.start(planned, sh, began=time.time())
@@ -82,7 +81,7 @@ def rerun(
         ended = watch.follow(planned.run, lambda value: None)
     except KeyboardInterrupt:
         teardown.kill(planned.run, sh)
-        if not planned.run.summary.exists():  # no agent is left to write it
+        if not planned.run.ended:  # no agent is left to write it
             summary.write(planned.run, settle_s=0)
         raise
     finally:
@@ -107,7 +106,7 @@ def _check(run: RunFolder) -> None:
         raise UsageError(
             f"run {run.name!r} is one of a script: it tells no losses to compare; start it again with `up`"
         )
-    state = read_json(run.summary, {}).get("state", "in progress")
+    state = (run.ended or {}).get("state", "in progress")
     if state != "succeeded":
         raise UsageError(f"run {run.name!r} is {state}: expected one that succeeded; finish it with --resume first")
     if not run.manifest.exists():
@@ -122,7 +121,7 @@ def compare(first: RunFolder, second: RunFolder, tolerance: float) -> Verdict:
         for step in sorted(losses.keys() & others.keys())
     }
     from_step = next((step for step, difference in apart.items() if difference > 0), None)
-    same = read_json(first.summary)["weights_sha256"] == read_json(second.summary)["weights_sha256"]
+    same = len({(run.ended or {}).get("weights_sha256") for run in (first, second)}) == 1
     largest = max(apart.values(), default=0.0)
     same_steps = losses.keys() == others.keys()
     if same and from_step is None and same_steps:

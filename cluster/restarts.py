@@ -123,7 +123,7 @@ def _lone_cost(event: dict[str, Any], events: list[dict[str, Any]], later: list[
     return {
         "generation": event["generation"],
         "task": event["task"],
-        "cause": event["detail"]["cause"],
+        "cause": event["detail"].get("cause") or "",
         "detected_s": round(event["time"] - failed_at, 3),
         "resumed_s": None if resumed_at is None else round(resumed_at - failed_at, 3),
         "steps_lost": 0,

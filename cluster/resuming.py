@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster import spec
 from cluster.errors import UsageError
-from cluster.files import read_json, read_json_lines
+from cluster.journal import read_json_lines
 from cluster.runs import RunFolder
 
 ORDER = ("dataset", "source", "seed", "global_batch")
@@ -30,7 +30,7 @@ def check(run: RunFolder, preset: str, config: Mapping[str, Any], cluster: spec.
     Raises:
         UsageError: it would skip or repeat data, could not read its checkpoint, or has gone further than it is to go.
     """
-    before = read_json(run.config)
+    before = run.load_config()
     if preset and preset != before.get("preset", preset):
         raise UsageError(f"--preset {preset}: run {run.name!r} has {before['preset']}; {_way_out(run)}")
     if not (done := max(run.saved_steps, default=0)):

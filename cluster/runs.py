@@ -9,31 +9,33 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import os
+import re
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cluster import records
+from cluster.checks import count, record
 from cluster.errors import PrerequisiteError
 from cluster.files import (
     RESERVE,
     RESERVE_BYTES,
-    append_json,
     create_json,
     guard,
     make_folder,
     open_file,
-    read_json,
-    read_json_lines,
     remove,
+    rename,
     write_json,
 )
-from cluster.spec import ClusterSpec
+from cluster.journal import Journal, append_json, read_json_lines
+from cluster.spec import MAX_TASKS, ClusterSpec
 
 LOST_AFTER_S = 15.0
-"""Age of the last heartbeat after which a task counts as lost."""
+"""Seconds without a new heartbeat, by the clock of whoever looks, after which a task counts as lost."""
 
 FINAL_STATES = frozenset({"done", "failed", "stopped"})
 
@@ -43,15 +45,20 @@ SCALE = "scale"
 SCALE_PATIENCE_S = 180.0
 """Longest time from such a request until the next generation: the bounds of its parts together are shorter."""
 
+_TASK = re.compile(r"chief|evaluator|(worker|ps)-(0|[1-9][0-9]{0,8})")
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,14}")
+
 
 @dataclass(frozen=True)
 class RunFolder:
     """Paths and records of one run."""
 
     path: Path
+    _events: Journal = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         guard(self.path)
+        object.__setattr__(self, "_events", Journal(self.events_log, records.event))
 
     @property
     def name(self) -> str:
@@ -118,7 +125,13 @@ class RunFolder:
 
     def losses(self, task: str = "chief") -> dict[int, float]:
         """Return the loss of every logged step; of one that was done again, the newest."""
-        return {row["step"]: row["loss"] for row in read_json_lines(self.metrics(task)) if "loss" in row}
+        return {row["step"]: row["loss"] for row in self.rows(task) if row.get("loss") is not None}
+
+    def rows(self, task: str) -> Iterator[dict[str, Any]]:
+        """Yield the task's logged steps, as they were written."""
+        for row in read_json_lines(self.metrics(task)):
+            with contextlib.suppress(ValueError):
+                yield records.row(row)
 
     def programs(self, task: str) -> Path:
         """What identifies the processes of the task's newest life, as the task itself sees them."""
@@ -190,27 +203,67 @@ class RunFolder:
             ) from error
 
     def load_cluster(self) -> ClusterSpec:
-        """Return the run's cluster."""
-        return ClusterSpec.from_json(read_json(self.cluster))
+        """Return the run's cluster.
+
+        Raises:
+            DamagedError: `cluster.json` describes none.
+        """
+        return records.read(self.cluster, records.cluster)
+
+    def load_config(self) -> dict[str, Any]:
+        """Return the run's configuration.
+
+        Raises:
+            DamagedError: `config.json` holds none.
+        """
+        return records.read(self.config, records.config)
+
+    def load_started(self) -> dict[str, Any]:
+        """Return how and when the run was started.
+
+        Raises:
+            DamagedError: `control/started.json` does not say it.
+        """
+        return records.read(self.control / "started.json", records.started)
+
+    @property
+    def started(self) -> dict[str, Any]:
+        """What is known of how and when the run was started; empty where nothing is."""
+        return records.read(self.control / "started.json", records.started, {})
+
+    @property
+    def composed(self) -> dict[str, Any]:
+        """What `compose.json` says; empty where it says nothing."""
+        return records.read(self.compose, records.compose, {})
 
     @property
     def script(self) -> dict[str, Any] | None:
         """The script that every task runs instead of the built-in trainer, and its arguments; None without one."""
-        config: dict[str, Any] = read_json(self.config, {})
+        config = records.read(self.config, records.config, {})
         return config if "script" in config else None
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """What the chief's program reported at its end; nothing before."""
+        return records.read(self.control / "result.json", records.result, {})
+
+    @property
+    def ended(self) -> dict[str, Any] | None:
+        """The run's summary; None until there is one."""
+        return records.read(self.summary, records.summary, None)
 
     # Heartbeats
 
     def heartbeats(self) -> dict[str, dict[str, Any]]:
-        """Return the last heartbeat of every task that has one, a silent task's state replaced by `lost`."""
-        beats = {}
-        for path in sorted((self.path / "status").glob("*.json")):
-            if not (beat := read_json(path, {})):
-                continue
-            if beat["state"] not in FINAL_STATES and time.time() - beat["updated_at"] > LOST_AFTER_S:
-                beat["state"] = "lost"
-            beats[beat["task"]] = beat
-        return beats
+        """Return the last heartbeat of every task that has one. `cluster/liveness.py` tells who is silent."""
+        names = (path.stem for path in sorted((self.path / "status").glob("*.json")))
+        beats = {name: beat for name in names if _TASK.fullmatch(name) and (beat := self.heartbeat(name))}
+        return dict(list(beats.items())[: 3 * MAX_TASKS])
+
+    def heartbeat(self, task: str) -> dict[str, Any] | None:
+        """Return a task's last heartbeat; None where there is none yet, or a damaged one."""
+        beat = records.read(self.status(task), records.heartbeat, None, limit=records.TASK_BYTES)
+        return beat if beat and beat["task"] == task else None
 
     @property
     def newest_step(self) -> int:
@@ -220,24 +273,7 @@ class RunFolder:
     @property
     def saved_steps(self) -> list[int]:
         """The steps of the finished checkpoints, oldest first, whether or not their files are still good."""
-        return sorted(int(path.stem.removeprefix("ckpt-")) for path in self.checkpoints.glob("ckpt-*.json"))
-
-    @property
-    def silent(self) -> bool:
-        """Whether no task gave a sign of life lately: none has started yet, or nothing of the run lives any more."""
-        return self.silence_s > LOST_AFTER_S
-
-    @property
-    def silence_s(self) -> float:
-        """Seconds since the newest sign of life of any task; infinite before the first.
-
-        A run that is being scaled is not silent, although for a moment none of its tasks lives. That is asked first:
-        once it is over, what the tasks that ended had told is gone.
-        """
-        if self.scaling:
-            return 0.0
-        now = time.time()
-        return min((now - beat["updated_at"] for beat in self.heartbeats().values()), default=math.inf)
+        return sorted(int(name) for path in self.checkpoints.glob("ckpt-*.json") if (name := _number(path.stem[5:])))
 
     # Events
 
@@ -260,46 +296,64 @@ class RunFolder:
             append_json(self.events_log, line)
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the run's life cycle so far."""
-        return list(read_json_lines(self.events_log))
+        """Return the run's life cycle so far. Each call reads only what is new."""
+        return self._events.read()
 
     # Generations
 
     @property
     def generation(self) -> int:
         """The gang's current life, counted from 0."""
-        return max((int(path.stem) for path in (self.control / "generations").glob("*.json")), default=0)
+        return next((number for number, _ in self._begun(newest_first=True)), 0)
 
     def generations(self) -> list[dict[str, Any]]:
         """Return why each generation was begun, oldest first."""
-        paths = sorted((self.control / "generations").glob("*.json"), key=lambda path: int(path.stem))
-        return [read_json(path) for path in paths]
+        return [why for _, why in self._begun()]
+
+    def _begun(self, *, newest_first: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield the generations and why they were begun. A file that does not say why has begun none."""
+        folder = self.control / "generations"
+        numbers = (int(path.stem) for path in folder.glob("*.json") if _NUMBER.fullmatch(path.stem))
+        for number in sorted(numbers, reverse=newest_first):
+            path = folder / f"{number}.json"
+            if why := records.read(path, records.generation(number), None, limit=records.TASK_BYTES):
+                yield number, why
 
     def begin_generation(self, number: int, **why: Any) -> bool:
         """Begin generation `number` unless another task already did; return whether this call did."""
         path = self.control / "generations" / f"{number}.json"
-        return create_json(path, {"generation": number, "time": time.time(), **why})
+        return create_json(path, {"generation": number, "time": time.time(), **why}, records.generation(number))
 
     # The end
 
     @property
     def outcome(self) -> dict[str, Any] | None:
         """How the run ended, as the first task that knew recorded it; None while it goes on."""
-        outcome: dict[str, Any] | None = read_json(self.control / "outcome.json", None)
-        return outcome
+        return records.read(self.control / "outcome.json", records.outcome, None, limit=records.TASK_BYTES)
 
     def lives(self) -> list[dict[str, Any]]:
         """Return what the chief's lives spent their time on, as far as each could tell."""
-        return [read_json(path) for path in (self.control / "lives").glob("*.json")]
+        paths = sorted((self.control / "lives").glob("*.json"))
+        found = (records.read(path, records.life, None, limit=records.TASK_BYTES) for path in paths)
+        return [life for life in found if life]
 
     def end(self, state: str, **why: Any) -> bool:
         """Record the outcome unless another task already did; return whether this call did."""
-        return create_json(self.control / "outcome.json", {"state": state, "time": time.time(), **why})
+        return create_json(self.control / "outcome.json", {"state": state, "time": time.time(), **why}, records.outcome)
 
     @property
     def stop_requested(self) -> bool:
         """Whether the tasks were asked to save and stop."""
-        return self._stop.exists()
+        return self._stop_request is not None
+
+    @property
+    def _stop_request(self) -> dict[str, Any] | None:
+        return records.read(self._stop, records.stop, None, limit=records.TASK_BYTES)
+
+    @property
+    def scale_requested(self) -> bool:
+        """Whether that was for the sake of scaling the run, however long ago."""
+        return (self._stop_request or {}).get("then") == SCALE
 
     def request_stop(self, by: str, *, then: str = "") -> bool:
         """Ask every task to save at the same step and stop, unless they were asked; return whether this call did.
@@ -308,11 +362,11 @@ class RunFolder:
             by: who asks.
             then: `SCALE` where the run shall go on at once on another cluster; empty where nothing follows.
         """
-        return create_json(self._stop, {"by": by, "then": then, "time": time.time()})
+        return create_json(self._stop, {"by": by, "then": then, "time": time.time()}, records.stop)
 
     def insist_on_stop(self, by: str) -> None:
         """Ask every task to save and stop for good, also where they were asked for the sake of scaling the run."""
-        if not self.request_stop(by) and read_json(self._stop, {"then": SCALE}).get("then"):
+        if not self.request_stop(by) and self.scale_requested:
             write_json(self._stop, {"by": by, "then": "", "time": time.time()})
 
     def withdraw_stop(self) -> None:
@@ -323,19 +377,20 @@ class RunFolder:
 
     def stop_withdrawn(self, generation: int) -> bool:
         """Whether the tasks of this generation were asked to stop, but shall not any more."""
-        return not self.stop_requested and read_json(self._withdrawn, {}).get("generation") == generation
+        withdrawn = records.read(self._withdrawn, record({"generation": count}), {})
+        return not self.stop_requested and withdrawn.get("generation") == generation
 
     @property
     def scaling(self) -> bool:
-        """Whether the run was asked to stop for another size, and that has not taken too long yet."""
-        stop = read_json(self._stop, {})
-        return bool(stop.get("then") == SCALE and time.time() - stop["time"] < SCALE_PATIENCE_S)
+        """Whether the run was asked to stop for another size, and that has not taken too long yet, by the clocks."""
+        stop = self._stop_request or {}
+        return bool(stop.get("then") == SCALE and abs(time.time() - stop["time"]) < SCALE_PATIENCE_S)
 
     @property
     def goes_on(self) -> bool:
         """Whether the run has stopped only to go on at once on another cluster: this is not its end."""
         outcome = self.outcome
-        return outcome is not None and outcome["state"] == "stopped" and read_json(self._stop, {}).get("then") == SCALE
+        return outcome is not None and outcome["state"] == "stopped" and self.scale_requested
 
     def reopen(self) -> dict[str, Any]:
         """Clear the end of a run, so that it can go on in a new generation; return the request to stop that it had."""
@@ -353,11 +408,16 @@ class RunFolder:
 
     def _take_stop(self) -> dict[str, Any]:
         """Take the request to stop away; return it, empty where there was none: none is lost that nobody has read."""
-        taken = self._stop.with_name(f".stop.{os.getpid()}")
+        taken = self._stop.with_name(f".stop.{os.urandom(8).hex()}")
         try:
-            self._stop.replace(taken)
+            rename(self._stop, taken.name)
         except FileNotFoundError:
             return {}
-        value: dict[str, Any] = read_json(taken)
-        taken.unlink()
+        value = records.read(taken, records.stop, {})
+        remove(taken)
         return value
+
+
+def _number(name: str) -> str:
+    """Return a name that is a number as it was written by a program; empty for any other."""
+    return name if _NUMBER.fullmatch(name) else ""

@@ -11,7 +11,6 @@ import time
 
 from cluster import launch, spec, startup, summary, teardown, view, watch
 from cluster.errors import EXIT_DONE, TimedOut, UsageError
-from cluster.files import read_json
 from cluster.request import Request, topology
 from cluster.runs import SCALE, RunFolder
 from cluster.spec import ClusterSpec, Role
@@ -83,7 +82,7 @@ def plan(run: RunFolder, workers: str, ps: str, *, trust: bool = False) -> launc
         resume=run.name,
         workers=workers,
         ps=ps,
-        runtime=read_json(run.control / "started.json")["runtime"],
+        runtime=str(run.load_started().get("runtime", "auto")),
         tensorboard_port="0",
         trust=trust,
     )
@@ -121,7 +120,7 @@ def _swap(planned: launch.Plan, sh: startup.Shell) -> bool:
     except BaseException:
         _end_here(run)
         raise
-    if not run.summary.exists():  # somebody stopped it for good when no agent was left to tell how it ended
+    if not run.ended:  # somebody stopped it for good when no agent was left to tell how it ended
         summary.write(run, settle_s=0)
     return False
 
@@ -147,9 +146,9 @@ def _check_size(run: RunFolder, had: ClusterSpec, asked: ClusterSpec) -> None:
         raise UsageError(f"run {run.name!r} trains on the cores of a TPU, whose number is fixed")
     if [task.name for task in asked.tasks] == [task.name for task in had.tasks]:
         raise UsageError(f"run {run.name!r} has {_size(had)} already")
-    config = read_json(run.config)
+    config = run.load_config()
     if not config.get("bitwise_elastic", 0):  # whether replicas can share virtual shards is checked with the plan
-        _check_batch(config["global_batch"], had, asked)
+        _check_batch(config.get("global_batch", 0), had, asked)
     if config.get("loop") == "fit" and spec.needs_tf_keras(had.strategy) != spec.needs_tf_keras(asked.strategy):
         raise UsageError(
             f"--workers {_workers(asked)}: with --loop fit one process trains with Keras 3 and several with tf_keras, "

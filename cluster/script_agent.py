@@ -22,6 +22,7 @@ from cluster import settings
 from cluster.agent import PEER_LOST_PATIENCE_S, POLL_S, Agent
 from cluster.errors import EXIT_FAILED
 from cluster.heartbeat import Heartbeat
+from cluster.liveness import Pulse
 from cluster.processes import as_exit_code
 from cluster.program import Program, Script
 from cluster.restarts import SAME_STEP_LIMIT
@@ -29,8 +30,9 @@ from cluster.runs import FINAL_STATES, LOST_AFTER_S
 from cluster.spec import Role, Task
 
 ROOT = Path(__file__).resolve().parent.parent
-SILENT_S = 3.0
-"""Age of a heartbeat after which its task may be dead, agent and all, and not yet brought back."""
+SILENT_S = 2.0
+"""A task without a heartbeat for so long may be dead, agent and all, and not yet brought back. Less than the patience
+that it is looked for with."""
 LONE_RESTART_S = 60.0
 """How long after a worker's restart another script's error is taken for its consequence."""
 OTHERS_POLL_S = 0.2
@@ -123,16 +125,15 @@ class ScriptAgent(Agent):
         """
         now = time.monotonic()
         deadline, last = now + patience_s, now + LOST_AFTER_S
+        pulse = Pulse(self.run)
         while not self._over(generation):
             now = time.monotonic()
-            if now > deadline and (now > last or not self._somebody_is_silent()):
+            beats = pulse.look().values()
+            quiet = any(b["state"] not in FINAL_STATES and pulse.quiet_s(b["task"]) > SILENT_S for b in beats)
+            if now > deadline and (now > last or not quiet):
                 break
             time.sleep(POLL_S)
         return self._over(generation)
-
-    def _somebody_is_silent(self) -> bool:
-        beats = self.run.heartbeats().values()
-        return any(b["state"] not in FINAL_STATES and time.time() - b["updated_at"] > SILENT_S for b in beats)
 
     def _worker_restarted(self, generation: int, ended_at: float) -> bool:
         """Whether a worker was started again alone shortly before: not every script goes on without one."""

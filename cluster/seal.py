@@ -21,7 +21,7 @@ from typing import Any
 
 from cluster import settings
 from cluster.errors import PrerequisiteError, UsageError
-from cluster.files import read_json, write_json
+from cluster.files import DamagedError, read_json, write_json
 from cluster.runs import RunFolder
 
 KEY_BYTES = 32
@@ -132,7 +132,7 @@ def _read_seal(run: RunFolder) -> dict[str, str] | None:
         value = read_json(run.seal)
         digests, told = value["records"], value["hmac"]
         good = hmac.compare_digest(_authenticate(run.name, digests), told)
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (DamagedError, FileNotFoundError, KeyError, TypeError):
         return None
     return digests if good else None
 
@@ -146,8 +146,10 @@ def _digests(run: RunFolder) -> Iterator[tuple[str, str]]:
     """Yield each record that commands believe, and its digest."""
     for path in (run.config, run.cluster, run.compose, run.control / "started.json", run.manifest):
         try:
-            value = read_json(path, None)
-        except ValueError:
+            value = read_json(path)
+        except FileNotFoundError:
+            value = None
+        except DamagedError:
             value = {"unreadable": True}
         if path == run.manifest and isinstance(value, dict):
             value = {name: part for name, part in value.items() if name not in ADDED_BY_TASKS}

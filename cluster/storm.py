@@ -49,7 +49,7 @@ def deal(
     results: list[chaos.Result] = []
     for number in range(1, count + 1):
         fault = _drawn(run, draw, kinds)
-        if run.summary.exists() or run.newest_step + STEPS_BETWEEN[1] >= _last_step(run):
+        if run.ended or run.newest_step + STEPS_BETWEEN[1] >= _last_step(run):
             break  # there is no room for another one
         tell(f"fault {number}/{count}: {fault} at step {fault.at_step}")
         try:

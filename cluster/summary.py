@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from cluster import goodput, pace, restarts
-from cluster.files import read_json, read_json_lines, write_json
+from cluster import goodput, pace, records, restarts
+from cluster.files import write_json
 from cluster.runs import RunFolder
 
 SETTLE_S = 20.0
@@ -21,8 +21,8 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
     await_last_words(run, settle_s)
     names = [task.name for task in spec.tasks]
     beats = run.heartbeats()
-    result = read_json(run.control / "result.json", {})
-    started = read_json(run.control / "started.json")["time"]
+    result = run.result
+    started = _started(run)
     wall_s = outcome["time"] - started
     began = restarts.under_way(spec, [event for event in run.events() if event["time"] > started])
     paces = {name: beats[name]["pace"] for name in names if beats.get(name, {}).get("pace")}
@@ -49,7 +49,13 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
     if outcome["state"] == "failed":
         value["cause"] = {key: outcome.get(key) for key in ("task", "exit_code", "step", "error", "time")}
     write_json(run.summary, value)
-    return value
+    return records.summary(value)
+
+
+def _started(run: RunFolder) -> float:
+    """Return when the run was started; where that is not known any more, when its newest generation was."""
+    begun = [generation["time"] for generation in run.generations()]
+    return float(run.started.get("time", begun[-1] if begun else time.time()))
 
 
 def await_last_words(run: RunFolder, timeout_s: float) -> None:
@@ -65,10 +71,10 @@ def await_last_words(run: RunFolder, timeout_s: float) -> None:
 
 def _goodput(run: RunFolder, started: float, wall_s: float) -> float | None:
     """Return the share of the wall time spent in steps that count: start, saving and repeated steps do not."""
-    config = read_json(run.config, {})
+    batch = records.read(run.config, records.config, {}).get("global_batch", 0)
     useful_s, before = 0.0, None
-    for row in read_json_lines(run.metrics("chief")):
-        if row["time"] >= started and row.get("examples_per_s") and before is not None:
-            useful_s += (row["step"] - before) * config["global_batch"] / row["examples_per_s"]
+    for row in run.rows("chief"):
+        if row["time"] >= started and row["examples_per_s"] and before is not None:
+            useful_s += (row["step"] - before) * batch / row["examples_per_s"]
         before = row["step"]
     return round(min(1.0, useful_s / wall_s), 3) if useful_s and wall_s > 0 else None

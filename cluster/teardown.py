@@ -6,18 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cluster import compose, engine, local
-from cluster.files import read_json
+from cluster.liveness import silent
 from cluster.runs import RunFolder
 
 
 def in_progress(run: RunFolder) -> bool:
     """Whether the run still trains, or should."""
-    return run.cluster.exists() and not run.summary.exists() and not run.silent
+    return run.cluster.exists() and not run.ended and not silent(run)
 
 
 def is_docker(run: RunFolder) -> bool:
     """Whether the run's tasks are containers."""
-    return bool(read_json(run.compose).get("x-runtime") == "docker")
+    return bool(run.composed.get("x-runtime") == "docker")
 
 
 def kill(run: RunFolder, sh: Callable[[str], object]) -> None:

@@ -9,9 +9,10 @@ import time
 import uuid
 from typing import Any
 
-from cluster import digest, tensorboard
+from cluster import digest, records, tensorboard
 from cluster.errors import RunFailed, TimedOut, UsageError
-from cluster.files import create_json, read_json, refuse_links
+from cluster.files import create_json, refuse_links, remove
+from cluster.liveness import look_once
 from cluster.runs import FINAL_STATES, RunFolder
 from cluster.spec import Role
 from cluster.words import counted, plain
@@ -36,8 +37,8 @@ def trace(run: RunFolder, name: str, steps: int, timeout_s: float = PATIENCE_S) 
     try:
         answer = _await(run, request, timeout_s)
     finally:
-        if read_json(run.trace_request, {}).get("id") == request["id"]:
-            run.trace_request.unlink(missing_ok=True)
+        if records.read(run.trace_request, records.asked, {}).get("id") == request["id"]:
+            remove(run.trace_request)
     if "error" in answer:
         raise RunFailed(f"{name} cannot be traced: {answer['error']}; end the other trace, then try again")
     refuse_links(run.tensorboard(name))
@@ -63,7 +64,7 @@ def check(run: RunFolder, name: str) -> None:
             f"run {run.name!r} is one of a script, which takes its own steps; call tf.profiler.experimental in it, or "
             "give its TensorBoard callback profile_batch"
         )
-    if run.outcome or run.summary.exists():
+    if run.outcome or run.ended:
         raise UsageError(
             f"run {run.name!r} has ended, so nothing trains in it; `invoke up --resume {run.name}` goes on"
         )
@@ -71,11 +72,11 @@ def check(run: RunFolder, name: str) -> None:
         raise UsageError(f"{name} takes no steps of its own, it does what the chief asks; `invoke profile chief`")
     if task.role == Role.EVALUATOR:
         raise UsageError(f"{name} takes no training steps; name one that does: `invoke profile chief`")
-    if spec.strategy == "ps" and read_json(run.config).get("loop") == "fit":
+    if spec.strategy == "ps" and run.load_config().get("loop") == "fit":
         raise UsageError(
             "Keras's fit under parameter servers tells of no single step; there only --loop custom can be traced"
         )
-    state = run.heartbeats().get(name, {}).get("state", "not started")
+    state = look_once(run, name).get(name, {}).get("state", "not started")
     if state not in WORKING:
         then = f"`invoke logs {name}` tells more" if state in {*FINAL_STATES, "lost"} else "try again once it trains"
         raise UsageError(f"{name} is {state}, expected one that trains; {then} (`invoke status` shows it)")
@@ -95,15 +96,15 @@ def told(run: RunFolder, answer: dict[str, Any], steps: int) -> list[str]:
 
 
 def _ask(run: RunFolder, request: dict[str, Any]) -> None:
-    if create_json(run.trace_request, request):
+    if create_json(run.trace_request, request, records.asked):
         return
-    other = read_json(run.trace_request, {"until": 0.0})
+    other = records.read(run.trace_request, records.asked, {"until": 0.0})
     if other["until"] > time.time():
         raise UsageError(
             f"{other['task']} of run {run.name!r} is being traced; wait until that is done, then try again"
         )
-    run.trace_request.unlink(missing_ok=True)  # whoever asked was killed
-    if not create_json(run.trace_request, request):
+    remove(run.trace_request)  # whoever asked was killed
+    if not create_json(run.trace_request, request, records.asked):
         raise UsageError(f"somebody else has just asked run {run.name!r} for a trace; wait until that is done")
 
 
@@ -111,7 +112,7 @@ def _await(run: RunFolder, request: dict[str, Any], timeout_s: float) -> dict[st
     deadline = time.monotonic() + timeout_s
     while True:
         ended = run.outcome is not None  # before reading: what was answered until then counts
-        answer: dict[str, Any] = read_json(run.trace_answer, {})
+        answer: dict[str, Any] = records.read(run.trace_answer, records.answer, {})
         if answer.get("id") == request["id"]:
             return answer
         if ended:

@@ -5,18 +5,22 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from cluster.files import read_json
+from cluster import records
+from cluster.checks import anything
+from cluster.files import DamagedError
 from cluster.runs import RunFolder
 
 
 def undisturbed(run: RunFolder) -> dict[str, Any] | None:
     """Return the newest run that differs from this one in nothing but its faults, with its name; None without one."""
-    found = None
-    for path in sorted(run.path.parent.glob("*/summary.json"), key=lambda path: path.stat().st_mtime):
+    found, mine = None, _computes(run)
+    if mine is None:
+        return None
+    for path in sorted(run.path.parent.glob("*/summary.json"), key=lambda path: path.lstat().st_mtime):
         other = RunFolder(path.parent)
-        summary = read_json(path)
-        calm = summary["state"] == "succeeded" and len(other.generations()) == 1
-        if calm and other.name != run.name and _computes(other) == _computes(run):
+        summary = other.ended
+        calm = summary is not None and summary["state"] == "succeeded" and len(other.generations()) == 1
+        if summary and calm and other.name != run.name and _computes(other) == mine:
             found = {"run": other.name, "weights_sha256": summary["weights_sha256"]}
     return found
 
@@ -33,7 +37,8 @@ def compared(run: RunFolder) -> list[str]:
     if not inflicted:
         return []
     told = f"faults       {len(inflicted)} inflicted"
-    resumed = [cost["resumed_s"] for cost in read_json(run.summary)["restarts"] if cost["resumed_s"] is not None]
+    restarts = (run.ended or {}).get("restarts", [])
+    resumed = [cost["resumed_s"] for cost in restarts if cost["resumed_s"] is not None]
     if resumed:
         told += f"; next new step after {median(resumed):.2f} s (median), {max(resumed):.2f} s (most)"
     calm = undisturbed(run)
@@ -43,7 +48,7 @@ def compared(run: RunFolder) -> list[str]:
 
 
 def _same_bits(run: RunFolder, calm: dict[str, Any]) -> bool | None:
-    summary = read_json(run.summary)
+    summary = records.read(run.summary, records.summary)
     if not _elastic(run) and any(event["event"] == "scaled" for event in run.events()):
         return None  # another number of workers adds up in another order
     if run.load_cluster().strategy == "ps" or summary["state"] != "succeeded":
@@ -55,15 +60,22 @@ def _same_bits(run: RunFolder, calm: dict[str, Any]) -> bool | None:
 
 def _elastic(run: RunFolder) -> bool:
     """Whether a run gives the same bits on any number of replicas."""
-    return bool(read_json(run.config).get("bitwise_elastic"))
+    return bool(run.load_config().get("bitwise_elastic"))
 
 
-def _computes(run: RunFolder) -> tuple[Any, ...]:
-    """Return what decides a run's bits, apart from the data's version."""
+def _computes(run: RunFolder) -> tuple[Any, ...] | None:
+    """Return what decides a run's bits; None where its records do not say it."""
+    try:
+        return _decisive(run)
+    except DamagedError:
+        return None
+
+
+def _decisive(run: RunFolder) -> tuple[Any, ...]:
     # How often is told or saved, and how many steps one call does, changes no bit.
     aside = {"log_every", "checkpoint_every", "checkpoint_seconds", "keep_checkpoints", "steps_per_loop"}
-    config = {key: value for key, value in read_json(run.config).items() if key not in aside}
-    version = read_json(run.control / "data.json", {}).get("version")
+    config = {key: value for key, value in run.load_config().items() if key not in aside}
+    version = records.read(run.control / "data.json", anything, {}).get("version")
     if _elastic(run):
         return config, version
     spec = run.load_cluster()

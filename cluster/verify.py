@@ -20,7 +20,6 @@ from typing import Any
 
 from cluster import documents, launch, processes
 from cluster.errors import EXIT_DONE, EXIT_PREREQUISITE, RunFailed
-from cluster.files import read_json
 from cluster.runs import RunFolder
 from cluster.spec import CLASS_NAMES
 from cluster.words import counted
@@ -234,7 +233,7 @@ def write(rows: list[Row]) -> list[str]:
 
 def _read(run: RunFolder, code: int | None, told: list[str], seconds: float) -> Ended:
     """Return how a run ended, by its folder and what `up` told."""
-    summary, result = read_json(run.summary, {}), read_json(run.control / "result.json", {})
+    summary, result = run.ended or {}, run.result
     losses = run.losses()
     missing = [step for step in range(1, STEPS + 1) if not math.isfinite(losses.get(step, math.nan))]
     problem = ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import re
 import shutil
 import sys
@@ -13,8 +12,9 @@ import time
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
-from cluster import goodput, pace, tensorboard, twin
-from cluster.files import open_file, read_json
+from cluster import goodput, pace, records, tensorboard, twin
+from cluster.liveness import look_once
+from cluster.logs import Reader
 from cluster.processes import describe_exit
 from cluster.runs import RunFolder
 from cluster.words import counted, plain
@@ -43,14 +43,21 @@ def _plain(lines: Callable[P, list[str]]) -> Callable[P, list[str]]:
     return wrapped
 
 
-def status(run: RunFolder) -> dict[str, Any]:
-    """Return the run's status, as `invoke status --json` shows it."""
-    beats = run.heartbeats()
-    summary = read_json(run.summary, None)
-    spec = run.load_cluster()
+def status(run: RunFolder, beats: dict[str, dict[str, Any]] | None = None) -> dict[str, Any]:
+    """Return the run's status, as `invoke status --json` shows it.
+
+    Args:
+        run: whose.
+        beats: its heartbeats, with the state of silent tasks replaced, from whoever watches it; else they are read.
+
+    Raises:
+        DamagedError: the run's description is damaged.
+    """
+    spec, config = run.load_cluster(), run.load_config()
+    beats = look_once(run) if beats is None else beats
+    summary = run.ended
     chief = beats.get("chief", {})
     step, total, rate = chief.get("step", 0), chief.get("steps_total"), chief.get("examples_per_s")
-    config = read_json(run.config)
     batch = config.get("global_batch", 0)
     port = tensorboard.running(run.path.parent)
     return {
@@ -71,7 +78,7 @@ def status(run: RunFolder) -> dict[str, Any]:
 
 
 def _checkpoint(run: RunFolder) -> dict[str, Any] | None:
-    lives = (read_json(run.life(number), {}) for number in range(run.generation, -1, -1))
+    lives = (records.read(run.life(number), records.life, {}) for number in range(run.generation, -1, -1))
     for saved in reversed(run.saved_steps):
         with contextlib.suppress(FileNotFoundError):  # a newer one has just pushed it out
             age_s = time.time() - (run.checkpoints / f"ckpt-{saved}.json").stat().st_mtime
@@ -212,7 +219,7 @@ class Live:
 @_plain
 def ended(run: RunFolder, shown_path: str) -> list[str]:
     """Return the last lines of a run that has a summary: how it ended, where it is, what to do next."""
-    summary = read_json(run.summary)
+    summary = records.read(run.summary, records.summary)
     port = tensorboard.running(run.path.parent)
     lines = []
     if summary["state"] == "failed":
@@ -235,7 +242,7 @@ def ended(run: RunFolder, shown_path: str) -> list[str]:
     if port:
         lines += [f"TensorBoard  {tensorboard.address(port)}"]
     further = f"invoke up --resume {run.name}"
-    more = "" if run.script else f", or train on: {further} -- {_longer(read_json(run.config))}"
+    more = "" if run.script else f", or train on: {further} -- {_longer(run.load_config())}"
     after = {
         "succeeded": "invoke down (ends TensorBoard)" + more,
         "stopped": further,
@@ -258,23 +265,16 @@ def logs(run: RunFolder, names: list[str], follow: bool) -> None:
     """
     terminal = sys.stdout.isatty()
     width = max(len(name) for name in names)
-    offsets = dict.fromkeys(names, 0)
+    readers = {name: Reader(run.log(name)) for name in names}
     while True:
-        ended = run.summary.exists()  # before reading: what was printed until then is still shown
-        for name in names:
-            if not os.path.lexists(run.log(name)):
-                continue
-            with open_file(run.log(name), "rb") as log:
-                log.seek(offsets[name])
-                printed = log.read()
-            if follow and not ended:
-                printed = printed[: printed.rfind(b"\n") + 1]  # the rest of a line comes with its end
-            offsets[name] += len(printed)
-            for line in printed.decode(errors="replace").splitlines():
-                said = harmless(line) if terminal else line
-                print(f"{name:<{width}} | {said}" if len(names) > 1 else said)
+        ended = not follow or run.ended is not None  # before reading: what was printed until then is still shown
+        for name, reader in readers.items():
+            for printed in reader.lines(ended=ended):
+                for line in printed.decode(errors="replace").splitlines() or [""]:
+                    shown = harmless(line) if terminal else line
+                    print(f"{name:<{width}} | {shown}" if len(names) > 1 else shown)
         sys.stdout.flush()
-        if ended or not follow:
+        if ended:
             return
         time.sleep(0.2)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +14,11 @@ from cluster.errors import (
     EXIT_INTERRUPTED,
     EXIT_PREREQUISITE,
     EXIT_TIMEOUT,
+    ClusterError,
     TimedOut,
 )
-from cluster.files import read_json, write_json
+from cluster.files import write_json
+from cluster.liveness import Pulse
 from cluster.runs import LOST_AFTER_S, SCALE_PATIENCE_S, RunFolder
 
 POLL_S = 0.2
@@ -35,29 +36,28 @@ def follow(
     Raises:
         TimedOut: it has none after `timeout_s`.
     """
-    deadline, began = time.monotonic() + timeout_s, time.time()
-    while not run.summary.exists():
-        on_status(view.status(run))
-        _notice_silence(run, began)
+    deadline, pulse = time.monotonic() + timeout_s, Pulse(run)
+    while (ended := run.ended) is None:
+        on_status(view.status(run, pulse.look()))
+        _notice_silence(run, pulse)
         if time.monotonic() > deadline:
             raise TimedOut(f"run {run.name} has not ended after {timeout_s:g} s; it goes on, see `invoke status`")
         time.sleep(POLL_S)
-    ended: dict[str, Any] = read_json(run.summary)
     return ended
 
 
 def until_training(run: RunFolder, on_status: Callable[[dict[str, Any]], None]) -> bool:
     """Watch a run until every task trains; return False where it ended before."""
-    began = time.time()
-    while not run.summary.exists():
+    pulse = Pulse(run)
+    while not run.ended:
         names = {task.name for task in run.load_cluster().tasks}  # anew: it may be scaled meanwhile
-        value = view.status(run)
+        value = view.status(run, pulse.look())
         on_status(value)
         under_way = {"training", "saving", "evaluating", "done"}
         all_train = {beat["task"] for beat in value["tasks"] if beat["state"] in under_way} == names
         if all_train and (value["step"] or run.script):  # a script tells no steps
             return True
-        _notice_silence(run, began)
+        _notice_silence(run, pulse)
         time.sleep(POLL_S)
     return False
 
@@ -78,7 +78,8 @@ def stop(run: RunFolder, by: str, timeout_s: float = STOP_TIMEOUT_S) -> dict[str
 def end(run: RunFolder, by: str, timeout_s: float, sh: startup.Shell) -> None:
     """Ask a run to save and stop if it is in progress, and end whatever is left of it."""
     if teardown.in_progress(run):
-        with contextlib.suppress(TimedOut):  # a run that cannot stop is ended all the same
+        # A run that cannot stop, or in whose folder nothing can be asked for, is ended all the same.
+        with contextlib.suppress(ClusterError, OSError):
             stop(run, by, timeout_s)
     teardown.remove(run, sh)
 
@@ -108,7 +109,7 @@ def attend(run: RunFolder, runtime: str, port: int, detach: bool, sh: startup.Sh
     except KeyboardInterrupt:
         print("killing every task", flush=True)
         teardown.kill(run, sh)
-        ended = read_json(run.summary, None) or summary.write(run, settle_s=0)  # no agent is left to write it
+        ended = run.ended or summary.write(run, settle_s=0)  # no agent is left to write it
     live.clear()
     teardown.remove(run, sh)
     print("\n".join(view.ended(run, launch.shown(run.path))))
@@ -123,18 +124,21 @@ def exit_code(ended: dict[str, Any]) -> int:
     return EXIT_INTERRUPTED if ended["state"] == "stopped" else EXIT_DONE
 
 
-def _notice_silence(run: RunFolder, began: float) -> None:
-    """End a run in whose place nothing lives any more: its engine stopped, or somebody killed everything."""
-    silence_s = run.silence_s  # asked once: a first sign of life can come at any moment
-    if silence_s <= LOST_AFTER_S:
+def _notice_silence(run: RunFolder, pulse: Pulse) -> None:
+    """End a run in whose place nothing lives any more: its engine stopped, or somebody killed everything.
+
+    Args:
+        run: which is watched.
+        pulse: what this watcher has seen of it. The times that others wrote would end runs that only seem silent.
+    """
+    patience_s = LOST_AFTER_S if pulse.begun else START_TIMEOUT_S
+    if run.scale_requested:
+        patience_s = SCALE_PATIENCE_S
+    if pulse.silence_s <= patience_s:
         return
-    # A run that was scaled starts again long after somebody began to watch it.
-    began = max([began, *(generation["time"] for generation in run.generations())])
-    if silence_s == math.inf and time.time() - began < START_TIMEOUT_S:
-        return
-    told = "no task gives a sign of life: the engine or the supervisor stopped"
+    cause = "no task gives a sign of life: the engine or the supervisor stopped"
     if run.goes_on:
-        told = f"every task saved and ended to be scaled, but `invoke scale` did not go on in {SCALE_PATIENCE_S:.0f} s"
-        write_json(run.control / "outcome.json", {"state": "failed", "time": time.time(), "error": told})
-    if run.end("failed", error=told, exit_code=EXIT_FAILED) or run.outcome:
+        cause = f"every task saved and ended to be scaled, but `invoke scale` did not go on in {SCALE_PATIENCE_S:.0f} s"
+        write_json(run.control / "outcome.json", {"state": "failed", "time": time.time(), "error": cause})
+    if run.end("failed", error=cause, exit_code=EXIT_FAILED) or run.outcome:
         summary.write(run, settle_s=0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.files import create_json, read_json
+from cluster.files import create_json
 from cluster.runs import FINAL_STATES, RunFolder
 from cluster.spec import ClusterSpec, Role, Task
 
@@ -43,8 +43,7 @@ class Watchdog:
     """Watches a generation for one task's agent."""
 
     def __init__(self, run: RunFolder, spec: ClusterSpec, task: Task, generation: int) -> None:
-        started = read_json(run.control / "started.json", {})
-        self._hang_timeout_s = float(started.get("hang_timeout_s", HANG_TIMEOUT_S))
+        self._hang_timeout_s = float(run.started.get("hang_timeout_s", HANG_TIMEOUT_S))
         self._run = run
         self._spec = spec
         self._task = task
@@ -62,7 +61,7 @@ class Watchdog:
         beats = {
             task.name: beat
             for task in self._spec.tasks
-            if (beat := read_json(self._run.status(task.name), None)) and beat["generation"] == self._generation
+            if (beat := self._run.heartbeat(task.name)) and beat["generation"] == self._generation
         }
         ages = {name: now - self._since(name, beat["updated_at"], now) for name, beat in beats.items()}
         return self._frozen(beats, ages, now) or self._hanging(beats, ages, now)

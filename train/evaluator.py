@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from cluster.files import read_json_lines
+from cluster.journal import read_json_lines
 from train.assignment import Assignment
 from train.checkpoint_files import Saved, finished
 from train.metrics import Metrics

@@ -11,7 +11,7 @@ import tensorflow as tf
 from PIL import Image, ImageDraw
 from tensorboard.plugins.hparams import api as hparams
 
-from cluster.files import append_json, read_json_lines
+from cluster.journal import append_json
 from cluster.runs import RunFolder
 from train.config import TrainConfig
 from train.pace import Pace
@@ -32,7 +32,7 @@ class Metrics:
         self._rows = run.metrics(task)
         self._talks = talks
         self._board = tf.summary.create_file_writer(str(run.tensorboard(task)))
-        kept = [row for row in read_json_lines(self._rows) if row["step"] <= resumed_at]
+        kept = [row for row in run.rows(task) if row["step"] <= resumed_at]
         scratch = self._rows.with_suffix(".scratch")
         scratch.write_text("".join(json.dumps(row) + "\n" for row in kept))
         scratch.replace(self._rows)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from cluster import local
-from cluster.files import read_json, read_json_lines
+from cluster.files import read_json
+from cluster.journal import read_json_lines
 from cluster.runs import RunFolder
 from tests.e2e.scenario import TRAINING, Clusters, losses, step_of, summary
 from tests.waiting import wait_for

@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from cluster import faults
-from cluster.files import read_json_lines
+from cluster.journal import read_json_lines
 from cluster.runs import RunFolder
 from tests.e2e.scenario import Clusters, summary
 from tests.waiting import wait_for

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import os
 import stat
 import sys
@@ -12,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from cluster import configuration, local, seal
+from cluster import configuration, liveness, local, seal, watch
 from cluster.files import read_json, write_json
+from cluster.liveness import Pulse
 from cluster.network import HOST
 from cluster.runs import RunFolder
 from tests import fast
@@ -68,6 +71,15 @@ def start_gang(make_run: Callable[..., RunFolder], tmp_path: Path) -> Iterator[S
     for run in started:
         with contextlib.suppress(FileNotFoundError):
             local.kill(run)
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Watchers for whom nearly a second passes between two looks."""
+    ticks = itertools.count(0.0, 0.9)
+    monkeypatch.setattr(watch, "POLL_S", 0.001)
+    monkeypatch.setattr(watch, "Pulse", functools.partial(Pulse, clock=lambda: next(ticks)))
+    monkeypatch.setattr(liveness, "SECOND_LOOK_S", 0.05)
 
 
 @pytest.fixture

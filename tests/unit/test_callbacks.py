@@ -17,8 +17,9 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.errors import UsageError
-from cluster.files import read_json, read_json_lines
+from cluster.files import read_json
 from cluster.heartbeat import Heartbeat
+from cluster.journal import read_json_lines
 from cluster.runs import RunFolder
 from train import callbacks, custom, fit, objectives, sources
 from train.assignment import Assignment

@@ -18,7 +18,8 @@ import tasks
 from cluster import chaos, faults
 from cluster.chaos import Fault, Result
 from cluster.errors import TimedOut, UsageError
-from cluster.files import read_json, read_json_lines, write_json
+from cluster.files import read_json, write_json
+from cluster.journal import read_json_lines
 from cluster.launch import ROOT
 from cluster.runs import RunFolder
 from tests.unit.gang import Gang, StartGang

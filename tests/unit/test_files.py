@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import os
+import stat
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cluster.files import append_json, create_json, read_json, read_json_lines, sha256, write_json
+from cluster.files import DamagedError, create_json, read_json, sha256, write_json
+from cluster.runs import RunFolder
 from tests.unit.together import together
 
 
@@ -43,23 +47,103 @@ def test_what_several_claim_belongs_to_one(tmp_path: Path) -> None:
     assert [path] == list(tmp_path.iterdir())
 
 
-def test_lines_of_several_writers_do_not_mix(tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    together(lambda at: [append_json(path, {"writer": at, "text": str(at) * 500}) for _ in range(20)])
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert 8 * 20 == len(lines)
-    assert all(line["text"] == str(line["writer"]) * 500 for line in lines)
+@pytest.mark.parametrize("left", [b"", b" \n", b'{"sta', b"[]", b"null", b"\xff\xfe{", b"[" * 100_000])
+def test_what_a_power_failure_left_claims_nothing(tmp_path: Path, left: bytes) -> None:
+    def check(value: Any) -> None:
+        if not isinstance(value, dict):
+            raise ValueError
+
+    path, claims = tmp_path / "owner.json", {}
+    path.write_bytes(left)
+    together(lambda at: claims.update({at: create_json(path, {"owner": at}, check)}))
+    (owner,) = [at for at, got_it in claims.items() if got_it]
+    assert {"owner": owner} == read_json(path)
+    assert not create_json(path, {"owner": 99}, check)
+    assert {".owner.json.lock", "owner.json"} == {path.name for path in tmp_path.iterdir()}
 
 
-def test_a_line_cut_short_by_a_crash_is_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
-    assert [{"step": 1}, {"step": 2}] == list(read_json_lines(path))
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("elsewhere")])
+def test_neither_does_what_is_no_file(make_run: Callable[..., RunFolder], make: Callable[[Path], None]) -> None:
+    run = make_run()
+    make(run.control / "outcome.json")
+    assert run.outcome is None
+    assert [True, False] == [run.end("failed"), run.end("succeeded")]
+    assert "failed" == run.outcome["state"]
+
+
+def test_a_record_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system may write a rename before the bytes of the file, unless it is made to."""
+    path, done = tmp_path / "value.json", []
+    for call in ("fsync", "replace", "link"):
+        real = getattr(os, call)
+
+        def noted(*arguments: Any, call: str = call, real: Callable[..., Any] = real, **options: Any) -> Any:
+            kind = "folder" if call == "fsync" and stat.S_ISDIR(os.fstat(arguments[0]).st_mode) else call
+            done.append(kind)
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(os, call, noted)
+    write_json(path, 1)
+    assert ["fsync", "replace", "folder"] == done
+    done.clear()
+    create_json(tmp_path / "claim.json", 1)
+    assert ["fsync", "link", "folder"] == done
+    done.clear()
+    write_json(path, 2, durable=False)
+    assert ["replace"] == done
+
+
+def test_a_write_that_is_interrupted_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "value.json"
+    write_json(path, 1)
+
+    def interrupted(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    for write in (write_json, create_json):
+        with pytest.raises(KeyboardInterrupt):
+            write(path, 2)
+    assert 1 == read_json(path)
+    assert [path] == list(tmp_path.iterdir())
+
+
+def test_scratch_files_of_processes_that_are_called_the_same_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In containers process ids and threads are the same everywhere."""
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    monkeypatch.setattr(threading, "get_ident", lambda: 7)
+    seen: list[str] = []
+    real = os.replace
+    monkeypatch.setattr(os, "replace", lambda old, *rest, **options: (seen.append(old), real(old, *rest, **options)))
+    for _ in range(50):
+        write_json(tmp_path / "value.json", 1)
+    assert 50 == len(set(seen))
+
+
+@pytest.mark.parametrize("size", [0, 10])
+def test_a_damaged_record_is_not_there_and_that_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, size: int
+) -> None:
+    path = tmp_path / "\x1b[2J.json"
+    path.write_bytes(b"{" * size)
+    assert [None, None] == [read_json(path, None), read_json(path, None)]
+    (said,) = caplog.messages
+    assert said.isprintable()
+    with pytest.raises(DamagedError):
+        read_json(path)
+
+
+def test_no_more_is_read_than_a_record_may_hold(tmp_path: Path) -> None:
+    path = tmp_path / "value.json"
+    with path.open("wb") as file:
+        file.truncate(10**12)
+    assert None is read_json(path, None)
 
 
 def test_an_absent_file_is_its_default(tmp_path: Path) -> None:
     assert {} == read_json(tmp_path / "absent.json", {})
-    assert [] == list(read_json_lines(tmp_path / "absent.jsonl"))
     with pytest.raises(FileNotFoundError):
         read_json(tmp_path / "absent.json")
 

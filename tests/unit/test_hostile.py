@@ -253,7 +253,7 @@ def test_a_process_id_that_a_task_made_up_is_no_command(
     monkeypatch.setattr(faults.ContainerMeans, "_container", lambda self, task: "c")
     monkeypatch.setattr(faults.engine, "ask", lambda *words, **options: asked.append(words))
     write_json(run.programs("chief"), {"program": {"pid": pid}})
-    with pytest.raises((ValueError, TypeError)):
+    with pytest.raises(UsageError):
         faults.ContainerMeans(run).signal("chief", 9, "program")
     assert [] == asked
 

@@ -55,7 +55,7 @@ def test_a_run_of_which_one_task_lives_is_in_progress(make_run: MakeRun) -> None
     beat(run, "worker-0", "done", age_s=60)
     beat(run, "chief", "training")
     assert teardown.in_progress(run)
-    write_json(run.summary, {})
+    write_json(run.summary, {"state": "failed"})
     assert not teardown.in_progress(run)
 
 

@@ -12,7 +12,7 @@ import pytest
 from invoke import Context, Exit
 
 import tasks
-from cluster import chaos, compose, files, launch, local, spec, startup, view
+from cluster import chaos, compose, files, journal, launch, local, spec, startup, view
 from cluster.heartbeat import Heartbeat
 from cluster.request import Request
 from cluster.runs import RunFolder
@@ -50,7 +50,7 @@ def swap(path: Path, target: Path) -> None:
 READS = {
     "status": lambda run: run.heartbeats(),
     "outcome": lambda run: run.outcome,
-    "summary": lambda run: files.read_json(run.summary),
+    "summary": lambda run: run.ended,
     "events": lambda run: run.events(),
     "losses": lambda run: run.losses(),
     "logs": lambda run: view.logs(run, ["chief"], follow=False),
@@ -73,33 +73,57 @@ def test_no_file_of_a_run_is_read_through_a_link(
 ) -> None:
     run = make_run()
     swap(run.path / AT[what], outside / "secret")
-    with pytest.raises(OSError, match="not followed") as refused:
-        READS[what](run)
-    assert str(run.path / AT[what]) == refused.value.filename
+    if what in ("logs", "hash"):
+        with pytest.raises(OSError, match="not followed") as refused:
+            READS[what](run)
+        assert str(run.path / AT[what]) == refused.value.filename
+    else:
+        assert not READS[what](run)  # as where there is none
     assert "secret" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("what", ["status", "events"])
+def test_that_there_is_one_is_said_once(
+    make_run: MakeRun, outside: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run()
+    swap(run.path / AT[what], outside / "secret")
+    assert not READS[what](run)
+    assert not READS[what](run)
+    (said,) = caplog.messages
+    assert str(run.path / AT[what]) in said
+
+
 @pytest.mark.parametrize("what", ["status", "logs"])
-def test_nor_through_a_folder_that_is_one(make_run: MakeRun, outside: Path, what: str) -> None:
+def test_nor_through_a_folder_that_is_one(
+    make_run: MakeRun, outside: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = make_run()
     swap((run.path / AT[what]).parent, outside)
-    with pytest.raises(OSError, match="not followed"):
-        READS[what](run)
+    if what == "logs":
+        with pytest.raises(OSError, match="not followed"):
+            READS[what](run)
+    else:
+        assert not READS[what](run)
+    assert "secret" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.mkdir()])
-def test_what_is_no_plain_file_is_not_waited_for(make_run: MakeRun, make: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("at", sorted(set(AT.values())))
+def test_what_is_no_plain_file_is_not_waited_for(make_run: MakeRun, make: Callable[[Path], None], at: str) -> None:
     run = make_run()
-    make(run.summary)
+    make(run.path / at)
+    with pytest.raises(files.DamagedError, match="not followed"):
+        files.read_json(run.path / at)
     with pytest.raises(OSError, match="not followed"):
-        files.read_json(run.summary)
+        files.open_file(run.path / at, "rb")
 
 
 WRITES = {
     "control": lambda run: run.end("stopped"),
     "control/generations": lambda run: run.begin_generation(1),
     "status": lambda run: files.write_json(run.status("chief"), {}),
-    "metrics": lambda run: files.append_json(run.metrics("chief"), {}),
+    "metrics": lambda run: journal.append_json(run.metrics("chief"), {}),
     "logs": lambda run: files.open_file(run.log("chief"), "ab"),
     "work": lambda run: files.make_folder(run.work("chief")),
 }
@@ -139,7 +163,8 @@ def test_a_file_that_is_replaced_takes_the_place_of_a_link(
     files.write_json(run.summary, {"state": "failed"})
     assert {"state": "failed"} == files.read_json(run.summary)
     swap(run.control / "outcome.json", outside / "secret")
-    assert not run.end("failed")  # the name is taken, by whatever
+    assert run.end("failed")  # a link claims nothing
+    assert "failed" == run.outcome["state"]
     assert untouched()
 
 

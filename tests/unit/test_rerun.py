@@ -10,7 +10,8 @@ import pytest
 
 from cluster import launch, rerun, startup, watch
 from cluster.errors import UsageError
-from cluster.files import append_json, read_json, write_json
+from cluster.files import read_json, write_json
+from cluster.journal import append_json
 from cluster.runs import RunFolder
 
 MakeRun = Callable[..., RunFolder]

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from cluster import restarts, summary
-from cluster.files import append_json, read_json, write_json
+from cluster.files import read_json, write_json
+from cluster.journal import append_json
 from cluster.runs import RunFolder
 from cluster.spec import Role
 from tests.unit.ending import end

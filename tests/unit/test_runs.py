@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 import time
@@ -93,25 +94,8 @@ def test_a_heartbeat_that_was_handed_over_goes_on_until_its_new_owner_writes(
     assert "saving" == read_json(run.status("chief"))["state"]
 
 
-@pytest.mark.parametrize(
-    ("state", "age_s", "expected"),
-    [
-        ("training", 0, "training"),
-        ("training", 14, "training"),
-        ("training", 16, "lost"),
-        ("waiting", 16, "lost"),
-        ("done", 1000, "done"),
-        ("failed", 1000, "failed"),
-        ("stopped", 1000, "stopped"),
-    ],
-)
-def test_a_silent_task_is_lost_unless_it_had_ended(run: RunFolder, state: str, age_s: float, expected: str) -> None:
-    write_json(run.status("chief"), {"task": "chief", "state": state, "updated_at": time.time() - age_s})
-    assert expected == run.heartbeats()["chief"]["state"]
-
-
 def test_a_full_disk_does_not_end_the_task_that_reports_it(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(heartbeat, "write_json", full)
@@ -189,3 +173,74 @@ def test_an_event_on_a_full_disk_is_lost_and_nothing_else(make_run: MakeRun, mon
 
     monkeypatch.setattr(os, "write", full)
     make_run().event("chief", "checkpoint", step=1)
+
+
+def test_training_does_not_wait_for_a_heartbeat_s_disk(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    released, writing = threading.Event(), threading.Event()
+    beat = Heartbeat(run, run.load_cluster().task("chief"), generation=0).start()
+
+    def slowly(*arguments: Any, **options: Any) -> None:
+        writing.set()
+        assert released.wait(60)
+        write_json(*arguments, **options)
+
+    monkeypatch.setattr(heartbeat, "write_json", slowly)
+    beat.update(state="training", step=1)
+    assert writing.wait(60)
+    for step in range(2, 50):  # while the disk takes its time
+        beat.update(state="saving" if step % 2 else "training", step=step)
+    assert "starting" == run.heartbeats()["chief"]["state"]
+    released.set()
+    wait_for(lambda: 49 == run.heartbeats()["chief"]["step"], "the newest values")
+    beat.update(state="done")
+    assert "done" == run.heartbeats()["chief"]["state"]  # the process may end right after
+    beat.stop()
+
+
+BEAT = {"task": "chief", "state": "training", "updated_at": 1.0}
+
+
+@pytest.mark.parametrize(
+    "found",
+    [b"", b"x", b"[]", b"{}", b'{"task": "chief"}', *(
+        json.dumps(BEAT | wrong).encode()
+        for wrong in (
+            {"state": "\x1b[2J"}, {"state": ["training"]}, {"step": "7"}, {"step": -1}, {"step": 2**80}, {"step": True},
+            {"updated_at": float("nan")}, {"updated_at": 1e300}, {"task": "worker-0"}, {"task": None}, {"pace": []},
+        )
+    )],
+)  # fmt: skip
+def test_what_is_no_heartbeat_is_none_yet(run: RunFolder, found: bytes) -> None:
+    write_json(run.status("worker-0"), BEAT | {"task": "worker-0"})
+    run.status("chief").write_bytes(found)
+    assert ["worker-0"] == list(run.heartbeats())
+    (run.path / "status" / "zzz.json").write_bytes(json.dumps(BEAT | {"task": "zzz"}).encode())
+    assert ["worker-0"] == list(run.heartbeats())
+
+
+def test_a_heartbeat_has_every_key(run: RunFolder) -> None:
+    write_json(run.status("chief"), BEAT | {"loss": float("nan")})
+    beat = run.heartbeats()["chief"]
+    assert (0, 0, 0, None, None) == tuple(beat[key] for key in ("step", "generation", "restarts", "loss", "pace"))
+
+
+@pytest.mark.parametrize("left", [b"", b"{}", b"[]", b'{"generation": 2, "time": 1}'])
+def test_a_generation_that_a_power_failure_left_empty_has_not_begun(run: RunFolder, left: bytes) -> None:
+    (run.control / "generations" / "1.json").write_bytes(left)
+    for name in ("x", "-1", "1e3", "²", "9" * 30):
+        (run.control / "generations" / f"{name}.json").write_bytes(b"{}")
+    assert (0, [0]) == (run.generation, [each["generation"] for each in run.generations()])
+    begun: list[int] = []
+    together(lambda at: run.begin_generation(1, task=f"worker-{at}") and begun.append(at))
+    assert (1, 1) == (len(begun), run.generation)
+    assert f"worker-{begun[0]}" == run.generations()[-1]["task"]
+
+
+@pytest.mark.parametrize("left", [b"", b"{}", b'{"state": "x", "time": 1}'])
+def test_an_outcome_and_a_stop_that_were_left_empty_are_none(run: RunFolder, left: bytes) -> None:
+    for name in ("outcome", "stop", "result"):
+        (run.control / f"{name}.json").write_bytes(left[:1])
+    assert (None, False, {}) == (run.outcome, run.stop_requested, run.result)
+    assert run.end("failed")
+    assert run.request_stop("a test")
+    assert ("failed", True) == (run.outcome["state"], run.stop_requested)

@@ -236,6 +236,7 @@ def test_waiting_is_bounded(run: RunFolder) -> None:
         watch.follow(run, lambda value: None, timeout_s=0.1)
 
 
+@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("worker", ["training", "done"])
 def test_a_run_in_which_nothing_lives_has_failed(run: RunFolder, worker: str) -> None:
     beat(run, "chief", "training", step=5, updated_at=time.time() - 60)
@@ -274,8 +275,8 @@ def test_logs_of_several_tasks_carry_their_names(run: RunFolder, capsys: pytest.
     run.log("chief").write_text("one\ntwo\nhalf a li")
     run.log("worker-0").write_bytes(b"three \xff\n")
     view.logs(run, ["chief", "worker-0", "ps-0"], follow=False)
-    told = ["chief    | one", "chief    | two", "chief    | half a li", "worker-0 | three \ufffd"]
-    assert told == capsys.readouterr().out.splitlines()
+    shown = capsys.readouterr().out.splitlines()
+    assert ["chief    | one", "chief    | two", "chief    | half a li", "worker-0 | three \ufffd"] == shown
 
 
 def test_the_log_of_one_task_is_shown_as_it_is(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -302,6 +303,7 @@ def test_followed_logs_go_on_until_the_run_ends(
     assert ["one", "two", "three", "four", "five", "six"] == capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize(
     ("state", "age_s", "healthy"),
     [("training", 0, True), ("done", 60, True), ("training", 60, False), ("failed", 0, False)],

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from cluster import watch
-from cluster.errors import TimedOut
+from cluster import liveness, watch
 from cluster.files import write_json
+from cluster.liveness import LONGEST_LOOK_S, Pulse, look_once, silent
 from cluster.runs import LOST_AFTER_S, RunFolder
 
 
@@ -18,6 +20,7 @@ def beat(run: RunFolder, task: str, age_s: float, state: str = "training") -> No
     write_json(run.status(task), values | {"examples_per_s": None, "loss": None, "updated_at": time.time() - age_s})
 
 
+@pytest.mark.usefixtures("hurried")
 def test_a_run_whose_engine_stopped_ends_as_failed(make_run: Callable[..., RunFolder]) -> None:
     run = make_run(workers=1)
     for task in ("chief", "worker-0"):
@@ -28,10 +31,90 @@ def test_a_run_whose_engine_stopped_ends_as_failed(make_run: Callable[..., RunFo
     assert 1 == watch.exit_code(ended)
 
 
-def test_a_run_with_one_live_task_goes_on(make_run: Callable[..., RunFolder]) -> None:
-    run = make_run(workers=1)
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("age_s", [0, LOST_AFTER_S + 5, 1e6, -1e6])
+def test_a_run_with_one_live_task_goes_on_whatever_its_clock_says(
+    make_run: Callable[..., RunFolder], age_s: float
+) -> None:
+    run, looks = make_run(workers=1), itertools.count()
     beat(run, "chief", age_s=LOST_AFTER_S + 5)
-    beat(run, "worker-0", age_s=0)
-    with pytest.raises(TimedOut, match="has not ended after"):
-        watch.follow(run, lambda value: None, timeout_s=0.5)
+
+    def live(value: dict[str, Any]) -> None:
+        if (look := next(looks)) % 15 == 0:
+            beat(run, "worker-0", age_s=age_s - look)
+        if look > 3 * LOST_AFTER_S:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        watch.follow(run, live)
     assert run.outcome is None
+
+
+def test_a_watcher_s_own_sleep_is_no_silence(make_run: Callable[..., RunFolder]) -> None:
+    run, clock = make_run(), [0.0]
+    pulse = Pulse(run, lambda: clock[0])
+    beat(run, "chief", age_s=0)
+    assert "training" == pulse.look()["chief"]["state"]
+    for asleep_s in (100.0, 1e5):
+        clock[0] += asleep_s
+        assert "training" == pulse.look()["chief"]["state"]
+        watch._notice_silence(run, pulse)
+    assert run.outcome is None
+    assert LONGEST_LOOK_S * 2 == pulse.silence_s
+
+
+def test_only_what_was_seen_to_be_silent_is_lost(make_run: Callable[..., RunFolder]) -> None:
+    run, clock = make_run(workers=2), [0.0]
+    pulse = Pulse(run, lambda: clock[0])
+    beat(run, "worker-0", age_s=0)
+    beat(run, "worker-1", age_s=0, state="done")
+    for second in range(int(LOST_AFTER_S) + 2):
+        beat(run, "chief", age_s=1000 - second)
+        shown = pulse.look()
+        clock[0] += 1
+    assert ["training", "lost", "done"] == [shown[name]["state"] for name in ("chief", "worker-0", "worker-1")]
+    assert 0 == pulse.silence_s
+
+
+def test_a_run_that_never_began_is_waited_for_longer(make_run: Callable[..., RunFolder]) -> None:
+    run, clock = make_run(), [0.0]
+    pulse = Pulse(run, lambda: clock[0])
+    for _ in range(int(watch.START_TIMEOUT_S)):
+        clock[0] += 1
+        pulse.look()
+        watch._notice_silence(run, pulse)
+        assert run.outcome is None
+    run.begin_generation(1, resumed=True)
+    pulse.look()
+    clock[0] += 1
+    pulse.look()
+    watch._notice_silence(run, pulse)
+    assert run.outcome is None
+    for _ in range(int(watch.START_TIMEOUT_S) + 1):
+        clock[0] += 1
+        pulse.look()
+    watch._notice_silence(run, pulse)
+    assert "failed" == run.outcome["state"]
+
+
+@pytest.mark.parametrize("age_s", [60, -60, 1e6])
+def test_whoever_asks_once_looks_twice(
+    make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch, age_s: float
+) -> None:
+    run = make_run()
+    beat(run, "chief", age_s)
+    monkeypatch.setattr(liveness.time, "sleep", lambda seconds: beat(run, "chief", age_s - 1))
+    assert "training" == look_once(run)["chief"]["state"]
+    assert not silent(run)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_and_calls_lost_what_does_not_change(make_run: Callable[..., RunFolder]) -> None:
+    run = make_run()
+    assert silent(run)
+    beat(run, "chief", age_s=60)
+    assert ("lost", True) == (look_once(run)["chief"]["state"], silent(run))
+    beat(run, "chief", age_s=0)
+    assert ("training", False) == (look_once(run)["chief"]["state"], silent(run))
+    beat(run, "chief", age_s=60, state="done")
+    assert "done" == look_once(run)["chief"]["state"]

@@ -1,0 +1,170 @@
+"""Checks of values that somebody who is not trusted has written as JSON.
+
+A check takes such a value and returns it as the rest of the program may take it for granted: with every key, of its
+type, and numbers that can be calculated with. Keys that no check names are kept as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from copy import copy
+from typing import Any
+
+Check = Callable[[Any], Any]
+"""Returns a value as it may be used; raises ValueError, in a few words, where it cannot."""
+
+Record = Callable[[Any], dict[str, Any]]
+
+MAX_COUNT = 2**53
+MAX_TEXT = 2**16
+MAX_NUMBER = 1e30
+MAX_SECONDS = 1e11
+
+ABSENT = object()
+"""The default of a key that stays away where it is not there."""
+
+
+def count(value: Any) -> int:
+    """A whole number from 0."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_COUNT:
+        raise _unexpected("a whole number from 0", value)
+    return value
+
+
+def code(value: Any) -> int:
+    """An exit code."""
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) > 2**31:
+        raise _unexpected("an exit code", value)
+    return value
+
+
+def number(value: Any) -> float:
+    """A finite number."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= MAX_NUMBER:
+        raise _unexpected("a number", value)
+    return float(value) if isinstance(value, float) else int(value)
+
+
+def seconds(value: Any) -> float:
+    """A duration, or a moment in seconds since the epoch."""
+    if not 0 <= number(value) <= MAX_SECONDS:
+        raise _unexpected(f"seconds, at most {MAX_SECONDS:g}", value)
+    return float(value)
+
+
+def measured(value: Any) -> float | None:
+    """A number, or nothing: also where it is not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return None if value is None else number(value)
+
+
+def text(value: Any) -> str:
+    """A text."""
+    if not isinstance(value, str) or len(value) > MAX_TEXT:
+        raise _unexpected("a text", value)
+    return value
+
+
+def flag(value: Any) -> bool:
+    """Yes or no."""
+    if not isinstance(value, bool):
+        raise _unexpected("true or false", value)
+    return value
+
+
+def one_of(*names: str) -> Check:
+    """One of some words."""
+
+    def check(value: Any) -> Any:
+        if value not in names or not isinstance(value, str):
+            raise _unexpected(f"one of {', '.join(names)}", value)
+        return value
+
+    return check
+
+
+def optional(check: Check) -> Check:
+    """What a check takes, or null."""
+    return lambda value: None if value is None else check(value)
+
+
+def listing(check: Check, limit: int = 2**16) -> Check:
+    """A list of what a check takes."""
+
+    def checked(value: Any) -> list[Any]:
+        if not isinstance(value, list) or len(value) > limit:
+            raise _unexpected("a list", value)
+        return [check(each) for each in value]
+
+    return checked
+
+
+def mapping(check: Check) -> Record:
+    """An object whose values are what a check takes, whatever their names."""
+
+    def checked(value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise _unexpected("an object", value)
+        return {name: _inside(name, check, each) for name, each in value.items()}
+
+    return checked
+
+
+def record(needed: Mapping[str, Check], usual: Mapping[str, tuple[Check, Any]] | None = None) -> Record:
+    """An object with some keys.
+
+    Args:
+        needed: the check of each key that must be there.
+        usual: the check of each key that may be missing, and what is taken for it then.
+    """
+
+    def checked(value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise _unexpected("an object", value)
+        if missing := [name for name in needed if name not in value]:
+            raise ValueError(f"{missing[0]} is missing")
+        found = dict(value)
+        for name, check in needed.items():
+            found[name] = _inside(name, check, value[name])
+        for name, (check, default) in (usual or {}).items():
+            if name in value:
+                found[name] = _inside(name, check, value[name])
+            elif default is not ABSENT:
+                found[name] = copy(default)
+        return found
+
+    return checked
+
+
+def exactly(needed: Mapping[str, Check]) -> Record:
+    """An object with some keys; any others are left out."""
+    check = record(needed)
+    return lambda value: {name: each for name, each in check(value).items() if name in needed}
+
+
+def every(*checks: Check) -> Check:
+    """What all of some checks take."""
+
+    def checked(value: Any) -> Any:
+        for check in checks:
+            value = check(value)
+        return value
+
+    return checked
+
+
+def _inside(name: str, check: Check, value: Any) -> Any:
+    try:
+        return check(value)
+    except ValueError as error:
+        raise ValueError(f"{name[:40]}: {error}") from None
+
+
+def _unexpected(expected: str, value: Any) -> ValueError:
+    return ValueError(f"expected {expected}, not {type(value).__name__} {ascii(value)[:40]}")
+
+
+anything = mapping(lambda value: value)
+"""Any object."""
