@@ -13,8 +13,8 @@ import pytest
 import tensorflow as tf
 from tensorflow import keras
 
-from cluster.files import read_json_lines
 from cluster.heartbeat import Heartbeat
+from cluster.journal import read_json_lines
 from cluster.runs import RunFolder
 from tests.waiting import wait_for
 from train import checkpoint_files, evaluator

@@ -9,7 +9,8 @@ import pytest
 
 from cluster import launch, seal, spec
 from cluster.errors import EXIT_USAGE, UsageError
-from cluster.files import append_json, read_json, write_json
+from cluster.files import read_json, write_json
+from cluster.journal import append_json
 from cluster.request import Request
 from cluster.resuming import check
 from cluster.runs import RunFolder

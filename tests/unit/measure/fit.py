@@ -25,8 +25,9 @@ strategies.configure_devices(2)
 import tensorflow as tf  # noqa: E402
 from tensorflow import keras  # noqa: E402
 
-from cluster.files import read_json, read_json_lines  # noqa: E402
+from cluster.files import read_json  # noqa: E402
 from cluster.heartbeat import Heartbeat  # noqa: E402
+from cluster.journal import read_json_lines  # noqa: E402
 from cluster.runs import RunFolder  # noqa: E402
 from cluster.spec import build  # noqa: E402
 from train import fit, guards, legacy_guards, objectives, sources  # noqa: E402
