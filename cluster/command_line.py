@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from invoke import Context, Exit
-from invoke.exceptions import ThreadException, UnexpectedExit
+from invoke.exceptions import CommandTimedOut, ThreadException, UnexpectedExit
 from invoke.parser.parser import ParseMachine
 
-from cluster import launch
+from cluster import engine, launch
 from cluster.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -23,8 +23,10 @@ from cluster.errors import (
     EXIT_UNREAD,
     EXIT_USAGE,
     ClusterError,
+    TimedOut,
 )
 from cluster.request import Request
+from cluster.runner import Runner
 from cluster.words import plain
 
 JSON_HELP = "print as JSON (default: no)"
@@ -133,11 +135,18 @@ def shell(c: Context, *, aside: bool = False, quiet: bool = False) -> Callable[[
         aside: show it on stderr, because a program reads stdout.
         quiet: show what it prints alone, and not the command, because a program may read that.
     """
+    c.config.runners.local = Runner
 
     def sh(command: str) -> object:
-        with c.cd(str(launch.ROOT)):
-            if aside:
-                return c.run(command, echo=False, out_stream=sys.stderr)
-            return c.run(command, echo=False) if quiet else c.run(command)
+        bound_s = engine.patience_s(command)
+        how: dict[str, Any] = {} if bound_s is None else {"timeout": bound_s}
+        how |= {"echo": False, "out_stream": sys.stderr} if aside else {"echo": False} if quiet else {}
+        try:
+            with c.cd(str(launch.ROOT)):
+                return c.run(command, **how)
+        except CommandTimedOut as error:
+            raise TimedOut(
+                f"{command!r} did not end in {bound_s:g} s; `docker info` shows how the engine is"
+            ) from error
 
     return sh

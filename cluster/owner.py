@@ -88,6 +88,6 @@ def _parse(value: Any) -> Owner | None:
     token, supervisor = value.get("token"), value.get("supervisor")
     if not isinstance(token, str) or not token:
         return None
-    numbers = [supervisor.get(key) for key in ("pid", "start_ticks")] if isinstance(supervisor, dict) else []
+    numbers = [supervisor.get(key) for key in processes.IDENTITY] if isinstance(supervisor, dict) else []
     known = len(numbers) == 2 and all(isinstance(number, int) for number in numbers)
     return Owner(value["runtime"], token, supervisor if known else None)

@@ -116,6 +116,9 @@ def _stat(pid: int) -> list[str] | None:
     return None if fields[0] in "ZX" else fields
 
 
+IDENTITY = ("pid", "start_ticks")
+
+
 def identity(pid: int) -> dict[str, int | None]:
     """Return what identifies the process for `alive` and `kill`."""
     return {"pid": pid, "start_ticks": start_ticks(pid)}
