@@ -51,16 +51,19 @@ class Runner(Local):  # type: ignore[misc]  # invoke has no types
 
     def _thread_join_timeout(self, target: Callable[..., Any]) -> int | None:
         """Return how long its output is waited for: what left the group may hold on to it."""
-        ended = self.timed_out or self._interrupts > 1
+        ended = self.timed_out or self._interrupts > 0
         return 1 if ended else super()._thread_join_timeout(target)
 
     def _finish(self) -> Result:
         try:
             result = super()._finish()
         except UnexpectedExit:
-            if not self._interrupts:
-                raise
-            raise KeyboardInterrupt from None
-        if self._interrupts:
-            raise KeyboardInterrupt
+            self._end_if_interrupted()
+            raise
+        self._end_if_interrupted()
         return result
+
+    def _end_if_interrupted(self) -> None:
+        if self._interrupts:
+            self.kill()  # what of it does not listen
+            raise KeyboardInterrupt
