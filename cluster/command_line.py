@@ -32,6 +32,9 @@ from cluster.words import plain
 JSON_HELP = "print as JSON (default: no)"
 KNOWN_CODES = (EXIT_USAGE, EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_INTERRUPTED)
 
+DOES_MORE = ("bench", "chaos", "down", "profile", "rerun", "scale", "stop", "tensorboard", "verify")
+"""Tasks that change something by themselves. `up` takes invoke's own --dry for its own."""
+
 _handle, _complete_context = ParseMachine.handle, ParseMachine.complete_context
 
 
@@ -62,13 +65,20 @@ def told(body: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(body)
     def wrapped(*arguments: Any, **options: Any) -> None:
-        ended = _ended(body, arguments, options)
+        ended = _refuse_dry(body.__name__, arguments[0]) or _ended(body, arguments, options)
         if _unread() and not (ended and ended.message):
             ended = Exit(code=EXIT_UNREAD)
         if ended:
             raise ended
 
     return wrapped
+
+
+def _refuse_dry(task: str, c: Context) -> Exit | None:
+    """Refuse invoke's own --dry, which keeps only commands from being run, where a task does more than run them."""
+    if task not in DOES_MORE or not c.config.run.dry:
+        return None
+    return Exit(f"error: invoke --dry {task}: there is no dry run of it; leave out --dry", code=EXIT_USAGE)
 
 
 def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Exit | None:

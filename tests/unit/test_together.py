@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from cluster import claim, local, owner, scaling, teardown, watch
-from cluster.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, PrerequisiteError
+from cluster.errors import EXIT_DONE, EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_USAGE, PrerequisiteError
 from cluster.files import read_json
 from cluster.launch import ROOT
 from cluster.runs import RunFolder
@@ -155,6 +155,65 @@ def test_down_ends_a_run_that_somebody_watches(up: Up, invoke: Up, folder: Path,
     assert EXIT_INTERRUPTED == code, (out, error)
     assert "stopped" in out
     assert [] == local.processes_left(RunFolder(tmp_path / "runs" / "one"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_sigterm_stops_a_run_as_ctrl_c_does(up: Up, folder: Path, tmp_path: Path, number: int) -> None:
+    watched = up("--name=one")
+    wait_for(lambda: started(folder), "the script")
+    watched.send_signal(number)
+    ((code, out, _),) = finished(watched)
+    assert EXIT_INTERRUPTED == code
+    assert "stopping: " in out
+    run = RunFolder(tmp_path / "runs" / "one")
+    assert "stopped" == read_json(run.summary)["state"]
+    assert [] == local.processes_left(run)
+
+
+def test_a_second_signal_kills_a_script_that_does_not_listen(up: Up, folder: Path, tmp_path: Path) -> None:
+    deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    (folder / "script.py").write_text(deaf + (folder / "script.py").read_text())
+    watched = up("--name=one")
+    run = RunFolder(tmp_path / "runs" / "one")
+    wait_for(lambda: started(folder), "the script")
+    watched.send_signal(signal.SIGTERM)
+    wait_for(lambda: run.stop_requested, "the request to stop")
+    watched.send_signal(signal.SIGTERM)
+    ((code, out, _),) = finished(watched)
+    assert EXIT_INTERRUPTED == code
+    assert "killing every task" in out
+    assert [] == local.processes_left(run)
+
+
+def test_a_run_whose_terminal_is_closed_goes_on(up: Up, folder: Path, tmp_path: Path) -> None:
+    watched = up("--name=one")
+    run = RunFolder(tmp_path / "runs" / "one")
+    wait_for(lambda: started(folder), "the script")
+    watched.send_signal(signal.SIGHUP)
+    ((code, out, _),) = finished(watched)
+    assert EXIT_HUNG_UP == code
+    assert "goes on in the background" in out
+    assert ["SIGHUP"] == [event["detail"]["cause"] for event in run.events() if event["event"] == "unattended"]
+    assert local.running(run)
+    (folder / "go").touch()
+    assert "succeeded" == wait_for(lambda: read_json(run.summary, None), "the end")["state"]
+
+
+@pytest.mark.parametrize("words", [["up", "--dry"], ["--dry", "up"]])
+def test_a_dry_run_writes_and_starts_nothing(invoke: Up, folder: Path, tmp_path: Path, words: list[str]) -> None:
+    options = ("--runtime=local", "--workers=0", "--tensorboard-port=0", f"--script={folder / 'script.py'}")
+    ((code, out, error),) = finished(invoke(*words, *options))
+    assert (EXIT_DONE, "") == (code, error)
+    assert "TASK=chief " in out
+    assert [] == started(folder)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("task", ["down", "stop", "tensorboard", "verify", "bench", "rerun"])
+def test_what_has_no_dry_run_refuses_invoke_s_own(invoke: Up, tmp_path: Path, task: str) -> None:
+    ((code, out, error),) = finished(invoke("--dry", task))
+    assert (EXIT_USAGE, "", 1) == (code, out, len(error.splitlines()))
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_run_that_is_being_started_is_ended_once_it_is(make_run: MakeRun, start_gang: StartGang) -> None:
