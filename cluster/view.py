@@ -42,8 +42,13 @@ def _plain(lines: Callable[P, list[str]]) -> Callable[P, list[str]]:
     return wrapped
 
 
-def status(run: RunFolder) -> dict[str, Any]:
-    """Return the run's status, as `invoke status --json` shows it."""
+def status(run: RunFolder, *, with_board: bool = True) -> dict[str, Any]:
+    """Return the run's status, as `invoke status --json` shows it.
+
+    Args:
+        run: whose.
+        with_board: whether to look for TensorBoard, for which an engine may have to be asked.
+    """
     beats = run.heartbeats()
     summary = read_json(run.summary, None)
     spec = run.load_cluster()
@@ -51,7 +56,7 @@ def status(run: RunFolder) -> dict[str, Any]:
     step, total, rate = chief.get("step", 0), chief.get("steps_total"), chief.get("examples_per_s")
     config = read_json(run.config)
     batch = config.get("global_batch", 0)
-    port = tensorboard.running(run.path.parent)
+    port = tensorboard.running(run.path.parent) if with_board else None
     return {
         "run": run.name,
         "state": summary["state"] if summary else chief.get("state", "starting"),
@@ -70,8 +75,15 @@ def status(run: RunFolder) -> dict[str, Any]:
 
 
 def _checkpoint(run: RunFolder) -> dict[str, Any] | None:
-    saved = [event for event in run.events() if event["event"] == "checkpoint"]
-    return {"step": saved[-1]["step"], "age_s": round(time.time() - saved[-1]["time"], 1)} if saved else None
+    """Return the newest checkpoint: of its files, because a live view would read all events again and again."""
+    step = max(run.saved_steps, default=None)
+    if step is None:
+        return None
+    try:
+        written = (run.checkpoints / f"ckpt-{step}.json").lstat().st_mtime
+    except FileNotFoundError:  # taken away meanwhile
+        return None
+    return {"step": step, "age_s": round(time.time() - written, 1)}
 
 
 @_plain

@@ -38,7 +38,7 @@ def follow(
     """
     deadline, began = time.monotonic() + timeout_s, time.time()
     while not run.summary.exists():
-        on_status(view.status(run))
+        on_status(view.status(run, with_board=False))
         _notice_silence(run, began)
         if time.monotonic() > deadline:
             raise TimedOut(f"run {run.name} has not ended after {timeout_s:g} s; it goes on, see `invoke status`")
@@ -52,7 +52,7 @@ def until_training(run: RunFolder, on_status: Callable[[dict[str, Any]], None]) 
     began = time.time()
     while not run.summary.exists():
         names = {task.name for task in run.load_cluster().tasks}  # anew: it may be scaled meanwhile
-        value = view.status(run)
+        value = view.status(run, with_board=False)
         on_status(value)
         under_way = {"training", "saving", "evaluating", "done"}
         all_train = {beat["task"] for beat in value["tasks"] if beat["state"] in under_way} == names

@@ -34,6 +34,11 @@ def beat(run: RunFolder, task: str, state: str, **values: Any) -> None:
     write_json(run.status(task), known | rest | values)
 
 
+def saved(run: RunFolder, step: int) -> None:
+    """Leave the record of a finished checkpoint."""
+    write_json(run.checkpoints / f"ckpt-{step}.json", {"step": step, "files": {}})
+
+
 # Status
 
 
@@ -52,8 +57,8 @@ def test_status_holds_what_the_contract_lists(run: RunFolder, monkeypatch: pytes
     beat(run, "worker-0", "training", step=20)
     beat(run, "chief", "training", step=20, steps_total=120, examples_per_s=480.0, loss=0.5)
     run.begin_generation(1)
-    run.event("chief", "checkpoint", step=10)
-    run.event("chief", "checkpoint", step=20)
+    saved(run, step=10)
+    saved(run, step=20)
     value = view.status(run)
     tasks, checkpoint = value.pop("tasks"), value.pop("checkpoint")
     assert {
@@ -105,7 +110,7 @@ def test_who_slows_the_others_down_is_told_below_the_table(run: RunFolder) -> No
 
 def test_progress_says_what_is_known(run: RunFolder) -> None:
     beat(run, "chief", "training", step=20, steps_total=120, examples_per_s=480.0, loss=0.5)
-    run.event("chief", "checkpoint", step=10)
+    saved(run, step=10)
     told = "step 20/120  loss 0.5000  480 examples/s  20 s left  checkpoint at 10"
     assert told == view.progress(view.status(run))
 
@@ -363,7 +368,7 @@ def lines_of(run: RunFolder) -> list[str]:
 def test_nothing_that_a_task_tells_steers_the_terminal(run: RunFolder) -> None:
     beat(run, "chief", "training", role=HOSTILE)
     beat(run, "worker-0", HOSTILE)
-    run.event("chief", "checkpoint", step=1)
+    saved(run, step=1)
     end(run, "failed", task="chief", exit_code=1, error=f"loss {HOSTILE}")
     told = lines_of(run)
     assert all(line.isprintable() for line in told)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from cluster import watch
+from cluster import engine, watch
 from cluster.errors import TimedOut
 from cluster.files import write_json
 from cluster.runs import LOST_AFTER_S, RunFolder
+from tests.unit.ending import end
 
 
 def beat(run: RunFolder, task: str, age_s: float, state: str = "training") -> None:
@@ -35,3 +37,23 @@ def test_a_run_with_one_live_task_goes_on(make_run: Callable[..., RunFolder]) ->
     with pytest.raises(TimedOut, match="has not ended after"):
         watch.follow(run, lambda value: None, timeout_s=0.5)
     assert run.outcome is None
+
+
+def test_watching_asks_no_engine_and_reads_no_event(
+    make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(workers=0)
+    write_json(run.path.parent / ".tensorboard.json", {"runtime": "docker", "port": 6006})
+    beat(run, "chief", age_s=0)
+    looks: list[int] = []
+    monkeypatch.setattr(engine, "ask", lambda *words, **_: pytest.fail(f"asked: docker {words}"))
+    monkeypatch.setattr(RunFolder, "events", lambda run: pytest.fail("read all events"))
+
+    def end_after_three(value: dict[str, Any]) -> None:
+        looks.append(value["step"])
+        if len(looks) == 3:
+            monkeypatch.undo()
+            end(run, "succeeded")
+
+    assert "succeeded" == watch.follow(run, end_after_three, timeout_s=20)["state"]
+    assert [7, 7, 7] == looks
