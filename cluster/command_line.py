@@ -155,8 +155,7 @@ def shell(c: Context, *, aside: bool = False, quiet: bool = False) -> Callable[[
             with c.cd(str(launch.ROOT)):
                 return c.run(command, **how)
         except CommandTimedOut as error:
-            raise TimedOut(
-                f"{command!r} did not end in {bound_s:g} s; `docker info` shows how the engine is"
-            ) from error
+            message = f"{command!r} did not end in {bound_s:g} s and was killed; see whether `docker info` answers"
+            raise TimedOut(message) from error
 
     return sh
