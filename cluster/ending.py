@@ -35,7 +35,8 @@ def down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> int:
             if run in left.out_of_reach:
                 continue
             watch.end(run, "invoke down", timeout_s, sh, contained=True if run in left.contained else None)
-            print(f"{run.name} is down; its folder is {launch.shown(run.path)}", flush=True)
+            where = launch.shown(run.path) if run.path.exists() else "gone"
+            print(f"{run.name} is down; its folder is {where}", flush=True)
     with failures:
         left.check(name)
     if not name:

@@ -266,3 +266,17 @@ def test_of_two_that_start_containers_the_loser_ends_nothing(
         startup.start(plans[1], commands, began=0.0)
     assert [] == commands
     write_json(plans[0].run.summary, {})
+
+
+@pytest.mark.docker
+def test_an_engine_is_asked_for_what_a_removed_folder_left(context: Context, tmp_path: Path) -> None:
+    project = compose.project(tmp_path / "runs" / "gone")
+    labels = {"com.docker.compose.project": project, "com.docker.compose.network": "cluster", compose.RUN_LABEL: "gone"}
+    words = [word for name, value in labels.items() for word in ("--label", f"{name}={value}")]
+    code, text = engine.ask("network", "create", *words, f"{project}_cluster")
+    assert 0 == code, text
+    try:
+        assert EXIT_DONE == code_of("down", context, timeout="0")
+        assert "" == engine.ask("network", "ls", "--quiet", "--filter", f"label={compose.RUN_LABEL}=gone")[1]
+    finally:
+        engine.ask("network", "rm", f"{project}_cluster")
