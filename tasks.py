@@ -14,7 +14,7 @@ from pathlib import Path
 from invoke import Collection, Exit, task
 
 from cluster import chaos as injection
-from cluster import configuration, launch, saved, scaling, spec, startup, teardown, view
+from cluster import configuration, ending, interrupts, launch, saved, scaling, spec, startup, teardown, view
 from cluster import doctor as checks
 from cluster import rerun as repeating
 from cluster import storm as storming
@@ -24,8 +24,7 @@ from cluster import verify as verification
 from cluster import watch as watching
 from cluster.command_line import JSON_HELP, in_checkout, request, shell, show, told
 from cluster.commands import data, image, requirements
-from cluster.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, UsageError
-from cluster.words import counted
+from cluster.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, RunFailed, UsageError
 
 TASK_HELP = "task such as chief or worker-0 (default: every task)"
 RUN_HELP = "run folder's name (default: the current run)"
@@ -80,15 +79,15 @@ def up(
     if asked.asks_for_help:
         print(configuration.options(asked))
         return
-    planned = launch.plan(asked, installs=not dry)
-    told = f"{planned.cluster.strategy_class} on {counted(len(planned.cluster.tasks), 'task')} as {planned.why_runtime}"
-    data = [f"data: {planned.data}"] if planned.data else []  # otherwise the command that prepares it tells
-    print("\n".join([told, *planned.notes, *data]), flush=True)
-    if dry:
+    if dry or c.config.run.dry:
+        planned = launch.plan(asked, installs=False)
+        startup.announce(planned)
         print("\n".join(startup.commands(planned)))
         return
-    startup.start(planned, shell(c), began=began)
-    raise Exit(code=watching.attend(planned.run, planned.runtime, planned.tensorboard_port, detach, shell(c)))
+    with interrupts.handled():
+        sh = shell(c)
+        planned = startup.begin(asked, sh, began=began, tell=startup.announce)
+        raise Exit(code=watching.attend(planned.run, planned.runtime, planned.tensorboard_port, detach, sh))
 
 
 @task(
@@ -180,8 +179,10 @@ def stop(c, run=None):
     """Save a checkpoint at the same step on every task and stop; go on with `up --resume`."""
     folder = launch.find_run(run)
     watching.stop(folder, "invoke stop")
-    teardown.remove(folder, shell(c))
-    print("\n".join(view.ended(folder, launch.shown(folder.path))))
+    left = teardown.finish(folder, shell(c))
+    print("\n".join(view.ended(folder, launch.shown(folder.path))), flush=True)
+    if left:
+        raise RunFailed(left)
 
 
 @task(
@@ -211,13 +212,8 @@ def scale(c, workers="", ps="", run="", trust=False):
 @told
 def down(c, run=None, timeout="15"):
     """End every process, container and network that `up` started. Run folders stay."""
-    sh = shell(c)
     bound = spec.parse_count("timeout", timeout, 0, 10**9)
-    for folder in [launch.find_run(run)] if run else teardown.leftovers(launch.runs_dir()):
-        watching.end(folder, "invoke down", bound, sh)
-        print(f"{folder.name} is down; its folder is {launch.shown(folder.path)}")
-    if not run and board.stop(launch.runs_dir(), sh):
-        print("TensorBoard is down")
+    raise Exit(code=ending.down(launch.runs_dir(), run, bound, shell(c)))
 
 
 SAVED_HELP = {"run": RUN_HELP, "trust": TRUST_HELP}

@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from invoke import Context, Exit
-from invoke.exceptions import ThreadException, UnexpectedExit
+from invoke.exceptions import CommandTimedOut, ThreadException, UnexpectedExit
 from invoke.parser.parser import ParseMachine
 
-from cluster import caller, launch
+from cluster import caller, engine, launch
 from cluster.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -24,13 +24,18 @@ from cluster.errors import (
     EXIT_UNREAD,
     EXIT_USAGE,
     ClusterError,
+    TimedOut,
 )
 from cluster.files import DISK_FULL
 from cluster.request import Request
+from cluster.runner import Runner
 from cluster.words import plain, system_error
 
 JSON_HELP = "print as JSON (default: no)"
 KNOWN_CODES = (EXIT_USAGE, EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_INTERRUPTED)
+
+DOES_MORE = ("bench", "chaos", "down", "profile", "rerun", "scale", "stop", "tensorboard", "verify")
+"""Tasks that change something by themselves. `up` takes invoke's own --dry for its own."""
 
 _handle, _complete_context = ParseMachine.handle, ParseMachine.complete_context
 
@@ -62,13 +67,20 @@ def told(body: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(body)
     def wrapped(*arguments: Any, **options: Any) -> None:
-        ended = _ended(body, arguments, options)
+        ended = _refuse_dry(body.__name__, arguments[0]) or _ended(body, arguments, options)
         if _unread() and not (ended and ended.message):
             ended = Exit(code=EXIT_UNREAD)
         if ended:
             raise ended
 
     return wrapped
+
+
+def _refuse_dry(task: str, c: Context) -> Exit | None:
+    """Refuse invoke's own --dry, which keeps only commands from being run, where a task does more than run them."""
+    if task not in DOES_MORE or not c.config.run.dry:
+        return None
+    return Exit(f"error: invoke --dry {task}: there is no dry run of it; leave out --dry", code=EXIT_USAGE)
 
 
 def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Exit | None:
@@ -154,11 +166,17 @@ def shell(c: Context, *, aside: bool = False, quiet: bool = False) -> Callable[[
         aside: show it on stderr, because a program reads stdout.
         quiet: show what it prints alone, and not the command, because a program may read that.
     """
+    c.config.runners.local = Runner
 
     def sh(command: str) -> object:
-        with in_checkout(c):
-            if aside:
-                return c.run(command, echo=False, out_stream=sys.stderr)
-            return c.run(command, echo=False) if quiet else c.run(command)
+        bound_s = engine.patience_s(command)
+        how: dict[str, Any] = {} if bound_s is None else {"timeout": bound_s}
+        how |= {"echo": False, "out_stream": sys.stderr} if aside else {"echo": False} if quiet else {}
+        try:
+            with in_checkout(c):
+                return c.run(command, **how)
+        except CommandTimedOut as error:
+            message = f"{command!r} did not end in {bound_s:g} s and was killed; see whether `docker info` answers"
+            raise TimedOut(message) from error
 
     return sh

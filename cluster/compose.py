@@ -30,6 +30,8 @@ GPU_LIMITS = {"memlock": -1, "stack": 64 * 2**20}
 """NCCL locks the memory that GPUs read, and its threads want the stack that NVIDIA's own images are run with."""
 NETWORK_INTERFACE = "eth0"
 """What the cluster's network is called in a container: Compose attaches the first by name first."""
+RUN_LABEL = "tf-cluster.run"
+"""The label of a run's containers and networks whose value is the run's name."""
 UNPRIVILEGED = 10001
 """User and group of the images, for tasks that root starts."""
 
@@ -79,7 +81,14 @@ def overlay(spec: ClusterSpec, containers: Containers, command: list[str]) -> di
         command: what the agents start; empty for the built-in trainer.
     """
     services = {task.name: _service(spec, task, containers, command) for task in spec.tasks}
-    return {"name": project(containers.run_dir), "services": _literal(services)}
+    labelled = {"labels": {RUN_LABEL: containers.run_dir.name}}
+    networks = dict.fromkeys(_networks(containers), labelled)
+    return {"name": project(containers.run_dir), "services": _literal(services), "networks": _literal(networks)}
+
+
+def _networks(containers: Containers) -> list[str]:
+    """Return the names of the networks that the tasks are in, as in `compose/compose.yaml`."""
+    return ["cluster", "egress"] if containers.way_out else ["cluster"]
 
 
 def _literal(value: Any) -> Any:
@@ -112,14 +121,14 @@ def _service(spec: ClusterSpec, task: Task, containers: Containers, command: lis
             _read_only(containers.data_dir, DATA_MOUNT),
             *(_read_only(source, target) for source, target in containers.mounts),
         ],
-        "labels": {"tf-cluster.run": containers.run_dir.name, "tf-cluster.task": task.name},
+        "labels": {RUN_LABEL: containers.run_dir.name, "tf-cluster.task": task.name},
     }
     if gpus.of(task.name):
         service |= _hand_over(gpus, task.name) | {"shm_size": GPU_SHM, "ulimits": dict(GPU_LIMITS)}
     if command:
         service["command"] = command
     if containers.way_out:
-        service["networks"] = ["cluster", "egress"]
+        service["networks"] = _networks(containers)
         service["extends"]["service"] = "script"
         service["volumes"].append(
             {"type": "bind", "source": str(RunFolder(containers.run_dir).scratch), "target": "/tmp"}  # noqa: S108

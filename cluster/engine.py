@@ -11,6 +11,10 @@ from cluster.errors import PrerequisiteError, UsageError, nearest
 
 RUNTIMES = ("auto", "docker", "local")
 ANSWER_TIMEOUT_S = 10.0
+COMPOSE_TIMEOUT_S = 300.0
+"""Longest time for Compose to start or end the containers of a run; their own grace periods are shorter."""
+BUILD_TIMEOUT_S = 3600.0
+"""Longest time to build, import or save an image."""
 _ADVICE = re.compile(r"\s*(Run|See) 'docker [^']*--help'[^\n]*$")
 """What the client says last, after the reason that is wanted."""
 
@@ -28,6 +32,14 @@ def ask(*words: str, timeout_s: float = ANSWER_TIMEOUT_S) -> tuple[int, str]:
     """Run a docker command; return its exit code and its output, or the reason why there is none."""
     code, printed, complained = processes.ask(["docker", *words], timeout_s, f"docker {words[0]}")
     return code, printed.strip() if code == 0 else _ADVICE.sub("", complained.strip()) or printed.strip()
+
+
+def patience_s(command: str) -> float | None:
+    """Return how long a shell command of Docker's client may take; None for any other command."""
+    match = re.search(r"(?:^|\s)docker (\S+)", command)
+    if match is None:
+        return None
+    return COMPOSE_TIMEOUT_S if match[1] == "compose" else BUILD_TIMEOUT_S
 
 
 def probe() -> Answer:

@@ -1,7 +1,7 @@
 """Errors that users see: the value, what was expected, what to do next; and the exit code they end with.
 
 Exit codes are the same everywhere: 0 done, 1 the run failed, 2 wrong usage, 3 a prerequisite is missing, 4 timed out,
-130 interrupted, 141 nobody reads what is printed.
+129 the terminal was closed, 130 interrupted, 141 nobody reads what is printed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_PREREQUISITE = 3
 EXIT_TIMEOUT = 4
+EXIT_HUNG_UP = 129
+"""As of any program that SIGHUP ends; the run goes on."""
 EXIT_INTERRUPTED = 130
 EXIT_UNREAD = 141
 """As of any program that `| head` has seen enough of: SIGPIPE ends it."""

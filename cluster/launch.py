@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster import (
+    claim,
     compose,
     configuration,
     engine,
@@ -365,23 +367,49 @@ def _run_folder(request: Request, *, stops_first: bool) -> RunFolder:
     """Return the folder that the run shall have, checked against what is there."""
     if request.resume:
         run = find_run(request.resume)
-        if in_progress(run) and not stops_first:
-            raise UsageError(f"run {run.name!r} is still in progress; `invoke stop` it before it can be resumed")
-        return run
-    name = request.name or request.run_name()
-    run = RunFolder(runs_dir() / spec.check_run_name(name))
-    if run.path.exists() and not request.fresh:
-        raise UsageError(
+    elif request.name:
+        run = RunFolder(runs_dir() / spec.check_run_name(request.name))
+    else:
+        run = _free_folder(spec.check_run_name(request.run_name()))
+    if not stops_first:
+        check_folder(run, resumes=bool(request.resume), replaces=request.fresh)
+    return run
+
+
+def _free_folder(name: str) -> RunFolder:
+    """Return the first of `name`, `name-2`, `name-3` and so on that is no run and is not about to become one."""
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    folders = (RunFolder(runs_dir() / each) for each in names)
+    return next(run for run in folders if not os.path.lexists(run.path) and not claim.held(run))
+
+
+def check_folder(run: RunFolder, *, resumes: bool, replaces: bool) -> None:
+    """Check that a run may be started in its folder. What is true without its claim may be over at once.
+
+    Args:
+        run: the run.
+        resumes: whether it goes on.
+        replaces: whether its old folder may be deleted.
+
+    Raises:
+        UsageError: the folder is taken, or the run is in progress.
+    """
+    name = run.name
+    if not os.path.lexists(run.path):
+        return
+    if not resumes and not replaces:
+        raise claim.Taken(
             f"run {name!r} exists; go on with --resume {name}, or start it again with --name {name} --fresh"
         )
-    if run.path.is_symlink():
+    if replaces and run.path.is_symlink():
         raise UsageError(
             f"--name {name}: {shown(run.path)} is a link to {str(run.path.readlink())!r}, and what it leads to is not "
             "replaced; remove the link, or choose another --name"
         )
-    if run.path.exists() and in_progress(run):
+    if in_progress(run):
+        if resumes:
+            raise UsageError(f"run {name!r} is still in progress; `invoke stop` it before it can be resumed")
         raise UsageError(f"run {name!r} is still in progress; `invoke down {name}` before it is started again")
-    return run
 
 
 def _choose_runtime(requested: str, strategy: str) -> tuple[str, str]:

@@ -3,8 +3,9 @@
     python -m cluster.local RUN_DIR
 
 The supervisor starts an agent for every task listed in the run's `compose.json`, brings back an agent that was killed,
-and ends when all of them have. The kernel kills the agents and their programs if the supervisor dies, so one process
-is enough to end everything. And it enters the run's own network first, if it has one, so all of them are in there.
+and ends when all of them have. The kernel kills the agents and their programs if the supervisor dies, and its parent,
+`cluster/keeper.py`, ends whatever else they started. That one enters the run's own network first, if it has one, so all
+of them are in there.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster import inherited, namespaces, nursery, processes, records, settings, summary, tf_config
+from cluster import inherited, keeper, namespaces, nursery, owner, processes, records, settings, summary, tf_config
 from cluster.errors import PrerequisiteError, TimedOut
-from cluster.files import open_file, write_json
+from cluster.files import open_file
 from cluster.heartbeat import Heartbeat
 from cluster.network import HOST, PRIVATE
 from cluster.placement import NO_DEVICE, Placement
@@ -140,17 +141,18 @@ def start(run: RunFolder) -> None:
         TimedOut: it did not come up.
     """
     root = Path(__file__).resolve().parent.parent
+    owned = owner.begin(run, "local")
     with open_file(run.log("supervisor"), "ab") as log:
         supervisor = subprocess.Popen(
             [sys.executable, "-m", "cluster.local", str(run.path)],
             cwd=root,
-            env=_environment(run) | {"RUN_DIR": str(run.path)},
+            env=_environment(run) | {"RUN_DIR": str(run.path), owner.TOKEN: owned.token},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             start_new_session=True,
         )
-    write_json(_record(run), processes.identity(supervisor.pid))
+    owner.supervised(run, owned, processes.identity(supervisor.pid))
     deadline = time.monotonic() + 10
     while not run.status("chief").exists():
         if supervisor.poll() is not None or time.monotonic() > deadline:
@@ -171,21 +173,24 @@ def _environment(run: RunFolder) -> dict[str, str]:
 
 def running(run: RunFolder) -> bool:
     """Whether the run's supervisor lives."""
-    return processes.alive(records.read(_record(run), records.process, None))
+    owned = owner.read(run)
+    return owned is not None and owned.alive
 
 
-def processes_left(run: RunFolder) -> list[int]:
-    """Return the ids of the run's processes."""
-    return processes.with_environment("RUN_DIR", str(run.path))
+def processes_left(run: RunFolder, table: processes.Table | None = None) -> list[int]:
+    """Return the ids of the run's processes, in a look at all processes that several runs can share."""
+    owned = owner.read(run)
+    return owned.processes(table or processes.Table()) if owned else []
 
 
 def kill(run: RunFolder) -> int:
-    """Kill every process of the run; return how many there were."""
-    return processes.kill_with_environment("RUN_DIR", str(run.path))
+    """Kill every process of the run; return how many there were.
 
-
-def _record(run: RunFolder) -> Path:
-    return run.control / "supervisor.json"
+    Raises:
+        TimedOut: some do not end.
+    """
+    owned = owner.read(run)
+    return processes.kill_all(owned.processes, f"run {run.name}") if owned else 0
 
 
 class Supervisor:
@@ -195,19 +200,12 @@ class Supervisor:
         self.run = run
         how = records.read(run.compose, records.compose)
         self.preload: str = how.get("preload", "")
-        self.network = how.get("network", HOST)
         self.tasks: dict[str, Any] = how["tasks"]
         self.agents: dict[str, subprocess.Popen[bytes] | nursery.Copy] = {}
         self.restarts = dict.fromkeys(self.tasks, 0)
 
     def main(self) -> None:
-        """Return when every agent has ended for good.
-
-        Raises:
-            OSError: the network that the tasks must have cannot be had: none is started.
-        """
-        if self.network == PRIVATE:
-            namespaces.enter()
+        """Return when every agent has ended for good."""
         signal.signal(signal.SIGTERM, lambda *_: self.run.request_stop("supervisor"))
         if self.preload:
             self._preload()
@@ -262,5 +260,17 @@ class Supervisor:
             self._start(name)
 
 
+def main(run: RunFolder) -> None:
+    """Be the first process of the run.
+
+    Raises:
+        OSError: the network that the tasks must have cannot be had: none is started.
+    """
+    supervisor = Supervisor(run)
+    if run.composed.get("network", HOST) == PRIVATE:
+        namespaces.enter()
+    keeper.keep(supervisor.main, lambda: run.request_stop("supervisor"))
+
+
 if __name__ == "__main__":
-    Supervisor(RunFolder(Path(sys.argv[1]))).main()
+    main(RunFolder(Path(sys.argv[1])))

@@ -9,7 +9,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ POLL_S = 0.02
 """Between two looks at a child, where the kernel cannot be asked to tell of its end."""
 
 _LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 _MEANINGS = {
     "SIGKILL": "killed, out of memory?",
@@ -43,9 +43,21 @@ def ask(command: Sequence[str], timeout_s: float, name: str = "") -> tuple[int, 
         stderr why.
     """
     try:
-        done = subprocess.run(
-            command, capture_output=True, encoding="utf-8", errors="replace", timeout=timeout_s, check=False
-        )
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            process_group=0,  # what it started in turn, such as a plugin, is ended with it
+        ) as asked:
+            try:
+                printed, complained = asked.communicate(timeout=timeout_s)
+            except BaseException:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(asked.pid, signal.SIGKILL)
+                raise
     except FileNotFoundError:
         return 127, "", f"{command[0]} is not installed"
     except PermissionError:
@@ -54,7 +66,7 @@ def ask(command: Sequence[str], timeout_s: float, name: str = "") -> tuple[int, 
         return 126, "", f"{command[0]} cannot be run: {error.strerror}"
     except subprocess.TimeoutExpired:
         return 124, "", f"{name or command[0]} did not answer in {timeout_s:g} s"
-    return done.returncode, done.stdout, done.stderr
+    return asked.returncode, printed, complained
 
 
 def die_with_parent() -> None:
@@ -63,6 +75,12 @@ def die_with_parent() -> None:
     For `preexec_fn`: it runs between fork and exec, so it only makes one system call.
     """
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Have the kernel make this process the parent of every descendant whose own parent ends, daemons too."""
+    if _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError("the kernel does not let this process adopt its descendants' orphans")
 
 
 def as_exit_code(code: int) -> int:
@@ -85,11 +103,20 @@ def start_ticks(pid: int) -> int | None:
 
     A process id is used again after its process ended; the id and this together are not.
     """
+    fields = _stat(pid)
+    return None if fields is None else int(fields[19])
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Return what the kernel tells of a process, from its state on; None of one that is not there or has ended."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
-    return None if fields[0] == "Z" else int(fields[19])
+    return None if fields[0] in "ZX" else fields
+
+
+IDENTITY = ("pid", "start_ticks")
 
 
 def identity(pid: int) -> dict[str, int | None]:
@@ -138,16 +165,31 @@ def wait(child: Child, timeout_s: float | None = None) -> int:
 
 def alive(recorded: dict[str, int] | None) -> bool:
     """Whether the recorded process still runs."""
-    return recorded is not None and start_ticks(recorded["pid"]) == recorded["start_ticks"]
+    if recorded is None or recorded["start_ticks"] is None:  # the latter: it had ended before it was recorded
+        return False
+    return start_ticks(recorded["pid"]) == recorded["start_ticks"]
 
 
 def kill(recorded: dict[str, int] | None, number: int) -> bool:
     """Send a signal to the recorded process if it still runs; return whether it did."""
     if not recorded or not alive(recorded):
         return False
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(recorded["pid"], number)
-    return True
+    try:
+        descriptor = os.pidfd_open(recorded["pid"])
+    except ProcessLookupError:
+        return False
+    except OSError:  # an old kernel, or a sandbox
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(recorded["pid"], number)
+        return True
+    try:
+        if not alive(recorded):  # asked again: from here on the descriptor is this process, whatever its id is used for
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(descriptor, number)
+        return True
+    finally:
+        os.close(descriptor)
 
 
 def available_bytes() -> int:
@@ -165,19 +207,76 @@ def _meminfo(name: str) -> int:
     return int(fields[name].split()[0]) * 1024
 
 
-def with_environment(name: str, value: str) -> list[int]:
-    """Return the processes that were started with this environment variable, this one excepted.
+class Table:
+    """The processes of this machine at one moment, this one excepted."""
 
-    It finds what a run started even where the process that started it is gone.
+    def __init__(self) -> None:
+        self._children: dict[int, list[int]] = {}
+        self._identities: dict[int, dict[str, int]] = {}
+        self._environments: dict[int, frozenset[bytes]] | None = None
+        for path in Path("/proc").glob("[0-9]*"):
+            pid = int(path.name)
+            if pid != os.getpid() and (fields := _stat(pid)):
+                self._identities[pid] = {"pid": pid, "start_ticks": int(fields[19])}
+                self._children.setdefault(int(fields[1]), []).append(pid)
+
+    def below(self, pid: int) -> set[int]:
+        """Return the children of a process, theirs, and so on."""
+        found: set[int] = set()
+        new = [pid]
+        while new:
+            new = [child for each in new for child in self._children.get(each, []) if child not in found]
+            found.update(new)
+        return found
+
+    def marked(self, name: str, value: str) -> set[int]:
+        """Return the processes that were started with this environment variable."""
+        if self._environments is None:
+            self._environments = {pid: _environment(pid) for pid in self._identities}
+        wanted = f"{name}={value}".encode()
+        return {pid for pid, environment in self._environments.items() if wanted in environment}
+
+    def kill(self, pid: int) -> None:
+        """Kill one of these processes, unless it has ended since; never another that has its id now."""
+        with contextlib.suppress(
+            PermissionError
+        ):  # another user's, as a setuid program is: it is still there next time
+            kill(self._identities.get(pid), signal.SIGKILL)
+
+
+def _environment(pid: int) -> frozenset[bytes]:
+    try:
+        return frozenset(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    except OSError:  # ended meanwhile, or another user's
+        return frozenset()
+
+
+def kill_all(find: Callable[[Table], list[int]], what: str, timeout_s: float = 10.0) -> int:
+    """Kill processes until there are none; return how many there were at first.
+
+    Args:
+        find: returns their ids in the order in which they are killed; the last is killed when it is alone, because
+            the others may be known by it.
+        what: whose they are, in words.
+        timeout_s: after which those that remain are reported.
+
+    Raises:
+        TimedOut: some do not end.
     """
-    wanted = f"{name}={value}".encode()
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
-            pid = int(path.parent.name)
-            if pid != os.getpid() and wanted in path.read_bytes().split(b"\0") and start_ticks(pid) is not None:
-                found.append(pid)
-    return found
+    deadline, first = time.monotonic() + timeout_s, None
+    while left := find(table := Table()):
+        first = len(left) if first is None else first
+        if time.monotonic() > deadline:
+            raise TimedOut(f"processes of {what} do not end: {', '.join(map(str, left))}; end them as their user")
+        for pid in left[:-1] or left:
+            table.kill(pid)
+        time.sleep(0.02)
+    return first or 0
+
+
+def with_environment(name: str, value: str) -> list[int]:
+    """Return the processes that were started with this environment variable, this one excepted."""
+    return sorted(Table().marked(name, value))
 
 
 def kill_with_environment(name: str, value: str, timeout_s: float = 10.0) -> int:
@@ -186,13 +285,4 @@ def kill_with_environment(name: str, value: str, timeout_s: float = 10.0) -> int
     Raises:
         TimedOut: some do not end.
     """
-    deadline, first = time.monotonic() + timeout_s, None
-    while left := with_environment(name, value):
-        first = len(left) if first is None else first
-        if time.monotonic() > deadline:
-            raise TimedOut(f"processes with {name}={value} do not end: {left}")
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
-    return first or 0
+    return kill_all(lambda table: sorted(table.marked(name, value)), f"{name}={value}", timeout_s)

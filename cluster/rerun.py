@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cluster import launch, manifest, startup, summary, teardown, view, watch
+from cluster import launch, manifest, startup, teardown, view, watch
 from cluster.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from cluster.request import Request
 from cluster.runs import RunFolder
@@ -75,17 +76,14 @@ def rerun(
     _check(run)
     runtime = runtime or str(manifest.read(run).get("runtime", "auto"))
     asked = Request(again=run.name, runtime=runtime, tensorboard_port="0", trust=trust)
-    planned = launch.plan(asked)
-    startup.start(planned, sh, began=time.time())
+    planned = startup.begin(asked, sh, began=time.time())
     try:
         ended = watch.follow(planned.run, lambda value: None)
-    except KeyboardInterrupt:
-        teardown.kill(planned.run, sh)
-        if not planned.run.ended:  # no agent is left to write it
-            summary.write(planned.run, settle_s=0)
+    except BaseException:
+        watch.kill(planned.run, sh)
         raise
-    finally:
-        teardown.remove(planned.run, sh)
+    if left := teardown.finish(planned.run, sh):
+        print(left, file=sys.stderr)
     return planned.run, compare(run, planned.run, tolerance) if ended["state"] == "succeeded" else None
 
 

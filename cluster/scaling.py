@@ -7,9 +7,10 @@ the run waits for its next generation, which this module begins: at most `runs.S
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 
-from cluster import launch, spec, startup, summary, teardown, view, watch
+from cluster import claim, launch, spec, startup, summary, teardown, view, watch
 from cluster.errors import EXIT_DONE, TimedOut, UsageError
 from cluster.request import Request, topology
 from cluster.runs import SCALE, RunFolder
@@ -40,15 +41,17 @@ def scale(run: RunFolder, workers: str, ps: str, sh: startup.Shell, *, trust: bo
         TimedOut: it did not stop, and goes on as it was.
     """
     before = run.load_cluster()
-    planned = plan(run, workers, ps, trust=trust)
-    startup.check_machine(planned, ending=len(before.tasks))
-    if planned.contained:
-        startup.require_image(sh, planned.gpus.accelerator)
-    began = time.monotonic()
-    print(f"{run.name}: every task saves at the same step and ends, then it goes on", flush=True)
-    stopped = stop(run)
-    step, told = _reached(run)
-    if not stopped or not _swap(planned, sh):
+    with claim.hold(run, "scaled"):
+        planned = plan(run, workers, ps, trust=trust)
+        startup.check_machine(planned, ending=len(before.tasks))
+        if planned.contained:
+            startup.require_image(sh, planned.gpus.accelerator)
+        print(f"{run.name}: every task saves at the same step and ends, then it goes on", flush=True)
+        began = time.monotonic()
+        stopped = stop(run)
+        step, told = _reached(run)
+        swapped = stopped and _swap(planned, sh)
+    if not swapped:
         return _tell_end(run, sh, "ended before it was scaled")
     run.event("chief", "scaled", step=step, **_counts(before, "before"), **_counts(planned.cluster, "after"))
     told = f"scaled {_sizes(before, planned.cluster)} at {told}"
@@ -193,8 +196,10 @@ def _end_here(run: RunFolder) -> None:
 def _tell_end(run: RunFolder, sh: startup.Shell, how: str) -> int:
     """Tell of a run that ended while it was being scaled; return the exit code."""
     ended = watch.follow(run, lambda value: None)
-    teardown.remove(run, sh)
+    left = teardown.finish(run, sh)
     print("\n".join([f"{run.name} {how}", *view.ended(run, launch.shown(run.path))]))
+    if left:
+        print(left, file=sys.stderr)
     return watch.exit_code(ended)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import shutil
@@ -11,15 +10,56 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster import compose, configuration, engine, files, images, local, manifest, packages, seal, tensorboard, toolkit
+from cluster import (
+    claim,
+    compose,
+    configuration,
+    engine,
+    files,
+    images,
+    interrupts,
+    launch,
+    local,
+    manifest,
+    owner,
+    packages,
+    seal,
+    teardown,
+    tensorboard,
+    toolkit,
+)
 from cluster.errors import PrerequisiteError
 from cluster.launch import MIN_FREE_BYTES, Plan, data_dir, runs_dir, shown
 from cluster.payload import lay_out
+from cluster.request import Request
 from cluster.runs import SCALE
-from cluster.teardown import remove
+from cluster.words import counted
 
 Shell = Callable[[str], object]
 """Runs a shell command and shows it; raises where it fails."""
+
+
+def begin(request: Request, sh: Shell, *, began: float, tell: Callable[[Plan], None] = lambda _: None) -> Plan:
+    """Plan a run and start every task of it; return the plan.
+
+    A name that the run was not given is replaced by the next one where another command takes it meanwhile.
+
+    Args:
+        request: what was asked for.
+        sh: runs commands.
+        began: when `up` was called, for the summary's times.
+        tell: is called with the plan before anything is started.
+    """
+    while True:
+        plan = launch.plan(request)
+        tell(plan)
+        try:
+            start(plan, sh, began=began)
+        except claim.Taken:
+            if request.name or request.resume:
+                raise
+        else:
+            return plan
 
 
 def start(plan: Plan, sh: Shell, *, began: float) -> None:
@@ -29,20 +69,32 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
         plan: what to start.
         sh: runs commands.
         began: when `up` was called, for the summary's times.
+
+    Raises:
+        UsageError: the run is another command's meanwhile. Nothing was started.
     """
     check_machine(plan)
-    for command in [] if plan.data else _data_commands(plan):
-        sh(command)
-    if not plan.payload.script:
-        configuration.check(plan.config, plan.cluster.strategy, plan.payload.local_path(), data_dir())
-    if plan.contained:
-        build_images(sh, plan.gpus.accelerator)
-    _write_folder(plan, began)
-    _start_tasks(plan, sh)
+    with claim.hold(plan.run, "resumed" if plan.resumes else "started"):
+        launch.check_folder(plan.run, resumes=plan.resumes, replaces=plan.replaces)
+        for command in [] if plan.data else _data_commands(plan):
+            sh(command)
+        if not plan.payload.script:
+            configuration.check(plan.config, plan.cluster.strategy, plan.payload.local_path(), data_dir())
+        if plan.contained:
+            build_images(sh, plan.gpus.accelerator)
+        if owner.read(plan.run):  # it has ended, but some of it may still be about to
+            teardown.remove(plan.run, sh)
+        _write_folder(plan, began)
+        try:
+            _start_tasks(plan, sh)
+        except BaseException as error:
+            state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+            teardown.record_end(plan.run, state, " ".join(str(error).split()))
+            raise
 
 
 def go_on(plan: Plan, sh: Shell) -> None:
-    """Start every task of a plan whose run has stopped for it, and has no task left.
+    """Start every task of a plan whose run has stopped for it, has no task left, and is claimed.
 
     Its configuration stays, and so does the time of its start: it is the same run.
     """
@@ -54,19 +106,31 @@ def go_on(plan: Plan, sh: Shell) -> None:
 
 
 def _start_tasks(plan: Plan, sh: Shell) -> None:
+    """Start the tasks; where that fails or is interrupted, end those that were started."""
     try:
         if plan.contained:
             _let_tasks_read_data()
             _hand_over(plan.run.path)
             if plan.payload.script:
                 _hand_over(plan.run.scratch)
+            owner.begin(plan.run, plan.runtime)
             sh(compose.up(plan.run.compose, plan.cluster))
         else:
             local.start(plan.run)
     except BaseException:
-        with contextlib.suppress(Exception):  # what went wrong first is what is told
-            remove(plan.run, sh)
+        with interrupts.ignored("ending what was started"):
+            left = teardown.try_remove(plan.run, sh)
+        if left:  # what went wrong first is what the error says
+            print(left, file=sys.stderr)
         raise
+
+
+def announce(plan: Plan) -> None:
+    """Print what a plan is."""
+    tasks = counted(len(plan.cluster.tasks), "task")
+    data = [f"data: {plan.data}"] if plan.data else []  # otherwise the command that prepares it tells
+    first = f"{plan.cluster.strategy_class} on {tasks} as {plan.why_runtime}"
+    print("\n".join([first, *plan.notes, *data]), flush=True)
 
 
 def commands(plan: Plan) -> list[str]:
@@ -187,6 +251,18 @@ def _write_folder(plan: Plan, began: float) -> None:
     if plan.replaces:
         shutil.rmtree(plan.run.path)  # it follows no link
         shutil.rmtree(plan.run.scratch, ignore_errors=True)
+    if not plan.resumes:
+        _make_folder(plan)
+    try:
+        _write_records(plan, began)
+    except BaseException:
+        if not plan.resumes:  # nothing was started of it, and its name is free again
+            shutil.rmtree(plan.run.path, ignore_errors=True)
+        raise
+    (runs_dir() / ".current").write_text(plan.run.name + "\n")
+
+
+def _write_records(plan: Plan, began: float) -> None:
     plan.run.create()
     lay_out(plan.payload, plan.run, plan.cluster, contained=plan.contained)
     if plan.payload.packages:
@@ -201,7 +277,22 @@ def _write_folder(plan: Plan, began: float) -> None:
     started |= {"network": plan.network.asked, "env": list(plan.payload.env)}
     files.write_json(plan.run.control / "started.json", started)
     _begin_life(plan)
-    (runs_dir() / ".current").write_text(plan.run.name + "\n")
+
+
+def _make_folder(plan: Plan) -> None:
+    """Make the run's folder, which whoever does not hold the claim may have made as well.
+
+    Raises:
+        Taken: it is there.
+    """
+    try:
+        plan.run.path.mkdir()
+    except FileExistsError as error:
+        raise claim.Taken(f"run {plan.run.name!r} exists; choose another --name") from error
+    except OSError as error:
+        raise PrerequisiteError(
+            f"run folder {plan.run.path}: {error.strerror}; give write access, or set RUNS_DIR to one you own"
+        ) from error
 
 
 def _begin_life(plan: Plan) -> dict[str, Any]:

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cluster import compose, engine, processes
+from cluster import claim, compose, engine, processes
 from cluster.errors import PrerequisiteError, TimedOut
 from cluster.files import read_json, write_json
+from cluster.runs import RunFolder
 
 PORT = 6006
 START_TIMEOUT_S = 60.0
@@ -68,37 +69,70 @@ def start(runs_dir: Path, port: int, runtime: str, sh: Callable[[str], object]) 
         PrerequisiteError: another program listens on the port.
         TimedOut: it does not answer.
     """
-    if (other := running(runs_dir)) is not None:
-        if other == port:
-            return
-        stop(runs_dir, sh)
-    check_port(runs_dir, port)
-    record: dict[str, Any] = {"runtime": runtime, "port": port}
-    if runtime == "docker":
-        sh(compose.tensorboard(runs_dir, port, "up", "--detach", "--no-build", "--pull", "never", "tensorboard"))
-    else:
-        record["process"] = processes.identity(_start_process(runs_dir, port))
-    write_json(runs_dir / ".tensorboard.json", record)
-    _await_answer(runs_dir, port)
+    with claim.hold(RunFolder(runs_dir / ".tensorboard"), "started", wait_s=START_TIMEOUT_S):
+        if (other := running(runs_dir)) is not None:
+            if other == port:
+                return
+            _stop(runs_dir, sh)
+        check_port(runs_dir, port)
+        record: dict[str, Any] = {"runtime": runtime, "port": port}
+        if runtime == "docker":
+            write_json(_record_path(runs_dir), record)  # before: what is left of a start that fails is ours, too
+            sh(compose.tensorboard(runs_dir, port, "up", "--detach", "--no-build", "--pull", "never", "tensorboard"))
+        else:
+            record["process"] = processes.identity(_start_process(runs_dir, port))
+            write_json(_record_path(runs_dir), record)
+        _await_answer(runs_dir, port, record.get("process"))
 
 
 def stop(runs_dir: Path, sh: Callable[[str], object]) -> bool:
-    """End our TensorBoard; return whether one ran."""
+    """End our TensorBoard; return whether one ran.
+
+    Raises:
+        PrerequisiteError: it is in a container, and no engine answers.
+    """
+    if _record(runs_dir) is None:
+        return False
+    with claim.hold(RunFolder(runs_dir / ".tensorboard"), "ended", wait_s=START_TIMEOUT_S):
+        return _stop(runs_dir, sh)
+
+
+def _stop(runs_dir: Path, sh: Callable[[str], object]) -> bool:
     record = _record(runs_dir)
-    if not record:
+    if record is None:
         return False
     if record["runtime"] == "docker":
         ended = _container(runs_dir)
-        sh(compose.tensorboard(runs_dir, int(record["port"]), "down", "--timeout", "5", "--volumes"))
+        try:
+            sh(compose.tensorboard(runs_dir, record["port"], "down", "--timeout", "5", "--volumes"))
+        except Exception as error:
+            if not (answer := engine.probe()).ready:
+                raise PrerequisiteError(
+                    f"TensorBoard is in a container, which may go on: {answer.detail}; start the engine, then "
+                    "`invoke down` again"
+                ) from error
+            raise
     else:
         ended = _end_process(record["process"])
-    (runs_dir / ".tensorboard.json").unlink(missing_ok=True)
+    _record_path(runs_dir).unlink(missing_ok=True)
     return ended
 
 
+def _record_path(runs_dir: Path) -> Path:
+    return runs_dir / ".tensorboard.json"
+
+
 def _record(runs_dir: Path) -> dict[str, Any] | None:
-    record: dict[str, Any] | None = read_json(runs_dir / ".tensorboard.json", None)
-    return record
+    """Return what was started; None where nothing was, or the record is damaged."""
+    try:
+        record = read_json(_record_path(runs_dir), None)
+    except (OSError, ValueError):
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("port"), int):
+        return None
+    process = record.get("process")
+    identified = isinstance(process, dict) and all(isinstance(process.get(key), int) for key in processes.IDENTITY)
+    return record if record.get("runtime") == "docker" or identified else None
 
 
 def _container(runs_dir: Path) -> bool:
@@ -132,9 +166,11 @@ def _end_process(recorded: dict[str, int]) -> bool:
     return True
 
 
-def _await_answer(runs_dir: Path, port: int) -> None:
+def _await_answer(runs_dir: Path, port: int, process: dict[str, int] | None) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
+        if process and not processes.alive(process):
+            raise PrerequisiteError(f"TensorBoard ended at once: {_last_line(runs_dir)}")
         try:
             with urllib.request.urlopen(f"{address(port)}/data/logdir", timeout=5):
                 return
@@ -144,3 +180,12 @@ def _await_answer(runs_dir: Path, port: int) -> None:
         f"TensorBoard did not answer on {address(port)} in {START_TIMEOUT_S:g} s; see {runs_dir / '.tensorboard.log'} "
         "or `docker logs` of its container, then `invoke tensorboard`"
     )
+
+
+def _last_line(runs_dir: Path) -> str:
+    """Return what a local TensorBoard printed last."""
+    try:
+        lines = (runs_dir / ".tensorboard.log").read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")

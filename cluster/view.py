@@ -43,12 +43,15 @@ def _plain(lines: Callable[P, list[str]]) -> Callable[P, list[str]]:
     return wrapped
 
 
-def status(run: RunFolder, beats: dict[str, dict[str, Any]] | None = None) -> dict[str, Any]:
+def status(
+    run: RunFolder, beats: dict[str, dict[str, Any]] | None = None, *, with_board: bool = True
+) -> dict[str, Any]:
     """Return the run's status, as `invoke status --json` shows it.
 
     Args:
         run: whose.
         beats: its heartbeats, with the state of silent tasks replaced, from whoever watches it; else they are read.
+        with_board: whether to look for TensorBoard, for which an engine may have to be asked.
 
     Raises:
         DamagedError: the run's description is damaged.
@@ -59,7 +62,7 @@ def status(run: RunFolder, beats: dict[str, dict[str, Any]] | None = None) -> di
     chief = beats.get("chief", {})
     step, total, rate = chief.get("step", 0), chief.get("steps_total"), chief.get("examples_per_s")
     batch = config.get("global_batch", 0)
-    port = tensorboard.running(run.path.parent)
+    port = tensorboard.running(run.path.parent) if with_board else None
     return {
         "run": run.name,
         "state": summary["state"] if summary else chief.get("state", "starting"),

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-from cluster import launch, startup, summary, teardown, tensorboard, view
+from cluster import claim, interrupts, launch, records, startup, summary, teardown, tensorboard, view
 from cluster.errors import (
     EXIT_DONE,
     EXIT_FAILED,
+    EXIT_HUNG_UP,
     EXIT_INTERRUPTED,
     EXIT_PREREQUISITE,
     EXIT_TIMEOUT,
-    ClusterError,
     TimedOut,
 )
 from cluster.files import write_json
@@ -38,7 +39,7 @@ def follow(
     """
     deadline, pulse = time.monotonic() + timeout_s, Pulse(run)
     while (ended := run.ended) is None:
-        on_status(view.status(run, pulse.look()))
+        on_status(view.status(run, pulse.look(), with_board=False))
         _notice_silence(run, pulse)
         if time.monotonic() > deadline:
             raise TimedOut(f"run {run.name} has not ended after {timeout_s:g} s; it goes on, see `invoke status`")
@@ -51,7 +52,7 @@ def until_training(run: RunFolder, on_status: Callable[[dict[str, Any]], None]) 
     pulse = Pulse(run)
     while not run.ended:
         names = {task.name for task in run.load_cluster().tasks}  # anew: it may be scaled meanwhile
-        value = view.status(run, pulse.look())
+        value = view.status(run, pulse.look(), with_board=False)
         on_status(value)
         under_way = {"training", "saving", "evaluating", "done"}
         all_train = {beat["task"] for beat in value["tasks"] if beat["state"] in under_way} == names
@@ -75,45 +76,121 @@ def stop(run: RunFolder, by: str, timeout_s: float = STOP_TIMEOUT_S) -> dict[str
         raise TimedOut(f"run {run.name} did not stop in {timeout_s:g} s; `invoke down` ends it at once") from None
 
 
-def end(run: RunFolder, by: str, timeout_s: float, sh: startup.Shell) -> None:
-    """Ask a run to save and stop if it is in progress, and end whatever is left of it."""
-    if teardown.in_progress(run):
-        # A run that cannot stop, or in whose folder nothing can be asked for, is ended all the same.
-        with contextlib.suppress(ClusterError, OSError):
+def end(run: RunFolder, by: str, timeout_s: float, sh: startup.Shell, *, contained: bool | None = None) -> None:
+    """Ask a run to save and stop if it is in progress, and end whatever is left of it, however damaged its folder is.
+
+    Args:
+        run: the run.
+        by: who asks.
+        timeout_s: in which it may save and stop.
+        sh: runs commands.
+        contained: whether the engine has something of it; by default that is what its record says.
+
+    Raises:
+        Taken: another command is at work on the run, and did not come to an end.
+        PrerequisiteError: it is in containers, and no engine answers.
+    """
+    try:
+        if teardown.in_progress(run):
             stop(run, by, timeout_s)
-    teardown.remove(run, sh)
+    except TimedOut:  # a run that cannot stop is ended all the same
+        pass
+    except Exception as error:
+        print(f"{run.name} cannot be asked to stop: {' '.join(str(error).split())}", file=sys.stderr)
+    with claim.hold(run, "ended", wait_s=claim.WAIT_S):
+        teardown.remove(run, sh, contained=contained)
+        teardown.record_end(run)
 
 
 def attend(run: RunFolder, runtime: str, port: int, detach: bool, sh: startup.Shell) -> int:
-    """Show a run that was started until it ends or, detached, until it trains; return the exit code."""
+    """Show a run that was started until it ends or, detached, until it trains; return the exit code.
+
+    However this is left, it says what becomes of the run.
+    """
     live = view.Live()
     try:
         try:
-            stops = "stops every script" if run.script else "saves and stops"
-            print(f"run folder {launch.shown(run.path)}; Ctrl-C {stops}, a second one kills", flush=True)
-            if until_training(run, live.show):
-                live.clear()
-                if port:
-                    tensorboard.start(run.path.parent, port, runtime, sh)
-                    print(f"TensorBoard {tensorboard.address(port)}", flush=True)
-                if detach:
-                    what = "every script runs" if run.script else "training"
-                    print(f"{what} in the background; next: invoke status --watch, invoke wait, invoke stop")
-                    return EXIT_DONE
-            ended = follow(run, live.show)
+            ended = _watch(run, runtime, port, detach, sh, live)
         except KeyboardInterrupt:
             live.clear()
             how = "every script gets a SIGTERM" if run.script else "every task saves at the same step"
             print(f"stopping: {how}; Ctrl-C again kills", flush=True)
             ended = stop(run, "Ctrl-C")
     except KeyboardInterrupt:
-        print("killing every task", flush=True)
-        teardown.kill(run, sh)
-        ended = run.ended or summary.write(run, settle_s=0)  # no agent is left to write it
+        ended = kill(run, sh)
+    except interrupts.HungUp:
+        run.event("chief", "unattended", cause="SIGHUP")
+        print(f"the terminal is gone; {_goes_on(run)}", flush=True)
+        return EXIT_HUNG_UP
+    except BaseException:
+        _tell_that_it_goes_on(run)
+        raise
+    if ended is None:
+        return EXIT_DONE
     live.clear()
-    teardown.remove(run, sh)
-    print("\n".join(view.ended(run, launch.shown(run.path))))
+    left = teardown.finish(run, sh)
+    print("\n".join(view.ended(run, launch.shown(run.path))), flush=True)
+    if left:
+        print(left, file=sys.stderr)
     return exit_code(ended)
+
+
+def _watch(
+    run: RunFolder, runtime: str, port: int, detach: bool, sh: startup.Shell, live: view.Live
+) -> dict[str, Any] | None:
+    """Show a run until it ends; return its summary, or None where it goes on as it should."""
+
+    def show(value: dict[str, Any]) -> None:
+        interrupts.check()
+        live.show(value)
+
+    stops = "stops every script" if run.script else "saves and stops"
+    print(f"run folder {launch.shown(run.path)}; Ctrl-C {stops}, a second one kills", flush=True)
+    if until_training(run, show):
+        live.clear()
+        if port:
+            print(_start_tensorboard(run, port, runtime, sh), flush=True)
+        if detach:
+            what = "every script runs" if run.script else "training"
+            print(f"{what} in the background; next: invoke status --watch, invoke wait, invoke stop")
+            return None
+    return follow(run, show)
+
+
+def _start_tensorboard(run: RunFolder, port: int, runtime: str, sh: startup.Shell) -> str:
+    """Start TensorBoard; return where it is, or why there is none: the run goes on without it."""
+    try:
+        tensorboard.start(run.path.parent, port, runtime, sh)
+    except Exception as error:
+        told = " ".join(str(error).split())
+        again = f"invoke tensorboard{'' if port == tensorboard.PORT else f' --port {port}'}"
+        return f"TensorBoard is not up, the run goes on without it; `{again}` starts it: {told}"
+    return f"TensorBoard {tensorboard.address(port)}"
+
+
+def kill(run: RunFolder, sh: startup.Shell) -> dict[str, Any]:
+    """End every task at once; return the summary."""
+    print("killing every task", flush=True)
+    with interrupts.ignored("ending every task"):
+        run.end("stopped", task="user")  # before the claim: whoever scales the run gives it back then
+        try:
+            with claim.hold(run, "ended", wait_s=claim.WAIT_S):
+                teardown.kill(run, sh)
+        finally:
+            teardown.record_end(run)  # no agent is left to write it
+    ended: dict[str, Any] = records.read(run.summary, records.summary)
+    return ended
+
+
+def _tell_that_it_goes_on(run: RunFolder) -> None:
+    """Say that a run is not over because nobody watches it any more; what went wrong is told besides."""
+    with contextlib.suppress(Exception):
+        if teardown.in_progress(run):
+            print(_goes_on(run), file=sys.stderr, flush=True)
+
+
+def _goes_on(run: RunFolder) -> str:
+    return f"{run.name} goes on in the background; next: invoke status --watch, invoke stop, invoke down"
 
 
 def exit_code(ended: dict[str, Any]) -> int:

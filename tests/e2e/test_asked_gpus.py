@@ -57,7 +57,7 @@ def host(clusters: Clusters, nvidia_smi: Callable[[str], None], monkeypatch: pyt
     context = Context(Config(overrides={"run": {"in_stream": False}}))
     context._set(remainder="")
     yield context
-    for run in teardown.leftovers(clusters.runs_dir):
+    for run in teardown.leftovers(clusters.runs_dir).runs:
         teardown.kill(run, shell(context))
     clusters.invoke("down")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cluster import local
+from cluster import local, owner
 from cluster.files import read_json
 from cluster.runs import RunFolder
 from tests.waiting import wait_for
@@ -39,6 +39,14 @@ class Gang:
     def pid(self, task: str, of: str = "program") -> int:
         """Return the process id of a task's program or agent."""
         return read_json(self.run.path / "pids" / f"{task}.json")[of]
+
+    @property
+    def keeper(self) -> dict[str, int]:
+        """What identifies the run's first process."""
+        owned = owner.read(self.run)
+        assert owned
+        assert owned.supervisor
+        return owned.supervisor
 
     def events(self, event: str) -> list[dict[str, Any]]:
         """Return the events of one kind."""

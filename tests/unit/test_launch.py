@@ -20,6 +20,7 @@ from cluster import (
     images,
     launch,
     local,
+    owner,
     payload,
     request,
     startup,
@@ -409,9 +410,13 @@ def test_what_was_started_is_ended_by_its_own_engine(
 def test_leftovers_are_the_runs_of_this_folder_that_live(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     left = make_run("left")
     make_run("ended")
-    monkeypatch.setattr(local, "processes_left", lambda run: [1] if run == left else [])
+    gone, contained = RunFolder(left.path.with_name("gone")), RunFolder(left.path.with_name("contained"))
+    for run, runtime in ((left, "local"), (gone, "local"), (contained, "docker")):
+        owner.begin(run, runtime)
+    monkeypatch.setattr(local, "processes_left", lambda run, table: [1] if run in (left, gone) else [])
     monkeypatch.setattr(engine, "ask", lambda *words: (1, "no engine"))
-    assert [left] == teardown.leftovers(launch.runs_dir())
+    found = teardown.leftovers(launch.runs_dir())
+    assert ([gone, left], [], [contained]) == (found.runs, found.contained, found.out_of_reach)
 
 
 def test_no_current_run_is_told(tmp_path: Path, make_run: MakeRun) -> None:

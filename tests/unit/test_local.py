@@ -89,24 +89,24 @@ def test_killing_a_run_leaves_no_process(start_gang: StartGang) -> None:
     for started, tasks in ((gang, ("chief", "worker-0")), (other, ("chief",))):
         for task in tasks:
             started.await_step(task, 2)
-    assert 5 == len(local.processes_left(gang.run))  # the supervisor, two agents and their programs
-    assert 5 == local.kill(gang.run)
+    assert 6 == len(local.processes_left(gang.run))  # two for all of them, two agents and their programs
+    assert 6 == local.kill(gang.run)
     assert [] == local.processes_left(gang.run)
-    assert 3 == len(local.processes_left(other.run))
+    assert 4 == len(local.processes_left(other.run))
 
 
 def test_everything_dies_with_the_supervisor(start_gang: StartGang) -> None:
     gang = start_gang("train(2), work()", workers=1)
     for task in ("chief", "worker-0"):
         gang.await_step(task, 2)
-    processes.kill(read_json(gang.run.control / "supervisor.json"), signal.SIGKILL)
+    processes.kill(gang.keeper, signal.SIGKILL)
     wait_for(lambda: not local.processes_left(gang.run), "the end of all processes", timeout_s=3)
 
 
 def test_sigterm_to_the_supervisor_stops_the_run(start_gang: StartGang) -> None:
     gang = start_gang("train(2), work()", workers=0)
     gang.await_step("chief", 2)
-    processes.kill(read_json(gang.run.control / "supervisor.json"), signal.SIGTERM)
+    processes.kill(gang.keeper, signal.SIGTERM)
     assert ("stopped", 2) == (gang.summary()["state"], gang.summary()["steps"])
 
 

@@ -139,7 +139,7 @@ def test_a_run_that_must_have_a_network_and_cannot_starts_no_task(
     write_json(run.compose, {"runtime": "local", "network": "private", "tasks": {"chief": started}})
     monkeypatch.setattr(namespaces, "enter", refuse)
     with pytest.raises(PermissionError):
-        local.Supervisor(run).main()
+        local.main(run)
     assert not (tmp_path / "started").exists()
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from cluster import local, processes, spec, teardown
-from cluster.files import read_json
 from cluster.placement import Placement
 from cluster.runs import RunFolder
 from tests.unit.gang import Gang, StartGang
@@ -33,7 +32,9 @@ def start(start_gang: StartGang) -> StartGang:
 
 
 def supervisor(gang: Gang) -> int:
-    return read_json(gang.run.control / "supervisor.json")["pid"]
+    """Return the one child of the run's first process, which does nothing else than wait for it."""
+    keeper = gang.keeper["pid"]
+    return int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text())
 
 
 def loaded_by(gang: Gang, generation: int = 0) -> dict[str, str]:
@@ -43,19 +44,21 @@ def loaded_by(gang: Gang, generation: int = 0) -> dict[str, str]:
 
 def test_every_program_is_a_copy_of_the_supervisor(start: StartGang) -> None:
     gang = start(f"{LOADED}\ntrain(2), meet(), finish()", workers=1)
+    loader = supervisor(gang)
     summary = gang.summary()
     assert ("succeeded", {"chief": 0, "worker-0": 0}) == (summary["state"], summary["tasks"])
-    assert dict.fromkeys(("chief", "worker-0"), f"[{supervisor(gang)}]") == loaded_by(gang)
+    assert dict.fromkeys(("chief", "worker-0"), f"[{loader}]") == loaded_by(gang)
     assert not gang.run.log("supervisor").read_text()
 
 
 def test_a_killed_program_begins_again_as_a_copy(start: StartGang) -> None:
     gang = start(f"{LOADED}\ntrain(3)\nif not GENERATION: work()\ntrain(4), meet(), finish()", workers=1)
+    loader = supervisor(gang)
     gang.await_step("worker-0", 3)
     os.kill(gang.pid("worker-0"), signal.SIGKILL)
     summary = gang.summary()
     assert ("succeeded", 1) == (summary["state"], len(summary["restarts"]))
-    assert dict.fromkeys(("chief", "worker-0"), f"[{supervisor(gang)}]") == loaded_by(gang, generation=1)
+    assert dict.fromkeys(("chief", "worker-0"), f"[{loader}]") == loaded_by(gang, generation=1)
 
 
 def test_a_killed_agent_takes_its_program_with_it_and_comes_back(start: StartGang) -> None:
@@ -74,7 +77,7 @@ def test_everything_dies_with_the_supervisor(start: StartGang) -> None:
     gang = start("train(2), work()", workers=1)
     for task in ("chief", "worker-0"):
         gang.await_step(task, 2)
-    assert 5 == len(local.processes_left(gang.run))
+    assert 6 == len(local.processes_left(gang.run))
     os.kill(supervisor(gang), signal.SIGKILL)
     wait_for(lambda: not local.processes_left(gang.run), "the end of all processes", timeout_s=3)
 
@@ -118,8 +121,8 @@ def test_a_run_is_under_way_while_it_imports_and_can_be_stopped(
 
     monkeypatch.setattr(local, "start", begin_slowly)
     gang = start("train(2), finish()", workers=1)
-    wait_for(lambda: len(gang.run.heartbeats()) == 2, "a heartbeat of each task")
-    assert ["starting", "starting"] == [beat["state"] for beat in gang.run.heartbeats().values()]
+    wait_for(lambda: len(gang.run.heartbeats()) == 2, "the sign of life of both tasks")
+    assert {"starting"} == {beat["state"] for beat in gang.run.heartbeats().values()}
     assert teardown.in_progress(gang.run)
     os.kill(supervisor(gang), signal.SIGTERM)
     wait_for(lambda: gang.run.stop_requested, "the request to stop")

@@ -39,7 +39,7 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_after_a_death_the_spares_go_on_as_the_next_generation(start_gang: StartGang) -> None:
     gang = start_gang(LINES, workers=1)
     # A supervisor, and for each task its agent, its program and the spare.
-    wait_for(lambda: len(local.processes_left(gang.run)) == 7, "the spares")
+    wait_for(lambda: len(local.processes_left(gang.run)) == 8, "the spares")
     os.kill(gang.pid("worker-0"), signal.SIGKILL)
     assert "succeeded" == gang.summary()["state"]  # and waits until every process has ended, spares too
     lives = {tuple(path.name.split(".")[::2]) for path in gang.run.path.glob("*.spare=*")}

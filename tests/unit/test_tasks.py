@@ -18,7 +18,20 @@ from invoke.exceptions import ThreadException
 from invoke.util import ExceptionWrapper
 
 import tasks
-from cluster import compose, configuration, doctor, engine, images, launch, local, locks, startup, teardown, watch
+from cluster import (
+    compose,
+    configuration,
+    doctor,
+    engine,
+    images,
+    launch,
+    local,
+    locks,
+    owner,
+    startup,
+    teardown,
+    watch,
+)
 from cluster import tensorboard as board
 from cluster.command_line import told
 from cluster.errors import PrerequisiteError, TimedOut
@@ -448,7 +461,7 @@ def test_down_ends_a_run_even_if_it_does_not_stop(
     monkeypatch.setattr(teardown, "in_progress", lambda folder: True)
     monkeypatch.setattr(watch, "stop", stop)
     monkeypatch.setattr(local, "kill", killed.append)
-    tasks.down(context(), run="run")
+    assert (0, "") == refusal("down", run="run")
     assert [run] == killed
     assert capsys.readouterr().out.startswith("run is down; its folder is ")
 
@@ -458,10 +471,11 @@ def test_down_ends_every_run_that_is_left_and_tensorboard(
 ) -> None:
     left, stopped = make_run("left"), []
     make_run("ended")
+    owner.begin(left, "local")
     monkeypatch.setattr(engine, "ask", lambda *words: (127, "docker is not installed"))
-    monkeypatch.setattr(local, "processes_left", lambda run: [1] if run == left else [])
+    monkeypatch.setattr(local, "processes_left", lambda run, table: [1] if run == left else [])
     monkeypatch.setattr(local, "kill", stopped.append)
     monkeypatch.setattr(board, "stop", lambda runs_dir, sh: stopped.append(runs_dir) is None)
-    tasks.down(context())
+    assert (0, "") == refusal("down")
     assert [left, launch.runs_dir()] == stopped
     assert "TensorBoard is down" == capsys.readouterr().out.splitlines()[-1]

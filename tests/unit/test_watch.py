@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from cluster import liveness, watch
+from cluster import engine, liveness, watch
 from cluster.files import write_json
 from cluster.liveness import LONGEST_LOOK_S, Pulse, look_once, silent
 from cluster.runs import LOST_AFTER_S, RunFolder
+from tests.unit.ending import end
 
 
 def beat(run: RunFolder, task: str, age_s: float, state: str = "training") -> None:
@@ -118,3 +119,23 @@ def test_and_calls_lost_what_does_not_change(make_run: Callable[..., RunFolder])
     assert ("training", False) == (look_once(run)["chief"]["state"], silent(run))
     beat(run, "chief", age_s=60, state="done")
     assert "done" == look_once(run)["chief"]["state"]
+
+
+def test_watching_asks_no_engine_and_reads_no_event(
+    make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(workers=0)
+    write_json(run.path.parent / ".tensorboard.json", {"runtime": "docker", "port": 6006})
+    beat(run, "chief", age_s=0)
+    looks: list[int] = []
+    monkeypatch.setattr(engine, "ask", lambda *words, **_: pytest.fail(f"asked: docker {words}"))
+    monkeypatch.setattr(RunFolder, "events", lambda run: pytest.fail("read all events"))
+
+    def end_after_three(value: dict[str, Any]) -> None:
+        looks.append(value["step"])
+        if len(looks) == 3:
+            monkeypatch.undo()
+            end(run, "succeeded")
+
+    assert "succeeded" == watch.follow(run, end_after_three, timeout_s=20)["state"]
+    assert [7, 7, 7] == looks
