@@ -131,8 +131,9 @@ class _Follower(keras.callbacks.Callback):
         self._evaluation = assignment.new_evaluation()
         self._save_timer = loops.SaveTimer(assignment.config.checkpoint_seconds if assignment.chief else 0)
         self._agree: Callable[[steps.Signals], steps.Signals] = lambda signals: signals
-        # tf_keras adds up over all replicas what it logs (its `reduce_per_replica`), means too.
-        self._log_sums = assignment.strategy.num_replicas_in_sync if is_legacy() and not assignment.asynchronous else 1
+        # On several tasks tf_keras adds up over all replicas what it logs (its `reduce_per_replica`), means too.
+        summed = is_legacy() and isinstance(assignment.strategy, tf.distribute.MultiWorkerMirroredStrategy)
+        self._log_sums = assignment.strategy.num_replicas_in_sync if summed else 1
         self.step = first
         self.ended = False
         """Whether training ends before its last step."""
