@@ -58,6 +58,7 @@ class Training:
         assignment, total = self._assignment, self._assignment.total_steps
         follower = _Follower(assignment, self._report, self._checkpoint, self._first, self._hooks)
         follower.set_model(assignment.model)  # Keras does so in `fit`, which a training that is done needs not
+        self._checkpoint.prepare()
         if self._hooks:
             self._hooks.begin(self._first, lambda _step: follower.evaluate())
             follower.ended = self._hooks.enough
