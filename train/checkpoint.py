@@ -101,6 +101,16 @@ class Checkpoint:
             clean(self._folder, self._generation)
         return int(self._step.numpy())
 
+    def prepare(self) -> Copy:
+        """Return what a save copies to, made by the first call.
+
+        Call outside of the strategy's scope: inside, as in the callbacks of `fit`, its variables would be the
+        strategy's, which tasks share, and which cannot hold text.
+        """
+        if self._copy is None:
+            self._copy = Copy(self._checkpoint)
+        return self._copy
+
     def save(self, step: int) -> None:
         """Save the state after `step` optimizer steps. Every task calls this at the same step.
 
@@ -112,9 +122,7 @@ class Checkpoint:
         """
         self.wait()
         self._step.assign(step)
-        if self._copy is None:
-            self._copy = Copy(self._checkpoint)
-        self._copy.update()
+        self.prepare().update()
         if self._writes:
             self._writing = threading.Thread(target=self._write, args=(step,), name="checkpoint")
             self._writing.start()

@@ -56,6 +56,7 @@ class Training:
         assignment, total = self._assignment, self._assignment.total_steps
         follower = _Follower(assignment, self._report, self._checkpoint, self._first, self._hooks)
         follower.set_model(assignment.model)  # Keras does so in `fit`, which a training that is done needs not
+        self._checkpoint.prepare()
         if self._hooks:
             self._hooks.begin(self._first, lambda _step: follower.evaluate())
             follower.ended = self._hooks.enough
@@ -133,8 +134,9 @@ class _Follower(keras.callbacks.Callback):
         self._save_steps = save_timer.parse(assignment.config.checkpoint_every)[0]
         self._brief = False
         self._agree: Callable[[steps.Signals], steps.Signals] = lambda signals: signals
-        # tf_keras adds up over all replicas what it logs (its `reduce_per_replica`), means too.
-        self._log_sums = assignment.strategy.num_replicas_in_sync if is_legacy() and not assignment.asynchronous else 1
+        # On several tasks tf_keras adds up over all replicas what it logs (its `reduce_per_replica`), means too.
+        summed = is_legacy() and isinstance(assignment.strategy, tf.distribute.MultiWorkerMirroredStrategy)
+        self._log_sums = assignment.strategy.num_replicas_in_sync if summed else 1
         self.step = first
         self.ended = False
         """Whether training ends before its last step."""
