@@ -133,7 +133,7 @@ def base_commands() -> list[str]:
     bootstrap += [f"--dpkgopt={rule}" for rule in left_out]
     return [
         f"mkdir -p {Path(_BASE_TAR).parent}",
-        f"umask 022; SOURCE_DATE_EPOCH={checkout.commit_time_s()} {shlex.join([*bootstrap, 'bookworm', _BASE_TAR])}",
+        f"umask 022 && SOURCE_DATE_EPOCH={checkout.commit_time_s()} {shlex.join([*bootstrap, 'bookworm', _BASE_TAR])}",
         shlex.join(["docker", "import", '--change=CMD ["python3"]', _BASE_TAR, DEBIAN_BASE]),
         f"rm {_BASE_TAR}",
         shlex.join([sys.executable, "-m", "cluster.base_packages"]),

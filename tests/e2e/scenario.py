@@ -28,6 +28,7 @@ class Clusters:
 
     runs_dir: Path
     environment: dict[str, str] = field(default_factory=dict)
+    checkout: Path = ROOT
 
     @property
     def _settings(self) -> dict[str, str]:
@@ -38,7 +39,7 @@ class Clusters:
         """Start `invoke` with these words."""
         return subprocess.Popen(
             [sys.executable, "-m", "invoke", *words],
-            cwd=ROOT,
+            cwd=self.checkout,
             env=os.environ | self._settings | self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -1,0 +1,78 @@
+"""A run from a checkout whose folder is called anything: the shell, Compose and pip take the name as it is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster import engine
+from cluster.files import read_json
+from tests.e2e.scenario import DATA, ROOT, Clusters
+
+NAME = 'a;touch PWNED; $(touch PWNED) `touch PWNED` bob\'s "R&D" (1) ${x} ü'
+OPTIONS = ("--name=one", "--workers=1", "--tensorboard-port=0")
+TRAINING = ("--max-steps", "4", "--log-every", "1", "--evaluate-every", "1000")
+OWN_IMAGES = "tf-cluster-tests-paths"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, data: Path) -> Path:
+    """A copy of the checkout, with its data."""
+    folder = tmp_path / NAME
+    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, check=True, text=True)
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    shutil.copytree(DATA / "arrays", folder / "data" / "arrays")
+    return folder
+
+
+def clusters_in(checkout: Path, **environment: str) -> Clusters:
+    own = {"RUNS_DIR": f"{checkout}/runs", "DATA_DIR": f"{checkout}/data", **environment}
+    return Clusters(checkout / "runs", own, checkout)
+
+
+def check(checkout: Path) -> None:
+    assert "succeeded" == read_json(checkout / "runs" / "one" / "summary.json")["state"]
+    assert [] == list(checkout.parent.rglob("PWNED"))
+    assert [] == list(ROOT.glob("PWNED*"))
+
+
+def test_a_run_as_local_processes_must_succeed(checkout: Path) -> None:
+    clusters = clusters_in(checkout)
+    clusters.invoke("up", *OPTIONS, "--runtime=local", "--", *TRAINING)
+    check(checkout)
+    clusters.invoke("evaluate", "one")
+    clusters.invoke("down")
+    check(checkout)
+
+
+@pytest.fixture
+def own_images() -> Iterator[str]:
+    """The beginning of the names of images that are removed again."""
+    yield OWN_IMAGES
+    for name in ("train:cpu", "tensorboard:latest"):
+        engine.ask("image", "rm", f"{OWN_IMAGES}/{name}", timeout_s=60)
+
+
+@pytest.mark.docker
+@pytest.mark.usefixtures("images")
+def test_a_run_in_containers_must_succeed_under_any_umask(checkout: Path, own_images: str) -> None:
+    for path in [checkout, *checkout.rglob("*")]:
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    before = os.umask(0o077)
+    try:
+        clusters = clusters_in(checkout, IMAGE_NAMESPACE=own_images)
+        clusters.invoke("up", *OPTIONS, "--runtime=docker", "--", *TRAINING, timeout_s=900)
+    finally:
+        os.umask(before)
+    check(checkout)
+    _, text = engine.ask("image", "inspect", "--format={{json .RootFS.Layers}}", f"{own_images}/train:cpu")
+    assert text == engine.ask("image", "inspect", "--format={{json .RootFS.Layers}}", "tf-cluster-tests/train:cpu")[1]
+    clusters.invoke("down")
