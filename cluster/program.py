@@ -17,6 +17,7 @@ from typing import IO
 
 from cluster import nursery, processes
 from cluster.files import open_file
+from cluster.words import NOISE
 
 KEPT_LINES = 50
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Failed)\b|Exception(:|$)")
@@ -131,8 +132,7 @@ class Trainer(Program):
     """The training program: started at once, it waits at its gate, the pipe whose descriptor is `GATE_FD`."""
 
     can_wait = True
-    # TensorFlow says the first whatever its log level; what was chosen is in the manifest.
-    noise = (b"oneDNN custom operations are on.", b"All log messages before absl::InitializeLog() is called")
+    noise = NOISE
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
         gate_read, gate_write = os.pipe()
