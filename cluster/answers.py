@@ -15,12 +15,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from cluster import settings
 from cluster.errors import ClusterError, PrerequisiteError, TimedOut, UsageError
+from cluster.words import NOISE
 
 ANSWER = "ANSWER_FILE"
 """The environment variable that says where the answer belongs."""
@@ -44,26 +46,38 @@ def ask(command: Sequence[str], what: str, setting: str, *, cwd: Path, environme
     bound_s = settings.seconds(setting)
     with tempfile.TemporaryDirectory(prefix="tf-cluster-") as scratch:
         file = Path(scratch) / "answer.json"
-        sys.stderr.flush()
         process = subprocess.Popen(
             command,
             cwd=cwd,
             env={**environment, ANSWER: str(file)},
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what the user's code prints must not be taken for what we print
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             process_group=0,
         )
+        shown = threading.Thread(target=_show, args=(process.stdout,), daemon=True)
+        shown.start()
         try:
             code = _wait(process, bound_s)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            shown.join(1.0)  # what is still open then is held by a process that left the group
         if code is None:
             raise TimedOut(
                 f"{what} did not return in {bound_s:g} s; mend what it waits for, or set {setting} to more seconds"
             )
         return _read(file, what, code)
+
+
+def _show(printed: IO[bytes]) -> None:
+    """Show on stderr what is printed: nobody must take it for what we print."""
+    sys.stderr.flush()
+    for line in printed:
+        if not any(part in line for part in NOISE):
+            with contextlib.suppress(OSError):
+                os.write(2, line)
 
 
 def _wait(process: subprocess.Popen[bytes], bound_s: float) -> int | None:

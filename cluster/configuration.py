@@ -31,7 +31,7 @@ def resolve(
     Raises:
         UsageError: a preset, an option or a value is wrong.
     """
-    command = ["--data-dir", str(data_dir), *(["--base", str(base)] if base else [])]
+    command = [f"--data-dir={data_dir}", *([f"--base={base}"] if base else [])]
     value: dict[str, Any] = _ask(request.preset or PRESET, [*command, "--", *request.training()], packages)
     return value["config"], tuple(Path(folder) for folder in value["code_dirs"]), value["data"]
 
@@ -77,7 +77,7 @@ def _ask(preset: str, words: list[str], packages: Path | None) -> Any:
     here = [] if Path.cwd() == ROOT else [str(Path.cwd())]
     path = [*here, *inherited.python_path(), *([str(packages)] if packages else [])]
     return answers.ask(
-        [sys.executable, "-m", "train", "--print-config", "--preset", preset, *words],
+        [sys.executable, "-m", "train", "--print-config", f"--preset={preset}", *words],
         f"--preset {preset!r}",
         "PRESET_TIMEOUT_S",
         cwd=ROOT,

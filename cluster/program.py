@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 
 from cluster import logs, nursery, processes
+from cluster.words import NOISE
 
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Failed)\b|Exception(:|$)")
 """How the last line of a traceback begins."""
@@ -127,8 +128,7 @@ class Trainer(Program):
     """The training program: started at once, it waits at its gate, the pipe whose descriptor is `GATE_FD`."""
 
     can_wait = True
-    # TensorFlow says the first whatever its log level; what was chosen is in the manifest.
-    noise = (b"oneDNN custom operations are on.", b"All log messages before absl::InitializeLog() is called")
+    noise = NOISE
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
         gate_read, gate_write = os.pipe()

@@ -8,6 +8,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
+NOISE = (b"oneDNN custom operations are on.", b"All log messages before absl::InitializeLog() is called")
+"""What is in lines that TensorFlow prints whatever its log level; what was chosen is in the manifest."""
+
 
 def counted(number: int, noun: str) -> str:
     """Return `1 task`, `2 tasks`: the noun is regular."""

@@ -21,7 +21,20 @@ from hypothesis import strategies as st
 from invoke import Context, Exit, MockContext
 
 import tasks
-from cluster import compose, configuration, faults, images, launch, local, placement, rerun, spec, startup, tf_config
+from cluster import (
+    answers,
+    compose,
+    configuration,
+    faults,
+    images,
+    launch,
+    local,
+    placement,
+    rerun,
+    spec,
+    startup,
+    tf_config,
+)
 from cluster.command_line import told
 from cluster.compose import Containers
 from cluster.errors import EXIT_USAGE, UsageError
@@ -233,16 +246,21 @@ def test_an_image_s_build_is_the_words_that_were_meant(
 def test_a_preset_and_an_override_are_words_of_no_shell(preset: str, override: str) -> None:
     asked: list[list[str]] = []
 
-    def run(words: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        assert not options.get("shell")
-        asked.append(words)
-        return subprocess.CompletedProcess(words, 0, '{"config": {}, "code_dirs": [], "data": ""}', "")
+    class Process(subprocess.Popen[bytes]):
+        """Answers at once, and remembers what it was started with."""
+
+        def __init__(self, words: list[str], *, env: dict[str, str], **options: Any) -> None:
+            assert not options.get("shell")
+            asked.append(words)
+            write_json(Path(env[answers.ANSWER]), {"value": {"config": {}, "code_dirs": [], "data": ""}})
+            super().__init__(["true"], **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess, "run", run)
+        patch.setattr(subprocess, "Popen", Process)
         configuration.resolve(Request(preset=preset, overrides=(override,)), None, None, Path("/data"))
     (words,) = asked
-    assert (preset or "fashion_mnist", ["--", override]) == (words[words.index("--preset") + 1], words[-2:])
+    assert f"--preset={preset or 'fashion_mnist'}" in words
+    assert ["--", override] == words[-2:]
 
 
 @pytest.mark.parametrize("pid", ["1; id", "$(id)", None, [1]])

@@ -354,7 +354,7 @@ def test_a_cluster_that_fails_at_once_ends_the_run(
     start_gang: StartGang, scale: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     gang = start_gang("train(3), work()", workers=1)
-    assert 2 == scale(gang, "print('no such option'), sys.exit(2)", workers="0")
+    assert 1 == scale(gang, "print('no such option'), sys.exit(2)", workers="0")
     assert "run was scaled from 1 to 0 workers at step 0 (3 steps done again: " in capsys.readouterr().out
     assert "no such option" == gang.summary()["cause"]["error"]
 

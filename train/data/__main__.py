@@ -62,8 +62,8 @@ def _prepare(arguments: argparse.Namespace) -> int:
         return EXIT_DONE
     if answers.ANSWER in os.environ:
         return answers.give(told)
-    command = [sys.executable, "-m", "train.data", "prepare", "--name", arguments.name]
-    command += ["--data-dir", str(arguments.data_dir), *(["--fresh"] if arguments.fresh else [])]
+    command = [sys.executable, "-m", "train.data", "prepare", f"--name={arguments.name}"]
+    command += [f"--data-dir={arguments.data_dir}", *(["--fresh"] if arguments.fresh else [])]
     what = f"dataset {arguments.name}"
     say(answers.ask(command, what, "DATA_TIMEOUT_S", cwd=Path.cwd(), environment=os.environ))
     return EXIT_DONE

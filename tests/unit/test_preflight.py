@@ -1,0 +1,84 @@
+"""Models and losses of one's own, tried on the machine that starts the run: what does not fit is told before."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster import configuration
+from cluster.errors import TimedOut, UsageError
+from train.config import TrainConfig
+from train.data import prepare
+
+PARTS = """
+import sys, time
+import numpy as np
+import tensorflow as tf
+from tensorflow import keras
+
+def data():
+    split = np.ones((4, 2)), np.array([0, 1, 0, 1])
+    return {"train": split, "test": split}
+
+def good(shape, outputs): return keras.Sequential([keras.Input(shape), keras.layers.Dense(outputs)])
+def wide(shape, outputs): return good(shape, outputs + 1)
+def narrow(shape, outputs): return keras.Sequential([keras.Input((7,)), keras.layers.Dense(outputs)])
+def none(shape, outputs): print("no model")
+def exits(shape, outputs): sys.exit(0)
+def sleeps(shape, outputs): time.sleep(600)
+def each(labels, outputs): return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, outputs)
+def scalar(labels, outputs): return tf.reduce_mean(each(labels, outputs))
+def fails(labels, outputs): raise ValueError("a\\x1b[2Jb")
+"""
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Tries a configuration of these parts."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "own_tried.py").write_text(PARTS)
+    monkeypatch.syspath_prepend(tmp_path / "own")
+    prepare.prepare("own_tried:data", tmp_path / "data")
+
+    def of(model: str, loss: str = "own_tried:each") -> None:
+        config = TrainConfig(dataset="own_tried:data", model=model, loss=loss).to_json()
+        configuration.check(config, "one", [str(tmp_path / "own")], tmp_path / "data")
+
+    return of
+
+
+def test_what_fits_passes(check: Callable[..., None], capfd: pytest.CaptureFixture[str]) -> None:
+    check("own_tried:good")
+    assert "" == capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "named"),
+    [
+        ("own_tried:wide", "own_tried:each", "(None, 2)"),
+        ("own_tried:none", "own_tried:each", "--model"),
+        ("own_tried:exits", "own_tried:each", "sys.exit(0)"),
+        ("own_tried:good", "own_tried:scalar", "--loss"),
+        ("own_tried:good", "own_tried:fails", "--loss"),
+    ],
+)
+def test_what_does_not_fit_is_refused(check: Callable[..., None], model: str, loss: str, named: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        check(model, loss)
+    assert named in str(refused.value)
+    assert str(refused.value).isprintable()
+
+
+def test_a_model_that_never_returns_is_ended(check: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRESET_TIMEOUT_S", "15")
+    with pytest.raises(TimedOut, match="PRESET_TIMEOUT_S"):
+        check("own_tried:sleeps")
+
+
+def test_what_is_built_in_is_not_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(subprocess, "Popen", None)
+    for config in (TrainConfig(), TrainConfig(dataset="train.data.synthetic:imagenet", model="resnet50")):
+        configuration.check(config.to_json(), "one", [], tmp_path)
