@@ -22,11 +22,11 @@ _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 
 _MEANINGS = {
-    "SIGKILL": "killed, out of memory?",
+    "SIGKILL": "killed",
     "SIGSEGV": "crashed in native code",
     "SIGABRT": "aborted in native code",
     "SIGTERM": "asked to end",
-    "SIGBUS": "bus error, disk or shared memory full?",
+    "SIGBUS": "bus error",
 }
 
 
@@ -88,6 +88,14 @@ def start_ticks(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] == "Z" else int(fields[19])
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether somebody stopped the process by a signal, such as SIGSTOP, and has not let it go on since."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False
 
 
 def identity(pid: int) -> dict[str, int | None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,12 +14,13 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import IO
 
-from cluster import nursery, processes
+from cluster import ends, nursery, processes
 from cluster.files import open_file
 
-KEPT_LINES = 50
-_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Failed)\b|Exception(:|$)")
-"""How the last line of a traceback begins."""
+KEPT_LINES = 200
+"""Last lines that are remembered: a traceback and its message are among them."""
+LONGEST_LINE = 64 * 1024
+"""Bytes after which a line is taken for whole."""
 
 
 class Program(ABC):
@@ -116,11 +116,15 @@ class Program(ABC):
         self._scratch.cleanup()
         return code
 
-    @property
-    def last_line(self) -> str:
-        """The last line that the program printed; of a traceback that is the error."""
+    def error(self, code: int) -> str | None:
+        """Return the error that the program reported before it ended with this code.
+
+        Where it named none, that is the last line it printed, called so; None after a signal, which says it all.
+        """
         self._await_log(1.0)
-        return self._lines[-1].removeprefix("error: ") if self._lines else ""
+        if (found := ends.error_in(self._lines, code)) or code < 0 or not self._lines:
+            return found
+        return f"{processes.describe_exit(code)}, last line: {self._lines[-1].strip()}"
 
     def _await_log(self, timeout_s: float) -> None:
         if self._pump is not None:
@@ -180,17 +184,11 @@ class Script(Program):
         self._folder.mkdir(parents=True, exist_ok=True)
         self._start(self._folder)
 
-    @property
-    def last_line(self) -> str:
-        """The last traceback's error, behind which TensorFlow often logs on; else the last line that was printed."""
-        last = super().last_line
-        return next((line for line in reversed(self._lines) if _ERROR.match(line)), last)
-
 
 def _copy(stream: IO[bytes], log: Path, last_lines: list[str], noise: tuple[bytes, ...]) -> None:
     """Copy the program's output to its log and to the agent's own output, and remember its end."""
     with open_file(log, "ab") as file:
-        for line in stream:
+        for line in iter(lambda: stream.readline(LONGEST_LINE), b""):
             if any(part in line for part in noise):
                 continue
             with contextlib.suppress(OSError):  # a full disk must not block the program that prints
@@ -199,5 +197,5 @@ def _copy(stream: IO[bytes], log: Path, last_lines: list[str], noise: tuple[byte
             with contextlib.suppress(OSError):
                 sys.stdout.buffer.write(line)
                 sys.stdout.buffer.flush()
-            if text := line.decode(errors="replace").strip():
+            if text := line.decode(errors="replace").rstrip():
                 last_lines[:] = [*last_lines[1 - KEPT_LINES :], text]

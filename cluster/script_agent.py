@@ -5,7 +5,7 @@ complete, its agent writes the heartbeat until the end, and how it ends is read 
 
     exit code 0                     its work is done; the run succeeds when every script that trains has ended so
     any other exit code             its own fault, which trying again would only repeat: the run fails, naming it
-    a signal                        it was killed: started again, as the failure policy says
+    a signal                        it was killed, or crashed: started again, as the failure policy says
     an exit code because of others  when a task is killed, the scripts of the others end with an error; so each waits a
                                     moment for the task that really died to say so, and is then started again with it
 """
@@ -19,22 +19,20 @@ import time
 from pathlib import Path
 
 from cluster import tf_config
-from cluster.agent import PEER_LOST_PATIENCE_S, POLL_S, Agent
+from cluster.agent import PEER_LOST_PATIENCE_S, Agent
+from cluster.attempts import LOST_CONTACT
+from cluster.ends import End
 from cluster.errors import EXIT_FAILED
 from cluster.heartbeat import Heartbeat
 from cluster.payload import CHIEF_AS_WORKER
 from cluster.processes import as_exit_code
 from cluster.program import Program, Script
-from cluster.restarts import SAME_STEP_LIMIT
-from cluster.runs import FINAL_STATES, LOST_AFTER_S
 from cluster.spec import Role, Task
 
 ROOT = Path(__file__).resolve().parent.parent
 GRACE_S = float(os.environ.get("SCRIPT_GRACE_S", "10"))
 """Seconds that a script gets to end by itself after SIGTERM, as many as `docker stop` gives. TensorFlow takes SIGTERM
 for a notice of preemption, so a script that trains on several tasks does not hear of it unless it asks TensorFlow."""
-SILENT_S = 3.0
-"""Age of a heartbeat after which its task may be dead, agent and all, and not yet brought back."""
 LONE_RESTART_S = 60.0
 """How long after a worker's restart another script's error is taken for its consequence."""
 OTHERS_POLL_S = 0.2
@@ -45,6 +43,7 @@ class ScriptAgent(Agent):
 
     grace_ends = 0.0
     """When a script that was asked to end is killed."""
+    _script_began_s = 0.0
 
     def _program(self, environment: dict[str, str]) -> Program:
         folder = self.run.work(self.task.name)
@@ -53,6 +52,7 @@ class ScriptAgent(Agent):
     def _begin(self, program: Program, heartbeat: Heartbeat, life: dict[str, str]) -> None:
         program.open_gate(life)
         self.heartbeat = heartbeat
+        self._script_began_s = time.monotonic()
         heartbeat.update(state="training")
         self.run.event(self.task.name, "script started")
 
@@ -73,13 +73,12 @@ class ScriptAgent(Agent):
 
     def _act_on_exit(self, program: Program, generation: int) -> None:
         ended_at = time.time()
-        code, error = program.wait(), program.last_line
+        code = program.wait()
         if self.run.outcome:
             return
         others_had_failed = self._others_failed(generation)
         self.heartbeat.update(state="done" if code == 0 else "failed", exit_code=as_exit_code(code))
-        cause = self._describe(code)
-        told = f"{cause}, last line: {error}" if error else cause
+        end = self._end_of(program, code, generation)
         # An abort is TensorFlow's own when it hears that another task failed.
         killed = code < 0 and not (code == -signal.SIGABRT and others_had_failed)
         if self.run.stop_requested:
@@ -87,15 +86,20 @@ class ScriptAgent(Agent):
         elif code == 0:
             self._await_outcome(generation)
         elif killed and self.alone:
-            self._restart_alone(cause, error)
+            self._restart_alone(end)
         elif killed:
-            self._begin_next(generation, cause, error)
-        elif self._another_died(generation, 2 * PEER_LOST_PATIENCE_S if others_had_failed else PEER_LOST_PATIENCE_S):
+            self._restart_gang(generation, end)
+        elif self._another_failed(generation, PEER_LOST_PATIENCE_S * (2 if others_had_failed else 1)):
             return
         elif self._worker_restarted(generation, ended_at):
-            self._begin_next(generation, f"{cause}, after a worker had died", error)
+            cause = f"{end.cause}, after a worker had died"
+            self.recovery.restart_gang(generation, dataclasses.replace(end, kind=LOST_CONTACT, cause=cause))
         else:
-            self.run.end("failed", task=self.task.name, exit_code=EXIT_FAILED, error=told)
+            self.run.end("failed", task=self.task.name, exit_code=EXIT_FAILED, error=_reported(end))
+
+    @property
+    def _lived_s(self) -> float:
+        return time.monotonic() - self._script_began_s
 
     def _await_outcome(self, generation: int) -> None:
         """Wait until every script that trains has ended with 0, however long that takes; the chief's agent says so."""
@@ -116,32 +120,15 @@ class ScriptAgent(Agent):
         mine = self.task.name
         return any(b["task"] != mine and b["generation"] == generation and b["state"] == "failed" for b in beats)
 
-    def _another_died(self, generation: int, patience_s: float) -> bool:
-        """Wait a moment for a task that was killed to say so, longer while one is silent; return whether one did.
-
-        Whoever failed after another waits twice as long: the other's error is the root cause, and is told first.
-        """
-        now = time.monotonic()
-        deadline, last = now + patience_s, now + LOST_AFTER_S
-        while not self._over(generation):
-            now = time.monotonic()
-            if now > deadline and (now > last or not self._somebody_is_silent()):
-                break
-            time.sleep(POLL_S)
-        return self._over(generation)
-
-    def _somebody_is_silent(self) -> bool:
-        beats = self.run.heartbeats().values()
-        return any(b["state"] not in FINAL_STATES and time.time() - b["updated_at"] > SILENT_S for b in beats)
-
     def _worker_restarted(self, generation: int, ended_at: float) -> bool:
         """Whether a worker was started again alone shortly before: not every script goes on without one."""
         times = [e["time"] for e in self.run.events() if (e["event"], e["generation"]) == ("restarted", generation)]
         return any(moment > ended_at - LONE_RESTART_S for moment in times)
 
-    def _told_of_last(self, step: int, cause: str, error: str | None) -> str:  # noqa: ARG002  # a script has no steps
-        told = f"its script died {SAME_STEP_LIMIT} times: {cause}"
-        return f"{told}, last line: {error}" if error else told
+
+def _reported(end: End) -> str:
+    """Return how a script ended, its exit code first: what it means is the script's own affair."""
+    return end.reported if not end.error or end.error.startswith(end.cause) else f"{end.cause}: {end.error}"
 
 
 def script_environment(environment: dict[str, str]) -> dict[str, str]:

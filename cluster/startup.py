@@ -185,8 +185,8 @@ def _write_folder(plan: Plan, began: float) -> None:
     files.write_json(plan.run.config, plan.config)
     requirements = str(plan.payload.requirements) if plan.payload.requirements else ""
     started = {"time": began, "runtime": plan.runtime, "requirements": requirements}
-    started |= {"hang_timeout_s": plan.hang_timeout_s, "gpus": plan.gpus.to_json(), "memory": plan.memory.asked}
-    started["network"] = plan.network.asked
+    started |= {"hang_timeout_s": plan.hang_timeout_s, "max_restarts": plan.max_restarts}
+    started |= {"gpus": plan.gpus.to_json(), "memory": plan.memory.asked, "network": plan.network.asked}
     files.write_json(plan.run.control / "started.json", started)
     _begin_life(plan)
     (runs_dir() / ".current").write_text(plan.run.name + "\n")

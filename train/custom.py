@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+from cluster import step_record
 from cluster.spec import Role
 from train import callbacks, descent, guards, loops, parameter_server, steps, trace
 from train.assignment import Assignment
@@ -30,6 +31,9 @@ class Training:
             steps.check_same_step(strategy, self._first)
         self._report = Report(assignment, self._first, descent.loss_scale(self._optimizer))
         self._save_timer = loops.SaveTimer(config.checkpoint_seconds if assignment.chief else 0)
+        self._generation = assignment.heartbeat.values["generation"]
+        names = [task.name for task in assignment.spec.of(Role.WORKER)] if assignment.asynchronous else []
+        self._worked = [step_record.StepRecord(assignment.run, name, self._generation) for name in names]
         shards = config.bitwise_elastic
         cut = VirtualShards(shards, strategy.num_replicas_in_sync) if shards else None
         trainee = self._trainee(cut)
@@ -42,6 +46,7 @@ class Training:
                 steps_per_loop=config.steps_per_loop,
                 workers=len(assignment.spec.of(Role.WORKER)),
                 save_due=self._save_timer.due,
+                worked=self._record_work,
             )
             self._agree: Callable[[steps.Signals], steps.Signals] = lambda signals: signals  # the chief decides alone
         else:
@@ -78,6 +83,7 @@ class Training:
             report=self._tell,
             stop=lambda: assignment.stop.is_set() or self._enough,
             save=self._save,
+            single=step_record.single_steps(assignment.run, self._generation, config.steps_per_loop),
         )
         stopped = stopped and not self._any_enough()
         if self._saved_at != step:
@@ -103,6 +109,10 @@ class Training:
     def _any_enough(self) -> bool:
         """Return whether any task's callbacks want training to end; all tasks call it at the same step."""
         return self._agree(steps.Signals(stop=self._enough)).stop
+
+    def _record_work(self, worker: int, step: int) -> None:
+        """Record that a worker of parameter servers has done its part of the steps until this one."""
+        self._worked[worker].done(step)
 
     def _tell(self, progress: loops.Progress) -> None:
         result = progress.result

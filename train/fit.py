@@ -14,6 +14,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow import keras
 
+from cluster.spec import Role
+from cluster.step_record import StepRecord
 from train import callbacks, descent, guards, loops, parameter_server, steps, trace
 from train.assignment import Assignment
 from train.data.memory import Batch
@@ -127,6 +129,9 @@ class _Follower(keras.callbacks.Callback):
         self._told_at = self._batch_at = time.perf_counter()
         self._batch_s: list[float] = []
         self._tracer = trace.Tracer(assignment.run, assignment.task.name)
+        generation = assignment.heartbeat.values["generation"]
+        workers = assignment.spec.of(Role.WORKER) if assignment.asynchronous else ()
+        self._workers = [StepRecord(assignment.run, worker.name, generation) for worker in workers]
         if not assignment.asynchronous:
             self._agree = steps.agreement(assignment.strategy)
             # Under parameter servers Keras refuses callbacks that have this method at all.
@@ -148,6 +153,7 @@ class _Follower(keras.callbacks.Callback):
         self._correct(logs)
         self.step += 1
         self._in_epoch += 1
+        self._report.done(self.step)
         self._tracer.after(self.step)
         last = self.step == self._assignment.total_steps
         if self.step % config.log_every == 0 or last or self.step == self._first + 1:
@@ -166,6 +172,8 @@ class _Follower(keras.callbacks.Callback):
         if self._assignment.asynchronous:
             self._in_epoch = self.params["steps"]
             before, self.step = self.step, self.step + self.params["steps"]
+            self._report.done(self.step)
+            self._record_work()
             self._tell(logs)
             self._heed_signals()
             self._save_by_steps(before)
@@ -194,6 +202,11 @@ class _Follower(keras.callbacks.Callback):
         """Evaluate on the whole test split."""
         self._report.evaluate(self.step, self._evaluation)
         self.evaluated_at = self.step
+
+    def _record_work(self) -> None:
+        """Record that the workers of parameter servers have done the steps: Keras does not say which did what."""
+        for worker in self._workers:
+            worker.done(self.step)
 
     def _check_scale(self) -> None:
         scale = descent.loss_scale(self.model.optimizer)

@@ -22,6 +22,7 @@ def asynchronous(
     steps_per_loop: int,
     workers: int,
     save_due: Callable[[], bool],
+    worked: Callable[[int, int], None],
 ) -> Callable[[int, int, bool], LoopResult]:
     """Return a function that does some asynchronous steps: (steps done before, steps to do, stop?) -> result.
 
@@ -30,6 +31,7 @@ def asynchronous(
     an epoch at any number of workers. From a stream, each worker reads on in an order of its own. Two updates may start
     from the same weights: that is this strategy, and why its runs do not repeat bit for bit.
 
+    `worked` is called with the index of a worker and the last step of a slice that it did, once all slices are done.
     The chief alone decides to stop or, after the steps, whether a checkpoint is due.
     """
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
@@ -64,11 +66,18 @@ def asynchronous(
             for at, n in slices
         ]
         coordinator.join()
+        for value, (at, n) in zip(pending, slices, strict=True):
+            worked(_worker_of(value), at + n)
         results = [value.fetch()[:n] for value, (_, n) in zip(pending, slices, strict=True)]
         results_S2 = np.concatenate(results)
         return LoopResult(results_S2[:, 0], results_S2[:, 1], Signals(stop, save_due()))
 
     return run
+
+
+def _worker_of(value: Any) -> int:
+    """Return the index of the worker that computed a remote value: its tensor is there, which has no public name."""
+    return int(tf.DeviceSpec.from_string(value._values.device).task)
 
 
 def worker_dataset(source: Source, global_batch: int, seed: int) -> Callable[[], tf.data.Dataset]:
