@@ -311,7 +311,8 @@ class Agent:
         lost_contact = code == EXIT_PEER_LOST and member and not self.run.script
         kind = LOST_CONTACT if lost_contact else ends.kind_of(code, out_of_memory=out_of_memory)
         cause = "lost contact with the cluster" if lost_contact else self._describe(code, out_of_memory=out_of_memory)
-        error = None if out_of_memory else program.error(code)  # which then was of something else
+        # After a kill for memory the last lines are of something else; exit code 0 has none.
+        error = None if out_of_memory or code == 0 else program.error(code)
         if code < 0 and error:
             error = f"{cause}: {error}"
         may_follow = lost_contact or (code == -signal.SIGABRT and member)  # TensorFlow aborts when another task dies
