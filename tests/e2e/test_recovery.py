@@ -37,7 +37,7 @@ def sleeping(shape, outputs):
 @pytest.fixture
 def own(clusters: Clusters, tmp_path: Path) -> Clusters:
     """Clusters whose user has code that goes wrong; the crash is at a random step."""
-    step = random.randint(20, 60)  # noqa: S311  # pytest shows it where the test fails
+    step = random.randint(20, 60)  # pytest shows it where the test fails
     (tmp_path / "wrong.py").write_text(WRONG.format(step=step))
     (tmp_path / "step").write_text(str(step))
     return Clusters(clusters.runs_dir, {"PYTHONPATH": str(tmp_path)})
