@@ -98,6 +98,15 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
+def handles(pid: int, number: int) -> bool:
+    """Whether the process has a handler for a signal: one without it may end by it."""
+    try:
+        fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    except OSError:
+        return False
+    return bool(int(fields.get("SigCgt", "0"), 16) >> (number - 1) & 1)
+
+
 def identity(pid: int) -> dict[str, int | None]:
     """Return what identifies the process for `alive` and `kill`."""
     return {"pid": pid, "start_ticks": start_ticks(pid)}

@@ -147,8 +147,9 @@ class Trainer(Program):
         os.close(gate_read)
 
     def show_stacks(self) -> None:
-        """Have every thread's Python stack printed to the log."""
-        if not self._stacks_shown and self._process is not None:
+        """Have every thread's Python stack printed to the log, once the program can: not before its gate."""
+        if not self._stacks_shown and processes.handles(self.pid, signal.SIGUSR1):
+            assert self._process is not None
             self._stacks_shown = True
             self._process.send_signal(signal.SIGUSR1)
 

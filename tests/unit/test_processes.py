@@ -115,6 +115,32 @@ def test_nothing_recorded_is_not_alive() -> None:
     assert not processes.kill(None, signal.SIGKILL)
 
 
+def test_a_signal_is_handled_once_there_is_a_handler(tmp_path: Path) -> None:
+    lines = """
+import faulthandler, signal, sys, time
+faulthandler.register(signal.SIGUSR1)
+open(sys.argv[1], "w").close()
+time.sleep(60)
+"""
+    told = tmp_path / "ready"
+    with subprocess.Popen([sys.executable, "-c", lines, str(told)]) as child:
+        wait_for(told.exists, "the handler")
+        assert processes.handles(child.pid, signal.SIGUSR1)
+        assert not processes.handles(child.pid, signal.SIGUSR2)
+        child.kill()
+    assert not processes.handles(child.pid, signal.SIGUSR1)
+
+
+def test_a_process_that_was_stopped_is_told_from_one_that_waits(child: subprocess.Popen[bytes]) -> None:
+    assert not processes.is_stopped(child.pid)
+    child.send_signal(signal.SIGSTOP)
+    wait_for(lambda: processes.is_stopped(child.pid), "the stop")
+    child.send_signal(signal.SIGCONT)
+    wait_for(lambda: not processes.is_stopped(child.pid), "the end of the stop")
+    child.kill()
+    assert not processes.is_stopped(2**30)
+
+
 def test_processes_are_found_by_what_they_were_started_with(tmp_path: Path) -> None:
     with subprocess.Popen(SLEEP, env=os.environ | {"RUN_DIR": str(tmp_path)}) as child:
         wait_for(lambda: processes.with_environment("RUN_DIR", str(tmp_path)), "the child's environment")
