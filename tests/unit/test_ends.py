@@ -66,7 +66,8 @@ def test_the_error_is_what_the_program_says_and_not_the_last_line(tmp_path: Path
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL])
 def test_a_crash_in_native_code_names_the_call(tmp_path: Path, number: int) -> None:
-    lines = f"import os\ndef forward(): os.kill(os.getpid(), {int(number)})\nforward()"
+    waits = "import os, threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+    lines = f"{waits}\ndef forward(): os.kill(os.getpid(), {int(number)})\nforward()"
     code, error = error_of(tmp_path, lines)
     assert (-number, "in forward (<string>:3)") == (code, error)
 
