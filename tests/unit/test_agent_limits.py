@@ -149,7 +149,7 @@ if NAME != 'chief': serve()
 train(3), until(lambda: run.heartbeats()['worker-0']['state'] == 'training', timeout_s=15), work()
 """
     gang = start_gang(lines, workers=1, ps=1)
-    wait_for(lambda: pausing(gang, "worker-0"), "the worker's pause")
+    wait_for(lambda: pausing(gang, "worker-0") and gang.beat("chief")["step"] == 3, "the worker's pause")
     gang.run.request_stop("a test")
     summary = gang.summary()
     assert ("stopped", 3, 0) == (summary["state"], summary["steps"], summary["tasks"]["chief"])
