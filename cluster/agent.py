@@ -36,10 +36,10 @@ from cluster.heartbeat import Heartbeat
 from cluster.processes import as_exit_code, describe_exit, identity
 from cluster.program import Program, Trainer
 from cluster.recovery import Recovery
-from cluster.runs import LOST_AFTER_S, RunFolder
+from cluster.runs import RunFolder
 from cluster.spare import Spare
 from cluster.spec import Role, Task
-from cluster.watchdog import FROZEN_S, Finding, Watchdog
+from cluster.watchdog import FROZEN_S, SILENT_S, Finding, Watchdog
 
 BARRIER_TIMEOUT_S = 60.0
 GRACE_S = 40.0
@@ -340,13 +340,15 @@ class Agent:
     def _another_failed(self, generation: int, patience_s: float) -> bool:
         """Wait a moment for another task that failed to begin the next generation, longer while one is silent.
 
-        A task that was killed with its agent says so once it is back.
+        A task that was killed with its agent says so once it is back. One that stays silent is the one that failed.
         """
-        now = time.monotonic()
-        deadline, last = now + patience_s, now + (LOST_AFTER_S if patience_s else 0.0)
-        while not self._over(generation) and not self.run.stop_requested:
-            now = time.monotonic()
-            if now > deadline and (now > last or not self._watchdog.is_somebody_silent(SILENT_HINT_S)):
+        deadline = time.monotonic() + patience_s
+        while patience_s and not self._over(generation) and not self.run.stop_requested:
+            if name := self._watchdog.silent_task(SILENT_S):
+                cause = f"no sign of life for {SILENT_S:.0f} s"
+                end = self.recovery.end(generation, OUTSIDE, cause, task=name, at=time.time() - SILENT_S)
+                self.recovery.restart_gang(generation, end)
+            if time.monotonic() > deadline and not self._watchdog.silent_task(SILENT_HINT_S):
                 break
             time.sleep(POLL_S)
         return self._over(generation)

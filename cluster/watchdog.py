@@ -68,11 +68,12 @@ class Watchdog:
         ages = {name: now - self._since(name, beat["updated_at"], now) for name, beat in beats.items()}
         return self._frozen(beats, ages, now) or self._hanging(beats, ages, now)
 
-    def is_somebody_silent(self, patience_s: float) -> bool:
-        """Whether another task gave no sign of life for so long, agent and all, as far as was looked."""
+    def silent_task(self, patience_s: float) -> str | None:
+        """Return another task that gave no sign of life for so long, agent and all; None where all others did."""
         now = time.monotonic()
         ages = {n: now - self._since(n, b["updated_at"], now) for n, b in self._beats().items() if _lives(b)}
-        return any(age > patience_s for name, age in ages.items() if name not in (self._task.name, "evaluator"))
+        silent = [n for n, age in ages.items() if age > patience_s and n not in (self._task.name, "evaluator")]
+        return silent[0] if silent else None
 
     @property
     def hang_told(self) -> bool:

@@ -221,3 +221,24 @@ def test_only_the_end_of_a_long_log_is_read_for_what_it_says_last(start_gang: St
         log.write(b"\nthe last\n")
     told = agent.Agent(gang.run, "chief", [], 1.0)._explain_missing("chief")
     assert told.endswith("last line: the last")
+
+
+def test_a_task_that_is_frozen_with_its_agent_is_the_culprit(start_gang: StartGang) -> None:
+    lines = """
+train(5)
+if GENERATION: meet(), finish()
+if NAME == 'worker-0': work()
+until(lambda: (run.path / 'frozen').exists())
+sys.exit(75)
+"""
+    gang = start_gang(lines, workers=1, max_restarts=0)
+    gang.await_step("worker-0", 5)
+    frozen = [gang.pid("worker-0", of) for of in ("agent", "program")]
+    for pid in frozen:
+        os.kill(pid, signal.SIGSTOP)
+    (gang.run.path / "frozen").touch()
+    wait_for(lambda: gang.run.generation, "the next generation", timeout_s=15)
+    for pid in frozen:
+        os.kill(pid, signal.SIGCONT)
+    assert ("succeeded", [(1, "worker-0")]) == (gang.summary()["state"], restarts(gang.summary()))
+    assert "outside" == record(gang.run, 1)["kind"]
