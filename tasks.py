@@ -54,6 +54,7 @@ UP_HELP = {
     "precision": "fp32, bf16 or fp16: what layers compute in; weights stay in float32 (default: fp32)",
     "checkpoint-every": "optimizer steps such as 200, or seconds such as 30s, between two checkpoints (default: auto)",
     "hang-timeout": "seconds without a new step after which every task starts again (default: 60)",
+    "max-restarts": "restarts of a program that fails by itself and makes no progress (default: 3)",
     "name": "name of the run (default: preset, date and time)",
     "resume": "go on with this run, on its own topology unless another is given (default: start a new run)",
     "trust": TRUST_HELP,
@@ -70,8 +71,9 @@ UP_HELP = {
 def up(
     c, workers="", ps="", evaluator=False, preset="", loop="", script="", separate_chief=False, requirements="",
     env=None, strategy="", devices="", runtime="auto", gpus="", gpus_per_task="", gpu_runtime="", nccl_debug="",
-    network="", memory="", bitwise_elastic="", precision="", checkpoint_every="", hang_timeout="", name="", resume="",
-    trust=False, fresh=False, tensorboard_port=str(board.PORT), detach=False, dry=False,
+    network="", memory="", bitwise_elastic="", precision="", checkpoint_every="", hang_timeout="",
+    max_restarts="", name="", resume="", trust=False, fresh=False, tensorboard_port=str(board.PORT), detach=False,
+    dry=False,
 ):  # fmt: skip
     """Bring up a cluster and train; overrides follow --, such as: invoke up -- --epochs 1."""
     began = time.time()
@@ -99,8 +101,8 @@ def up(
 def plan(
     c, workers="", ps="", evaluator=False, preset="", loop="", script="", separate_chief=False, requirements="",
     env=None, strategy="", devices="", runtime="auto", gpus="", gpus_per_task="", gpu_runtime="", nccl_debug="",
-    network="", memory="", bitwise_elastic="", precision="", checkpoint_every="", hang_timeout="", name="", resume="",
-    trust=False, fresh=False, tensorboard_port=str(board.PORT), json=False,
+    network="", memory="", bitwise_elastic="", precision="", checkpoint_every="", hang_timeout="",
+    max_restarts="", name="", resume="", trust=False, fresh=False, tensorboard_port=str(board.PORT), json=False,
 ):  # fmt: skip
     """Show what `up` would start with the same options, and start nothing."""
     asked = request(c, locals())

@@ -3,15 +3,15 @@
     python -m cluster.agent [-- COMMAND ...]               RUN_DIR, TASK and TF_CONFIG in the environment
     python -m cluster.agent --script FILE [ARGUMENT ...]   the same for a script, see cluster/script_agent.py
 
-The program is started at once, so that its imports run while the agents meet at the start barrier, and waits at its
-gate (the pipe whose descriptor is `GATE_FD`) until the cluster is complete. What dies, and what happens then:
+The program is started at once, so that its imports run while the agents hold their rendezvous, and waits at its gate
+(the pipe whose descriptor is `GATE_FD`) until the cluster is complete. What dies, and what happens then:
 
     chief, worker (synchronous), ps      a new generation: every agent ends its program and starts it again
     worker (parameter server), evaluator only that program starts again
     frozen, or no new step               as if it had died; see cluster/watchdog.py
     exit code 1 to 4                     the program knows that trying again is useless: the run fails (never the
-                                         evaluator's doing: it starts again, and gives up at the third time)
-    the same step failing 3 times        the run fails
+                                         evaluator's doing, which starts again after growing pauses)
+    failing by itself without progress   after `--max-restarts` times the run fails; see cluster/attempts.py
 
 Agents know each other only through the run folder, so this works the same under any engine that restarts a task whose
 agent dies. The agent itself exits 0 once the outcome is recorded: anything else would have the engine start it again.
@@ -27,28 +27,36 @@ import sys
 import time
 from pathlib import Path
 
-from cluster import barrier, cgroup, restarts, settings, summary, tf_config
+from cluster import attempts, barrier, cgroup, ends, kernel_log, processes, settings, step_record, summary, tf_config
+from cluster.attempts import LOST_CONTACT, OUTSIDE, OWN
+from cluster.ends import End
 from cluster.errors import EXIT_FAILED, EXIT_PEER_LOST, EXIT_TIMEOUT, ClusterError, UsageError
 from cluster.files import write_json
 from cluster.heartbeat import Heartbeat
 from cluster.logs import last_line
 from cluster.processes import as_exit_code, describe_exit, identity
 from cluster.program import Program, Trainer
-from cluster.restarts import SAME_STEP_LIMIT
+from cluster.recovery import Recovery
 from cluster.runs import RunFolder
 from cluster.spare import Spare
 from cluster.spec import Role, Task
-from cluster.watchdog import FROZEN_S, Finding, Watchdog
+from cluster.watchdog import FROZEN_S, SILENT_S, Finding, Watchdog
 
 GRACE_S = 40.0
 """Seconds that a program gets to save and end by itself. The engine's own grace period is longer."""
+NOTHING_TO_SAVE = ("starting", "waiting", "restarting")
 POLL_S = 0.1
 PEER_LOST_PATIENCE_S = 3.0
-"""How long a task that lost contact waits for the task that really died to say so: the root cause is told, not this."""
+"""How long a task that lost contact waits for the task that really died to say so: that one is the culprit."""
+CULPRIT_PATIENCE_S = 1.0
+"""How long a task that failed by itself waits for one that failed before it, and whose agent is slower."""
+SILENT_HINT_S = 3.0
+"""Age of a heartbeat after which its task may be dead, agent and all, and not yet brought back."""
 SERVERS_S = 120.0
 """Longest wait for the TensorFlow servers of the tasks that this one calls: until their imports are done."""
 STACKS_S = 1.0
 """How long the programs of a hanging gang get to show their stacks."""
+"""What is read of a log to find its last line."""
 
 
 class Agent:
@@ -66,6 +74,13 @@ class Agent:
         self.exit_code: int | None = None
         self.spare = Spare(self._program, self.spec.tasks.index(self.task), len(self.spec.tasks))
         self._kills_before = cgroup.kills()
+        self._began_s = time.monotonic()
+        self._watchdog = Watchdog(run, self.spec, self.task, run.generation)
+        self.recovery = Recovery(run, self.spec, self.task)
+        self._pause_s = 0.0
+        """How long to wait before the next life, where only this task starts again."""
+        self._lived_in = -1
+        """The generation of the newest life."""
 
     def main(self) -> int:
         """Live generation after generation until the run has an outcome."""
@@ -87,23 +102,31 @@ class Agent:
         self.exit_code = beat.get("exit_code", 0 if finished else as_exit_code(-signal.SIGKILL))
         if self.run.outcome:
             return
+        self._lived_in = generation = beat["generation"]
         if finished:
-            self._await_outcome(beat["generation"])
-        elif self.run.stop_requested:
+            self._await_outcome(generation)
+        elif self.run.stop_requested and not self.alone:
             self.run.end("stopped", task=self.task.name)
-        elif self.alone:
-            self._restarted(self.run.newest_step, "the whole task was killed", None, beat["updated_at"])
         else:
-            self._begin_next(self.run.generation, "the whole task was killed", None, failed_at=beat["updated_at"])
+            end = self.recovery.end(generation, OUTSIDE, "the whole task was killed", at=beat["updated_at"])
+            if self.alone:
+                self._restart_alone(end)
+            else:
+                ends.record(self.run, generation, end)
+                self.recovery.restart_gang(generation, end)
 
     def _live(self, generation: int) -> None:
         """Run the program once in this generation, and act on its end."""
-        again = restarts.count(self.run, self.task.name)
+        again = attempts.restarts(self.run, self.task.name)
         heartbeat = Heartbeat(self.run, self.task, generation, again).start()
+        if not self._pause(heartbeat, generation):
+            heartbeat.stop()
+            return
         life = {"GENERATION": str(generation), "RESTARTS": str(again)}
         self.run.programs(self.task.name).unlink(missing_ok=True)  # those of the life before
         program = self.spare.take() or self._program(os.environ | life)
-        self._kills_before = cgroup.kills()
+        self._kills_before, self._began_s = cgroup.kills(), time.monotonic()
+        self._watchdog = Watchdog(self.run, self.spec, self.task, generation)
         try:
             if self._meet(program, heartbeat, generation):
                 self._begin(program, heartbeat, life)
@@ -117,6 +140,23 @@ class Agent:
             outcome = self.run.outcome
             at_fault = outcome and (outcome["state"], outcome.get("task")) == ("failed", self.task.name)
             self.exit_code = 0 if self.serves and outcome and not at_fault else code
+
+    def _pause(self, heartbeat: Heartbeat, generation: int) -> bool:
+        """Wait before a program that failed by itself is started again; return whether it is to be started."""
+        if generation != self._lived_in:
+            self._pause_s = float(step_record.began(self.run, generation).get("pause_s", 0.0))
+        seconds, self._pause_s, self._lived_in = self._pause_s, 0.0, generation
+        if not seconds:
+            return True
+        heartbeat.update(state="restarting")
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self._over(generation) and not self.run.stop_requested:
+            time.sleep(POLL_S)
+        if self.run.stop_requested and self.task.role == Role.EVALUATOR:
+            self._wait_until_over(generation, float("inf"))  # it has nothing to save
+        elif self.run.stop_requested and not self.alone:
+            self.run.end("stopped", task=self.task.name)
+        return not self._over(generation)  # a worker that stops helps the chief to save
 
     def _program(self, environment: dict[str, str]) -> Program:
         """Return this generation's program, which forms no cluster before `_begin`."""
@@ -139,22 +179,26 @@ class Agent:
         outcome = self.run.outcome
         if self.serves or not outcome or outcome["state"] == "failed":
             return 0.0
-        return GRACE_S if self._state not in ("starting", "waiting") else 1.0
+        return 1.0 if self._state in NOTHING_TO_SAVE else GRACE_S
 
     def _meet(self, program: Program, heartbeat: Heartbeat, generation: int) -> bool:
-        """Pass the start barrier; return whether the program may go on."""
-        if self.task.role == Role.EVALUATOR or (self.alone and self._has_met(generation)):
-            return True  # the others are long past the barrier, their TensorFlow servers hold the ports
+        """Hold the rendezvous with the other tasks; return whether the program may go on."""
+        if self.task.role == Role.EVALUATOR:
+            return True
         heartbeat.update(state="waiting")
+        others_wait: barrier.Waiting = {
+            "timeout_s": self.barrier_timeout_s,
+            "abandon": lambda: self._over(generation) or self.run.stop_requested or program.ended,
+            "report": lambda obstacle: heartbeat.update(obstacle=obstacle),
+        }
         try:
-            barrier.wait(
-                self.spec,
-                self._listener,
-                token=f"{self.run.name}/{generation}",
-                timeout_s=self.barrier_timeout_s,
-                abandon=lambda: self._over(generation) or self.run.stop_requested or program.ended,
-                explain=self._explain_missing,
-            )
+            if self.alone and self._has_met(generation):
+                # The others are long past it, their TensorFlow servers hold the ports. This task's own may still be
+                # held by the program of its life before, while the kernel frees that one's memory.
+                barrier.await_own_port(self._listener, **others_wait)
+                return True
+            token = f"{self.run.name}/{generation}"
+            barrier.wait(self.spec, self._listener, token=token, explain=self._explain_missing, **others_wait)
         except barrier.Abandoned:
             if not self._over(generation):
                 self._act_on_end_before_start(program, generation)
@@ -167,11 +211,11 @@ class Agent:
 
     @property
     def _listener(self) -> Task:
-        """Where this task listens at the start barrier."""
+        """Where this task listens at the rendezvous."""
         return self.task
 
     def _has_met(self, generation: int) -> bool:
-        """Whether an earlier life of this task passed the barrier of this generation."""
+        """Whether an earlier life of this task held the rendezvous of this generation."""
         mine = [e for e in self.run.events() if e["task"] == self.task.name and e["event"] == "cluster complete"]
         return generation in [e["generation"] for e in mine]
 
@@ -188,7 +232,7 @@ class Agent:
 
     def _watch(self, program: Program, generation: int) -> None:
         """Return once the program is no longer wanted or its end was acted on."""
-        watchdog = Watchdog(self.run, self.spec, self.task, generation)
+        watchdog = self._watchdog = Watchdog(self.run, self.spec, self.task, generation)
         while True:
             if self._over(generation):
                 return None
@@ -222,19 +266,22 @@ class Agent:
 
     def _act_on_finding(self, finding: Finding, watchdog: Watchdog, program: Program, generation: int) -> None:
         """Apply the failure policy to a task that lives but does nothing."""
-        self.run.event(finding.task, finding.kind, step=self.run.newest_step, cause=finding.cause)
-        since = time.time() - FROZEN_S
+        stopped = finding.kind == "frozen" and processes.is_stopped(program.pid)
+        kind = OUTSIDE if finding.kind == "silent" or stopped else OWN
+        cause = f"{finding.cause}, stopped by a signal" if stopped else finding.cause
+        self.run.event(finding.task, finding.kind, step=self.run.newest_step, cause=cause)
+        end = self.recovery.end(generation, kind, cause, task=finding.task, at=time.time() - FROZEN_S)
         if finding.kind == "hang":
             watchdog.tell_hang(finding)
             program.show_stacks()
             self._wait_until_over(generation, STACKS_S)
-        if self.run.stop_requested:
-            self.run.end("stopped", task=finding.task)  # it cannot save any more; the newest checkpoint stays
-        elif finding.kind == "frozen" and self.alone:
+        if self.alone and finding.task == self.task.name:
             program.end(0.0)
-            self._restart_alone(describe_exit(-signal.SIGKILL), finding.cause)
+            self._restart_alone(end)
+        elif self.run.stop_requested:
+            self.run.end("stopped", task=finding.task)  # it cannot save any more; the newest checkpoint stays
         else:
-            self._begin_next(generation, finding.cause, None, failed_at=since, task=finding.task)
+            self.recovery.restart_gang(generation, end)
 
     def _ask_to_end(self, program: Program) -> None:
         """Ask the program to save and end, as often as this is called until it has."""
@@ -243,24 +290,73 @@ class Agent:
     def _act_on_exit(self, program: Program, generation: int) -> None:
         """Apply the failure policy to an ended program."""
         code = program.wait()
-        cause = self._describe(code)
-        error = cause if self._ran_out_of_memory(code) else program.last_line  # which then was of something else
         if self.run.outcome:
             return  # whatever ends after the run changes nothing
-        ended = self._state in ("done", "stopped")
+        end = self._end_of(program, code, generation)
         side_car = self.task.role == Role.EVALUATOR
-        if code == 0 or ended or (side_car and self.run.stop_requested):
+        if self._has_finished(code) or (side_car and self.run.stop_requested):
             self._await_outcome(generation)  # its work was done, even if TensorFlow's teardown then lost the cluster
         elif EXIT_FAILED <= code <= EXIT_TIMEOUT and not side_car:
-            self.run.end("failed", task=self.task.name, exit_code=code, error=error)
+            self.run.end("failed", task=self.task.name, exit_code=code, error=end.reported)
+        elif self.alone:
+            self._restart_alone(end)  # also where the run is to stop: the chief saves with the help of its workers
         elif self.run.stop_requested:
             self.run.end("stopped", task=self.task.name)
-        elif self.alone:
-            self._restart_alone(cause, error)
-        elif code != EXIT_PEER_LOST:
-            self._begin_next(generation, cause, error)
-        elif not self._wait_until_over(generation, PEER_LOST_PATIENCE_S):
-            self._begin_next(generation, "lost contact with the cluster", error)
+        else:
+            self._restart_gang(generation, end)
+
+    def _has_finished(self, code: int) -> bool:  # noqa: ARG002  # the code of a script is all that it says
+        """Whether the program had said that it was done: any code of the user's can end it with exit code 0."""
+        return self._state in ("done", "stopped")
+
+    def _end_of(self, program: Program, code: int, generation: int) -> End:
+        """Return what is to be known of the end of this task's program."""
+        out_of_memory = self._ran_out_of_memory(code, program)
+        member = self.task in self.spec.members
+        lost_contact = code == EXIT_PEER_LOST and member and not self.run.script
+        kind = LOST_CONTACT if lost_contact else ends.kind_of(code, out_of_memory=out_of_memory)
+        cause = "lost contact with the cluster" if lost_contact else self._describe(code, out_of_memory=out_of_memory)
+        # After a kill for memory the last lines are of something else; exit code 0 has none.
+        error = None if out_of_memory or code == 0 else program.error(code)
+        if code < 0 and error:
+            error = f"{cause}: {error}"
+        may_follow = lost_contact or (code == -signal.SIGABRT and member)  # TensorFlow aborts when another task dies
+        return self.recovery.end(generation, kind, cause, error, may_follow=may_follow, lived_s=self._lived_s)
+
+    @property
+    def _lived_s(self) -> float:
+        """How long a script ran; a program that records its steps needs no such measure."""
+        return 0.0
+
+    def _restart_gang(self, generation: int, end: End) -> None:
+        """Start every task again, once the others have had the time to say that they failed first."""
+        ends.record(self.run, generation, end)
+        if end.kind == OUTSIDE or not self.spec.members:
+            patience_s = 0.0
+        else:
+            patience_s = PEER_LOST_PATIENCE_S if end.may_follow else CULPRIT_PATIENCE_S
+        if self._another_failed(generation, patience_s):
+            return
+        if self.run.stop_requested:
+            self.run.end("stopped", task=self.task.name)
+        else:
+            self.recovery.restart_gang(generation, end)
+
+    def _another_failed(self, generation: int, patience_s: float) -> bool:
+        """Wait a moment for another task that failed to begin the next generation, longer while one is silent.
+
+        A task that was killed with its agent says so once it is back. One that stays silent is the one that failed.
+        """
+        deadline = time.monotonic() + patience_s
+        while patience_s and not self._over(generation) and not self.run.stop_requested:
+            if name := self._watchdog.silent_task(SILENT_S):
+                cause = f"no sign of life for {SILENT_S:.0f} s"
+                end = self.recovery.end(generation, OUTSIDE, cause, task=name, at=time.time() - SILENT_S)
+                self.recovery.restart_gang(generation, end)
+            if time.monotonic() > deadline and not self._watchdog.silent_task(SILENT_HINT_S):
+                break
+            time.sleep(POLL_S)
+        return self._over(generation)
 
     def _await_outcome(self, generation: int) -> None:
         """Wait to hear how the run ended; the chief's agent says it."""
@@ -279,49 +375,25 @@ class Agent:
             time.sleep(POLL_S)
         return self._over(generation)
 
-    def _describe(self, code: int) -> str:
-        """Return why the program ended."""
-        if not self._ran_out_of_memory(code):
-            return describe_exit(code)
-        return f"killed for memory: the task may use {cgroup.limit_bytes() / 2**30:.1f} GiB, see --memory of up"
+    def _describe(self, code: int, *, out_of_memory: bool) -> str:
+        """Return what ended the program."""
+        if out_of_memory and cgroup.limit_bytes() < sys.maxsize:
+            return f"killed for memory: the task may use {cgroup.limit_bytes() / 2**30:.1f} GiB, see --memory of up"
+        if out_of_memory:
+            return "killed for memory: the machine had none left, says the kernel"
+        return describe_exit(code) if code else "ended with exit code 0 before it was done"
 
-    def _ran_out_of_memory(self, code: int) -> bool:
-        """Whether the kernel killed the program because its container had no memory left, and not the spare alone."""
-        return code == -signal.SIGKILL and cgroup.kills() > self._kills_before + int(self.spare.killed)
+    def _ran_out_of_memory(self, code: int, program: Program) -> bool:
+        """Whether the kernel says that it killed the program for want of memory, and not the standby alone."""
+        if code != -signal.SIGKILL:
+            return False
+        in_container = cgroup.kills() > self._kills_before + int(self.spare.killed)
+        return in_container or kernel_log.killed_for_memory(program.pid, self._began_s)
 
-    def _restart_alone(self, cause: str, error: str) -> None:
-        """Start only this task's program again, unless it keeps dying at the same step."""
-        step = self.run.newest_step
-        if restarts.same_step([e["step"] for e in restarts.alone(self.run, self.task.name)], step):
-            told = self._told_of_last(step, cause, error)
-            if self.task.role != Role.EVALUATOR:
-                self.run.end("failed", task=self.task.name, exit_code=EXIT_FAILED, step=step, error=told)
-                return
-            # An evaluator that cannot work never fails the run.
-            self.run.event(self.task.name, "gave up", step=step, error=told)
-            self._wait_until_over(self.run.generation, float("inf"))
-            return
-        self._restarted(step, cause, error, time.time())
-
-    def _restarted(self, step: int, cause: str, error: str | None, failed_at: float) -> None:
-        self.run.event(self.task.name, "restarted", step=step, cause=cause, error=error, failed_at=failed_at)
+    def _restart_alone(self, end: End) -> None:
+        """Start only this task's program again, unless that failed the run."""
+        self._pause_s = self.recovery.restart_alone(end)
         self.resumes = True
-
-    def _begin_next(
-        self, generation: int, cause: str, error: str | None, failed_at: float | None = None, task: str = ""
-    ) -> None:
-        """Start the gang again in the next generation, unless it keeps failing at the same step."""
-        step, failed_at, task = self.run.newest_step, failed_at or time.time(), task or self.task.name
-        why = {"task": task, "cause": cause, "error": error, "failed_at": failed_at}
-        if restarts.gang_keeps_failing(self.run, step, failed_at):
-            told = self._told_of_last(step, cause, error)
-            self.run.end("failed", task=task, exit_code=EXIT_FAILED, step=step, error=told)
-        elif self.run.begin_generation(generation + 1, step=step, **why):
-            self.run.event(task, "gang restart", step=step, cause=cause, error=error)
-
-    def _told_of_last(self, step: int, cause: str, error: str | None) -> str:
-        """Return what is told of the failure that was one too many."""
-        return f"step {step} failed {SAME_STEP_LIMIT} times: {error or cause}"
 
     def _explain_missing(self, name: str) -> str:
         """What the run folder says about a task that does not answer."""
@@ -331,6 +403,8 @@ class Agent:
         told = f"state {beat['state']}"
         if beat.get("exit_code") is not None:
             told += f", {describe_exit(beat['exit_code'])}"
+        if beat.get("obstacle"):
+            told += f", {beat['obstacle']}"
         if last := last_line(self.run.log(name)):
             told += f", last line: {last[:200]}"
         return told

@@ -1,4 +1,4 @@
-"""The start barrier: every task of the cluster answers every other before TensorFlow is let in, or the start ends.
+"""The rendezvous: every task of the cluster answers every other before TensorFlow is let in, or the start ends.
 
 TensorFlow's own start waits for a missing task for ever and does not say which. Here each task listens on the very
 address that TF_CONFIG gives its TensorFlow server, and greets every other task on theirs; so a name that does not
@@ -18,14 +18,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TextIO
+from typing import TextIO, TypedDict
 
 from cluster.errors import ClusterError, TimedOut
 from cluster.spec import ClusterSpec, Task
 
 CONNECT_TIMEOUT_S = 2.0
 POLL_S = 0.02
-LEFT = "the start barrier was left"
+LEFT = "the rendezvous was left"
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """What an HTTP/2 client says first: the preface, and settings of which there are none (RFC 9113, 3.4)."""
 
@@ -35,7 +35,21 @@ class PortTaken(ClusterError):
 
 
 class Abandoned(ClusterError):
-    """The barrier was left because waiting lost its purpose: the run ended or a newer generation began."""
+    """The rendezvous was left because waiting lost its purpose: the run ended or a newer generation began."""
+
+
+class Waiting(TypedDict):
+    """How long a task waits, and what it does meanwhile.
+
+    Attributes:
+        timeout_s: seconds to wait for the others, and for this task's own port.
+        abandon: asked again and again; a true answer leaves the rendezvous.
+        report: told what keeps this task from listening, and the empty string once nothing does.
+    """
+
+    timeout_s: float
+    abandon: Callable[[], bool]
+    report: Callable[[str], None]
 
 
 @dataclass
@@ -58,6 +72,7 @@ def wait(
     timeout_s: float,
     abandon: Callable[[], bool] = lambda: False,
     explain: Callable[[str], str] = lambda name: "",
+    report: Callable[[str], None] = lambda obstacle: None,
 ) -> None:
     """Return once all of the cluster's members answer each other.
 
@@ -66,11 +81,12 @@ def wait(
         task: the member that calls.
         token: run name and generation; a task left over from an earlier life does not answer to it.
         timeout_s: seconds to wait for the others.
-        abandon: asked again and again; a true answer leaves the barrier.
+        abandon: asked again and again; a true answer leaves the rendezvous.
         explain: returns what else is known about a missing task, such as its exit code and last line.
+        report: told what keeps this task from listening, and the empty string once nothing does.
 
     Raises:
-        PortTaken: another program listens on this task's port.
+        PortTaken: another program listened on this task's port all the time.
         Abandoned: `abandon` said so.
         TimedOut: somebody is missing; the message names each and why.
     """
@@ -79,7 +95,7 @@ def wait(
         return
     meeting = _Meeting(token, {other.name: "not tried yet" for other in others}, {other.name for other in others})
     deadline = time.monotonic() + timeout_s
-    listener = _listen(task, deadline, abandon)
+    listener = _listen(task, deadline, abandon, report)
     threads = [threading.Thread(target=_answer, args=(listener, task, meeting), daemon=True)]
     threads += [threading.Thread(target=_greet, args=(task, other, meeting), daemon=True) for other in others]
     for thread in threads:
@@ -102,7 +118,7 @@ def await_servers(tasks: Sequence[Task], *, timeout_s: float, abandon: Callable[
     """Return once the TensorFlow servers of all these tasks listen; False where the time ran out or it was left.
 
     A gRPC client that comes a moment before its server waits for a second until it tries again. Asked in HTTP/2, which
-    the listener of the start barrier, perhaps still there, does not speak.
+    the listener of the rendezvous, perhaps still there, does not speak.
     """
     deadline = time.monotonic() + timeout_s
     left = list(tasks)
@@ -129,8 +145,22 @@ def _explain_missing(meeting: _Meeting, timeout_s: float, explain: Callable[[str
     return f"the cluster was not complete after {timeout_s:g} s: missing {', '.join(told)}"
 
 
-def _listen(task: Task, deadline: float, abandon: Callable[[], bool]) -> socket.socket:
-    """Return the listener, as soon as this task has the address: a machine can be off its network for a while."""
+def await_own_port(task: Task, *, timeout_s: float, abandon: Callable[[], bool], report: Callable[[str], None]) -> None:
+    """Return once this task can listen on its address.
+
+    Raises:
+        PortTaken, Abandoned, TimedOut: as `wait`.
+    """
+    _listen(task, time.monotonic() + timeout_s, abandon, report).close()
+
+
+def _listen(task: Task, deadline: float, abandon: Callable[[], bool], report: Callable[[str], None]) -> socket.socket:
+    """Return the listener, as soon as this task has the address.
+
+    A machine can be off its network for a while, and a program that was killed holds its port until the kernel has
+    freed its memory.
+    """
+    obstacle = ""
     while True:
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -140,22 +170,32 @@ def _listen(task: Task, deadline: float, abandon: Callable[[], bool]) -> socket.
             listener.listen(128)
         except OSError as error:
             listener.close()
-            _check_retry(task, error, deadline)
+            if str(reason := _obstacle(task, error)) != obstacle:
+                report(obstacle := str(reason))
+            if time.monotonic() > deadline or not _can_pass(error):
+                raise reason from error
             if abandon():
                 raise Abandoned(LEFT) from error
-            time.sleep(POLL_S * 5)
+            time.sleep(POLL_S)
         else:
+            if obstacle:
+                report("")
             listener.settimeout(POLL_S * 5)
             return listener
 
 
-def _check_retry(task: Task, error: OSError, deadline: float) -> None:
-    """Check that it is worth trying again to listen."""
+def _can_pass(error: OSError) -> bool:
+    """Whether it is worth trying again to listen."""
+    return isinstance(error, socket.gaierror) or error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
+
+
+def _obstacle(task: Task, error: OSError) -> ClusterError:
+    """Return the error of a task that cannot listen, for when waiting does not help."""
     told = f"{task.name} cannot listen on {task.address}: {error.strerror or error}"
-    if not isinstance(error, socket.gaierror) and error.errno != errno.EADDRNOTAVAIL:
-        raise PortTaken(f"{told}; end the program that holds the port (ss -ltnp shows it) and start again") from error
-    if time.monotonic() > deadline:
-        raise TimedOut(f"{told}; is this machine on the cluster's network?") from error
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return TimedOut(f"{told}; is this machine on the cluster's network?")
+    port = f"ss -ltnp 'sport = :{task.port}'"
+    return PortTaken(f"{told}; end the program that holds port {task.port} ({port} shows it) and start again")
 
 
 def _answer(listener: socket.socket, task: Task, meeting: _Meeting) -> None:

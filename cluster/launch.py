@@ -29,6 +29,7 @@ from cluster import (
     tensorboard,
     tf_config,
 )
+from cluster.attempts import MAX_RESTARTS
 from cluster.errors import UsageError, nearest
 from cluster.limits import Memory
 from cluster.network import Network
@@ -60,6 +61,7 @@ class Plan:
     compose: dict[str, Any]
     tensorboard_port: int
     hang_timeout_s: int
+    max_restarts: int
     resumes: bool
     replaces: bool
     gpus: Placement
@@ -195,6 +197,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
     asked = spec.build(**topology)
     port = spec.parse_count("tensorboard-port", request.tensorboard_port, 0, 65535)
     patience_s = spec.parse_count("hang-timeout", request.hang_timeout or int(HANG_TIMEOUT_S), 1, 86_400)
+    restarts = spec.parse_count("max-restarts", request.max_restarts or MAX_RESTARTS, 0, 1000)
     run = _run_folder(request, stops_first=stops_first)
     given = _place(request, run, base, asked)
     if given.ids:
@@ -226,6 +229,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         compose=how | given.record(),
         tensorboard_port=port,
         hang_timeout_s=patience_s,
+        max_restarts=restarts,
         resumes=bool(request.resume),
         replaces=request.fresh and run.path.exists(),
         gpus=given,

@@ -22,8 +22,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster import inherited, keeper, namespaces, nursery, owner, processes, records, settings, summary, tf_config
-from cluster.errors import PrerequisiteError, TimedOut
+from cluster import (
+    attempts,
+    ends,
+    inherited,
+    keeper,
+    namespaces,
+    nursery,
+    owner,
+    processes,
+    records,
+    settings,
+    step_record,
+    summary,
+    tf_config,
+)
+from cluster.attempts import Attempt
+from cluster.errors import EXIT_FAILED, PrerequisiteError, TimedOut
 from cluster.files import open_file
 from cluster.heartbeat import Heartbeat
 from cluster.network import HOST, PRIVATE
@@ -41,7 +56,6 @@ TASK_MEMORY_BYTES = 600 * 2**20
 PRELOAD = "train.preload"
 """The module that imports what the tasks of the built-in trainer share."""
 
-MAX_AGENT_RESTARTS = 20
 POLL_S = 0.05
 
 
@@ -202,7 +216,9 @@ class Supervisor:
         self.preload: str = how.get("preload", "")
         self.tasks: dict[str, Any] = how["tasks"]
         self.agents: dict[str, subprocess.Popen[bytes] | nursery.Copy] = {}
-        self.restarts = dict.fromkeys(self.tasks, 0)
+        self._failures: dict[str, list[Attempt]] = {name: [] for name in self.tasks}
+        self._due: dict[str, float] = {}
+        """When an agent is started again that failed by itself."""
 
     def main(self) -> None:
         """Return when every agent has ended for good."""
@@ -211,10 +227,11 @@ class Supervisor:
             self._preload()
         for name in self.tasks:
             self._start(name)
-        while self.agents:
+        while self.agents or self._due:
             for name, agent in list(self.agents.items()):
                 if (code := agent.poll()) is not None:
                     self._act_on_exit(name, code)
+            self._start_those_due()
             time.sleep(POLL_S)
         # The chief's agent writes the summary, unless it was killed at the very end or this is not the run's end.
         if not self.run.ended and not self.run.goes_on:
@@ -250,14 +267,32 @@ class Supervisor:
             )
 
     def _act_on_exit(self, name: str, code: int) -> None:
+        """Bring back an agent that was killed, however often, and one that fails by itself a few times."""
         del self.agents[name]
         if code == 0:
             return
-        self.restarts[name] += 1
-        if self.restarts[name] > MAX_AGENT_RESTARTS:
-            self.run.end("failed", task=name, exit_code=1, error=f"its agent died {MAX_AGENT_RESTARTS + 1} times")
-        elif not (self.run.outcome and self.run.ended):
-            self._start(name)
+        kind = ends.kind_of(code, out_of_memory=False)
+        if kind == attempts.OUTSIDE:
+            self._due[name] = time.monotonic()
+            return
+        saved, step = max(self.run.saved_steps, default=-1), step_record.newest(self.run, self.run.generation)
+        tried = self._failures[name]
+        tried.append(Attempt(attempts.OWN, step, saved))
+        if count := attempts.too_many(tried, attempts.max_restarts(self.run)):
+            why = f"{processes.describe_exit(code)}; see {self.run.log(name)}"
+            cause = f"its agent failed {counted(count, 'time')} without progress: {why}"
+            self.run.end("failed", task=name, exit_code=EXIT_FAILED, error=cause)
+        else:
+            self._due[name] = time.monotonic() + attempts.pause_s(tried)
+
+    def _start_those_due(self) -> None:
+        """Start again the agents whose time has come; once the run is over they have nothing more to do."""
+        for name, due in list(self._due.items()):
+            if self.run.outcome and self.run.ended:
+                del self._due[name]
+            elif time.monotonic() >= due or self.run.outcome or self.run.stop_requested:
+                del self._due[name]
+                self._start(name)
 
 
 def main(run: RunFolder) -> None:

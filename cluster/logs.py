@@ -21,7 +21,8 @@ PART_BYTES = 64 * 2**20
 LINE_BYTES = 2**16
 """A longer line is copied and shown as several."""
 CHUNK_BYTES = 2**16
-KEPT_LINES = 50
+KEPT_LINES = 200
+"""A traceback and its message are among them."""
 KEPT_CHARACTERS = 2000
 
 GAP = b"... what was printed from here on was left out, until the log goes on ...\n"
@@ -61,7 +62,7 @@ def _pass_on(lines: list[bytes], log: Path, last_lines: list[str], noise: tuple[
     with contextlib.suppress(OSError):
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
-    told = [text[:KEPT_CHARACTERS] for line in kept if (text := line.decode(errors="replace").strip())]
+    told = [text[:KEPT_CHARACTERS] for line in kept if (text := line.decode(errors="replace").rstrip())]
     last_lines[:] = [*last_lines, *told][-KEPT_LINES:]
     return data
 

@@ -22,11 +22,11 @@ _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 _MEANINGS = {
-    "SIGKILL": "killed, out of memory?",
+    "SIGKILL": "killed",
     "SIGSEGV": "crashed in native code",
     "SIGABRT": "aborted in native code",
     "SIGTERM": "asked to end",
-    "SIGBUS": "bus error, disk or shared memory full?",
+    "SIGBUS": "bus error",
 }
 
 
@@ -117,6 +117,23 @@ def _stat(pid: int) -> list[str] | None:
 
 
 IDENTITY = ("pid", "start_ticks")
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether somebody stopped the process by a signal, such as SIGSTOP, and has not let it go on since."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False
+
+
+def handles(pid: int, number: int) -> bool:
+    """Whether the process has a handler for a signal: one without it may end by it."""
+    try:
+        fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    except OSError:
+        return False
+    return bool(int(fields.get("SigCgt", "0"), 16) >> (number - 1) & 1)
 
 
 def identity(pid: int) -> dict[str, int | None]:

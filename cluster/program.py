@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import tempfile
@@ -13,11 +12,8 @@ import threading
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from cluster import logs, nursery, processes
+from cluster import ends, logs, nursery, processes
 from cluster.words import NOISE
-
-_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Failed)\b|Exception(:|$)")
-"""How the last line of a traceback begins."""
 
 
 class Program(ABC):
@@ -113,11 +109,15 @@ class Program(ABC):
         self._scratch.cleanup()
         return code
 
-    @property
-    def last_line(self) -> str:
-        """The last line that the program printed; of a traceback that is the error."""
+    def error(self, code: int) -> str | None:
+        """Return the error that the program reported before it ended with this code.
+
+        Where it named none, that is the last line it printed, called so; None after a signal, which says it all.
+        """
         self._await_log(1.0)
-        return self._lines[-1].removeprefix("error: ") if self._lines else ""
+        if (found := ends.error_in(self._lines, code)) or code < 0 or not self._lines:
+            return found
+        return f"{processes.describe_exit(code)}, last line: {self._lines[-1].strip()}"
 
     def _await_log(self, timeout_s: float) -> None:
         if self._pump is not None:
@@ -139,8 +139,9 @@ class Trainer(Program):
         os.close(gate_read)
 
     def show_stacks(self) -> None:
-        """Have every thread's Python stack printed to the log."""
-        if not self._stacks_shown and self._process is not None:
+        """Have every thread's Python stack printed to the log, once the program can: not before its gate."""
+        if not self._stacks_shown and processes.handles(self.pid, signal.SIGUSR1):
+            assert self._process is not None
             self._stacks_shown = True
             self._process.send_signal(signal.SIGUSR1)
 
@@ -175,9 +176,3 @@ class Script(Program):
         self._environment |= life
         self._folder.mkdir(parents=True, exist_ok=True)
         self._start(self._folder)
-
-    @property
-    def last_line(self) -> str:
-        """The last traceback's error, behind which TensorFlow often logs on; else the last line that was printed."""
-        last = super().last_line
-        return next((line for line in reversed(self._lines) if _ERROR.match(line)), last)

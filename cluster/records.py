@@ -9,6 +9,7 @@ from typing import Any, TypeVar, overload
 
 from cluster.checks import (
     ABSENT,
+    Check,
     Record,
     code,
     count,
@@ -98,9 +99,20 @@ heartbeat: Record = every(
             "restarts": (count, 0),
             "pace": (optional(_pace), None),
             "exit_code": (optional(code), ABSENT),
+            "obstacle": (optional(text), ABSENT),
         },
     ),
 )
+
+_attempt: dict[str, tuple[Check, Any]] = {
+    "kind": (text, ABSENT),
+    "furthest": (number, ABSENT),
+    "saved": (number, ABSENT),
+    "lived_s": (seconds, ABSENT),
+    "pause_s": (seconds, ABSENT),
+    "single_steps_from": (count, ABSENT),
+}
+"""What is recorded of the attempt that a failure ended; -1 for a step stands for none."""
 
 _detail = record(
     {},
@@ -110,6 +122,7 @@ _detail = record(
         "kind": (text, ABSENT),
         "failed_at": (seconds, ABSENT),
         "exit_code": (optional(code), ABSENT),
+        **_attempt,
     },
 )
 
@@ -140,8 +153,22 @@ def generation(begun: int) -> Record:
 _generation = record({"generation": count, "time": seconds})
 _failure = record(
     {"task": text, "failed_at": seconds},
-    {"cause": (text, ""), "step": (count, 0), "error": (optional(text), None)},
+    {"cause": (text, ""), "step": (count, 0), "error": (optional(text), None), **_attempt},
 )
+
+end = exactly(
+    {
+        "task": text,
+        "kind": text,
+        "cause": text,
+        "error": optional(text),
+        "at": seconds,
+        "furthest": number,
+        "lived_s": seconds,
+        "may_follow": flag,
+    }
+)
+"""How one task's program ended, as its agent saw it."""
 
 outcome = record(
     {"state": one_of(*OUTCOMES), "time": seconds},
@@ -161,6 +188,7 @@ started = record(
         "time": (seconds, ABSENT),
         "runtime": (one_of("docker", "local"), ABSENT),
         "hang_timeout_s": (seconds, ABSENT),
+        "max_restarts": (count, ABSENT),
         "requirements": (text, ABSENT),
         "memory": (text, ABSENT),
         "network": (text, ABSENT),

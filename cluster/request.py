@@ -48,6 +48,7 @@ class Request:
     precision: str = ""
     checkpoint_every: str = ""
     hang_timeout: str = ""
+    max_restarts: str = ""
     name: str = ""
     resume: str = ""
     trust: bool = False

@@ -1,51 +1,12 @@
-"""What was started again in a run, why, how often, and what each restart cost."""
+"""What was started again in a run, why, and what each restart cost."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 from cluster.runs import RunFolder
 from cluster.spec import ClusterSpec, Role
-
-SAME_STEP_LIMIT = 3
-STEADY_S = 600.0
-"""A script tells no step: one that lived this long got somewhere, so that its failure does not count as the same."""
-
-
-def count(run: RunFolder, task: str) -> int:
-    """Return how often a task's program was started again since `up`: alone, or with the gang."""
-    return run.generation - _first_generation(run) + len(alone(run, task))
-
-
-def alone(run: RunFolder, task: str) -> list[dict[str, Any]]:
-    """Return the events at which a task was started again alone since `up`."""
-    first = _first_generation(run)
-    events = [e for e in run.events() if e["task"] == task and e["event"] == "restarted"]
-    return [e for e in events if e["generation"] >= first]
-
-
-def gang_keeps_failing(run: RunFolder, step: int, failed_at: float) -> bool:
-    """Whether the newest gang restarts and this failure are as many as are tolerated, all at one step."""
-    first = _first_generation(run)
-    lives = [g for g in run.generations() if g["generation"] >= first]
-    steps: list[int] = []
-    for life, ended in [*pairwise(lives), (lives[-1], {"step": step, "failed_at": failed_at})]:
-        if run.script and ended["failed_at"] - life["time"] > STEADY_S:
-            steps.clear()
-        steps.append(ended["step"])
-    return same_step(steps[:-1], step)
-
-
-def same_step(before: list[int], step: int) -> bool:
-    """Whether the newest failures and this one are as many as are tolerated, all at one step."""
-    return before[-(SAME_STEP_LIMIT - 1) :] == [step] * (SAME_STEP_LIMIT - 1)
-
-
-def _first_generation(run: RunFolder) -> int:
-    """Return the generation that `up` began: the newest that no task's failure did."""
-    return max((g["generation"] for g in run.generations() if "task" not in g), default=0)
 
 
 def under_way(spec: ClusterSpec, events: list[dict[str, Any]]) -> float | None:

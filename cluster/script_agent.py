@@ -5,7 +5,7 @@ complete, its agent writes the heartbeat until the end, and how it ends is read 
 
     exit code 0                     its work is done; the run succeeds when every script that trains has ended so
     any other exit code             its own fault, which trying again would only repeat: the run fails, naming it
-    a signal                        it was killed: started again, as the failure policy says
+    a signal                        it was killed, or crashed: started again, as the failure policy says
     an exit code because of others  when a task is killed, the scripts of the others end with an error; so each waits a
                                     moment for the task that really died to say so, and is then started again with it
 """
@@ -19,14 +19,13 @@ import time
 from pathlib import Path
 
 from cluster import settings
-from cluster.agent import PEER_LOST_PATIENCE_S, POLL_S, Agent
+from cluster.agent import PEER_LOST_PATIENCE_S, Agent
+from cluster.attempts import LOST_CONTACT
+from cluster.ends import End
 from cluster.errors import EXIT_FAILED
 from cluster.heartbeat import Heartbeat
-from cluster.liveness import Pulse
 from cluster.processes import as_exit_code
 from cluster.program import Program, Script
-from cluster.restarts import SAME_STEP_LIMIT
-from cluster.runs import FINAL_STATES, LOST_AFTER_S
 from cluster.spec import Role, Task
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,6 +46,7 @@ class ScriptAgent(Agent):
     TensorFlow."""
     grace_ends = 0.0
     """When a script that was asked to end is killed."""
+    _script_began_s = 0.0
 
     def _program(self, environment: dict[str, str]) -> Program:
         folder = self.run.work(self.task.name)
@@ -55,6 +55,7 @@ class ScriptAgent(Agent):
     def _begin(self, program: Program, heartbeat: Heartbeat, life: dict[str, str]) -> None:
         program.open_gate(life)
         self.heartbeat = heartbeat
+        self._script_began_s = time.monotonic()
         heartbeat.update(state="training")
         self.run.event(self.task.name, "script started")
 
@@ -75,13 +76,12 @@ class ScriptAgent(Agent):
 
     def _act_on_exit(self, program: Program, generation: int) -> None:
         ended_at = time.time()
-        code, error = program.wait(), program.last_line
+        code = program.wait()
         if self.run.outcome:
             return
         others_had_failed = self._others_failed(generation)
         self.heartbeat.update(state="done" if code == 0 else "failed", exit_code=as_exit_code(code))
-        cause = self._describe(code)
-        told = f"{cause}, last line: {error}" if error else cause
+        end = self._end_of(program, code, generation)
         # An abort is TensorFlow's own when it hears that another task failed.
         killed = code < 0 and not (code == -signal.SIGABRT and others_had_failed)
         if self.run.stop_requested:
@@ -89,15 +89,20 @@ class ScriptAgent(Agent):
         elif code == 0:
             self._await_outcome(generation)
         elif killed and self.alone:
-            self._restart_alone(cause, error)
+            self._restart_alone(end)
         elif killed:
-            self._begin_next(generation, cause, error)
-        elif self._another_died(generation, 2 * PEER_LOST_PATIENCE_S if others_had_failed else PEER_LOST_PATIENCE_S):
+            self._restart_gang(generation, end)
+        elif self._another_failed(generation, PEER_LOST_PATIENCE_S * (2 if others_had_failed else 1)):
             return
         elif self._worker_restarted(generation, ended_at):
-            self._begin_next(generation, f"{cause}, after a worker had died", error)
+            cause = f"{end.cause}, after a worker had died"
+            self.recovery.restart_gang(generation, dataclasses.replace(end, kind=LOST_CONTACT, cause=cause))
         else:
-            self.run.end("failed", task=self.task.name, exit_code=EXIT_FAILED, error=told)
+            self.run.end("failed", task=self.task.name, exit_code=EXIT_FAILED, error=_reported(end))
+
+    @property
+    def _lived_s(self) -> float:
+        return time.monotonic() - self._script_began_s
 
     def _await_outcome(self, generation: int) -> None:
         """Wait until every script that trains has ended with 0, however long that takes; the chief's agent says so."""
@@ -118,31 +123,15 @@ class ScriptAgent(Agent):
         mine = self.task.name
         return any(b["task"] != mine and b["generation"] == generation and b["state"] == "failed" for b in beats)
 
-    def _another_died(self, generation: int, patience_s: float) -> bool:
-        """Wait a moment for a task that was killed to say so, longer while one is silent; return whether one did.
-
-        Whoever failed after another waits twice as long: the other's error is the root cause, and is told first.
-        """
-        now = time.monotonic()
-        deadline, last = now + patience_s, now + LOST_AFTER_S
-        pulse = Pulse(self.run)
-        while not self._over(generation):
-            now = time.monotonic()
-            beats = pulse.look().values()
-            quiet = any(b["state"] not in FINAL_STATES and pulse.quiet_s(b["task"]) > SILENT_S for b in beats)
-            if now > deadline and (now > last or not quiet):
-                break
-            time.sleep(POLL_S)
-        return self._over(generation)
-
     def _worker_restarted(self, generation: int, ended_at: float) -> bool:
         """Whether a worker was started again alone shortly before: not every script goes on without one."""
         times = [e["time"] for e in self.run.events() if (e["event"], e["generation"]) == ("restarted", generation)]
         return any(moment > ended_at - LONE_RESTART_S for moment in times)
 
-    def _told_of_last(self, step: int, cause: str, error: str | None) -> str:  # noqa: ARG002  # a script has no steps
-        told = f"its script died {SAME_STEP_LIMIT} times: {cause}"
-        return f"{told}, last line: {error}" if error else told
+
+def _reported(end: End) -> str:
+    """Return how a script ended, its exit code first: what it means is the script's own affair."""
+    return end.reported if not end.error or end.error.startswith(end.cause) else f"{end.cause}: {end.error}"
 
 
 def script_environment(environment: dict[str, str]) -> dict[str, str]:

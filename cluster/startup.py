@@ -273,8 +273,9 @@ def _write_records(plan: Plan, began: float) -> None:
     files.write_json(plan.run.config, plan.config)
     requirements = str(plan.payload.requirements) if plan.payload.requirements else ""
     started = {"time": began, "runtime": plan.runtime, "requirements": requirements}
-    started |= {"hang_timeout_s": plan.hang_timeout_s, "gpus": plan.gpus.to_json(), "memory": plan.memory.asked}
-    started |= {"network": plan.network.asked, "env": list(plan.payload.env)}
+    started |= {"hang_timeout_s": plan.hang_timeout_s, "max_restarts": plan.max_restarts}
+    started |= {"gpus": plan.gpus.to_json(), "memory": plan.memory.asked, "network": plan.network.asked}
+    started["env"] = list(plan.payload.env)
     files.write_json(plan.run.control / "started.json", started)
     _begin_life(plan)
 

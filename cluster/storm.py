@@ -27,7 +27,11 @@ def main(run: RunFolder, count: int, seed: int, kinds: Sequence[str]) -> int:
     print(f"{counted(len(results), 'fault')} inflicted; waiting for the run's end", flush=True)
     ended = watch.follow(run, lambda value: None)
     print("\n".join(view.ended(run, launch.shown(run.path))))
-    if len(results) < count:
+    if ended["state"] != "succeeded":
+        cause = ended.get("cause")
+        why = f": {cause['task'] or 'the run'}: {cause['error']}" if cause else ""
+        print(f"the run {ended['state']} after {len(results)} of {counted(count, 'fault')}{why}")
+    elif len(results) < count:
         print(f"the run had no room for {count} faults: train for longer (-- --max-steps), or ask for fewer (--faults)")
     well = ended["state"] == "succeeded" and len(results) == count and twin.same_bits(run) is not False
     return EXIT_DONE if well else EXIT_FAILED

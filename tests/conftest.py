@@ -53,6 +53,7 @@ def isolation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUNS_DIR", str(tmp_path / "runs"))
     monkeypatch.setenv("DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setenv("WARM_SPARE", "0")  # programs would start that no test waits for
+    monkeypatch.setenv("RESTART_PAUSE_S", "0.01")
     for name in (
         "RUN_DIR",
         "TASK",

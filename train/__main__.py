@@ -79,17 +79,20 @@ def train(run: RunFolder) -> int:
     if "SPARE" in os.environ:
         program.rehearse(run)
     wait_at_gate()
+    faulthandler.enable()  # a crash in native code shows the stack that led to it
     faulthandler.register(signal.SIGUSR1)  # the agent asks for every thread's stack when the gang hangs
+    cluster = run.load_cluster()
+    task = cluster.task(os.environ.get("TASK", "chief"))
     try:
-        program.Program(run, run.load_cluster().task(os.environ.get("TASK", "chief"))).main()
+        program.Program(run, task).main()
     except ClusterError:
         raise
     except SystemExit as error:  # the agent would take its exit code for ours
         traceback.print_exc()
         raise RunFailed(f"code of your own ended the training: {described(error)}") from error
     except Exception as error:
-        if program.is_peer_lost(error):
-            print(f"lost contact with the cluster: {str(error).splitlines()[0][:300]}", file=sys.stderr)
+        if task in cluster.members and program.is_peer_lost(error):
+            print(f"error: lost contact with the cluster: {str(error).splitlines()[0][:300]}", file=sys.stderr)
             return EXIT_PEER_LOST
         traceback.print_exc()
         if (known := program.explain(error)) is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+from cluster import step_record
 from cluster.spec import Role
 from train import callbacks, descent, guards, loops, parameter_server, save_timer, steps, trace
 from train.assignment import Assignment
@@ -30,6 +31,9 @@ class Training:
         self._first = assignment.restore(self._checkpoint)
         self._report = Report(assignment, self._first, descent.loss_scale(self._optimizer))
         self._save_timer = assignment.new_save_timer(self._checkpoint, self._first)
+        self._generation = assignment.heartbeat.values["generation"]
+        names = [task.name for task in assignment.spec.of(Role.WORKER)] if assignment.asynchronous else []
+        self._worked = [step_record.StepRecord(assignment.run, name, self._generation) for name in names]
         shards = config.bitwise_elastic
         cut = VirtualShards(shards, strategy.num_replicas_in_sync) if shards else None
         trainee = self._trainee(cut)
@@ -42,6 +46,7 @@ class Training:
                 steps_per_loop=config.steps_per_loop,
                 workers=len(assignment.spec.of(Role.WORKER)),
                 wants=self._wants,
+                worked=self._record_work,
             )
             self._agree: Callable[[steps.Signals], steps.Signals] = lambda signals: signals  # the chief decides alone
         else:
@@ -85,6 +90,7 @@ class Training:
             report=self._tell,
             stop=lambda: assignment.stop.is_set() or self._enough,
             save=self._save,
+            single=step_record.single_steps(assignment.run, self._generation, config.steps_per_loop),
         )
         stopped = stopped and not self._any_enough()
         if self._saved_at != step and (stopped or not self._hooks):
@@ -115,6 +121,10 @@ class Training:
 
     def _wants(self, stop: bool, count: int) -> steps.Signals:
         return steps.Signals(stop, self._save_timer.due(count), self._save_timer.brief)
+
+    def _record_work(self, worker: int, step: int) -> None:
+        """Record that a worker of parameter servers has done its part of the steps until this one."""
+        self._worked[worker].done(step)
 
     def _tell(self, progress: loops.Progress) -> None:
         result = progress.result

@@ -14,6 +14,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow import keras
 
+from cluster.spec import Role
+from cluster.step_record import StepRecord
 from train import callbacks, descent, guards, legacy_guards, loops, parameter_server, save_timer, steps, trace
 from train.assignment import Assignment
 from train.callback_state import CallbackState
@@ -150,6 +152,9 @@ class _Follower(keras.callbacks.Callback):
         self._told_at = self._batch_at = time.perf_counter()
         self._batch_s: list[float] = []
         self._tracer = trace.Tracer(assignment.run, assignment.task.name)
+        generation = assignment.heartbeat.values["generation"]
+        workers = assignment.spec.of(Role.WORKER) if assignment.asynchronous else ()
+        self._workers = [StepRecord(assignment.run, worker.name, generation) for worker in workers]
         if not assignment.asynchronous:
             self._agree = steps.agreement(assignment.strategy)
             # Under parameter servers Keras refuses callbacks that have this method at all.
@@ -173,6 +178,7 @@ class _Follower(keras.callbacks.Callback):
         self._correct(logs)
         self.step += 1
         self._in_epoch += 1
+        self._report.done(self.step)
         self._tracer.after(self.step)
         if self._hooks:
             sums_2 = self._in_epoch * self._means(logs)
@@ -196,6 +202,8 @@ class _Follower(keras.callbacks.Callback):
         if assignment.asynchronous:
             count = self._in_epoch = self.params["steps"]
             before, self.step = self.step, self.step + count
+            self._report.done(self.step)
+            self._record_work()
             if self._hooks:
                 self._hooks.add(count, *(count * self._means(logs)).tolist())
             self._tell(logs)
@@ -239,6 +247,11 @@ class _Follower(keras.callbacks.Callback):
     def catches_up(self) -> bool:
         """Whether a checkpoint is to be saved as soon as there are new steps."""
         return self._save_timer.due(0) and self.step == self._first
+
+    def _record_work(self) -> None:
+        """Record that the workers of parameter servers have done the steps: Keras does not say which did what."""
+        for worker in self._workers:
+            worker.done(self.step)
 
     def _check_scale(self) -> None:
         scale = descent.loss_scale(self.model.optimizer)

@@ -80,6 +80,7 @@ def run(
     report: Callable[[Progress], None],
     stop: Callable[[], bool],
     save: Callable[[int], None],
+    single: range = range(0),
 ) -> tuple[int, bool]:
     """Train from step `first` to step `total`.
 
@@ -95,6 +96,7 @@ def run(
         report: told of every inner call.
         stop: whether this task was asked to stop.
         save: saves a checkpoint, when a task wants one before training ends: after the periodic work of that step.
+        single: steps after each of which the inner loop is called for one step alone.
 
     Returns:
         The steps done, and whether training was stopped before `total` (not: ended by an action).
@@ -104,8 +106,10 @@ def run(
     """
     step, brief = first, True  # the first call compiles: keep it short
     while step < total:
-        most = 1 if brief else steps_per_loop
+        most = 1 if brief or step in single else steps_per_loop
         until = min([total, step + most, *(periodic.next(step) for periodic in every)])
+        if step < single.start < until:
+            until = single.start
         began = time.perf_counter()
         result = inner(step, until - step, stop())
         progress = Progress(step, result, time.perf_counter() - began, compiled=step == first)

@@ -23,6 +23,7 @@ def asynchronous(
     steps_per_loop: int,
     workers: int,
     wants: Wants,
+    worked: Callable[[int, int], None],
 ) -> Callable[[int, int, bool], LoopResult]:
     """Return a function that does some asynchronous steps: (steps done before, steps to do, stop?) -> result.
 
@@ -35,6 +36,7 @@ def asynchronous(
     update is made, and a step that is noted is not done again: of a slice only the step in which the worker died can
     update twice, wholly or some of the variables.
 
+    `worked` is called with the index of a worker and the last step of a slice that it did, once all slices are done.
     The chief alone decides, `wants` after the steps.
     """
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
@@ -83,11 +85,18 @@ def asynchronous(
             for at, n in slices
         ]
         coordinator.join()
+        for value, (at, n) in zip(pending, slices, strict=True):
+            worked(_worker_of(value), at + n)
         results = [value.fetch()[:n] for value, (_, n) in zip(pending, slices, strict=True)]
         results_S2 = np.concatenate(results)
         return LoopResult(results_S2[:, 0], results_S2[:, 1], wants(stop, 0))
 
     return run
+
+
+def _worker_of(value: Any) -> int:
+    """Return the index of the worker that computed a remote value: its tensor is there, which has no public name."""
+    return int(tf.DeviceSpec.from_string(value._values.device).task)
 
 
 def worker_dataset(source: Source, global_batch: int, seed: int) -> Callable[[], tf.data.Dataset]:

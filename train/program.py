@@ -50,6 +50,7 @@ class Program:
         assignment = self._assignment()
         if self.task.role == Role.EVALUATOR:
             evaluator.evaluate_checkpoints(assignment)
+            self.heartbeat.update(state="done")
         elif self.config.loop == "fit":
             fit.Training(assignment).run()
         else:
@@ -78,6 +79,7 @@ class Program:
             model = new_model()
         if self.task.role == Role.CHIEF:
             environment.record(self.run, config.dataset, source)
+        self.heartbeat.update(state="compiling")  # the model is built, which can be the user's code
         objective = objectives.build(config.loss, classifies=source.classifies)
         return Assignment(
             run=self.run,

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from cluster.files import write_json
 from cluster.heartbeat import HEARTBEAT_S
+from cluster.step_record import StepRecord
 from train import export, loops, steps
 from train.assignment import Assignment
 from train.checkpoint import Checkpoint
@@ -36,6 +37,7 @@ class Report:
         self._heartbeat = assignment.heartbeat
         self._pace, self._paced_at = Pace(), 0.0
         self._ledger = Ledger(assignment.run, self._heartbeat.values["generation"], first) if assignment.chief else None
+        self._done = StepRecord(assignment.run, assignment.task.name, self._heartbeat.values["generation"])
         self._train_seconds = 0.0
         self._timed_steps = 0
         self.results: dict[str, float] = {}
@@ -47,6 +49,11 @@ class Report:
             self._heartbeat.update(steps_total=assignment.total_steps)
         self.metrics = Metrics(run, name, talks=assignment.chief, resumed_at=first)
         self._heartbeat.update(state="compiling", step=first)
+        self.done(first)
+
+    def done(self, step: int) -> None:
+        """Record that so many steps are done: at once, since the next one may end this process."""
+        self._done.done(step)
 
     def steps(
         self,
@@ -68,6 +75,7 @@ class Report:
             times: what each of them took, or a sample of them.
         """
         step = first + len(losses)
+        self.done(step)
         rate = None
         if compiled:
             self._heartbeat.update(state="training", step=step)  # written at once: a failure now is not one of before

@@ -49,6 +49,7 @@ def start_gang(make_run: Callable[..., RunFolder], tmp_path: Path) -> Iterator[S
         absent: tuple[str, ...] = (),
         stopped: bool = False,
         hang_timeout_s: float = 60,
+        max_restarts: int = 3,
         preload: str = "",
         network: str = HOST,
         **topology: Any,
@@ -58,7 +59,10 @@ def start_gang(make_run: Callable[..., RunFolder], tmp_path: Path) -> Iterator[S
         how = local.processes_of(run.load_cluster(), run.path, tmp_path / "data", ["--", *program], network=network)
         how |= {"tasks": {n: task for n, task in how["tasks"].items() if n not in absent}}
         write_json(run.compose, how | ({"preload": preload} if preload else {}))
-        started_as = read_json(run.control / "started.json") | {"hang_timeout_s": hang_timeout_s}
+        started_as = read_json(run.control / "started.json") | {
+            "hang_timeout_s": hang_timeout_s,
+            "max_restarts": max_restarts,
+        }
         write_json(run.control / "started.json", started_as)
         seal.write(run)
         if stopped:

@@ -11,14 +11,14 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster import agent, restarts, watch
+from cluster import agent, watch
 from cluster.files import read_json
 from cluster.processes import start_ticks
 from cluster.runs import RunFolder
 from tests.unit.gang import StartGang
 from tests.waiting import wait_for
 
-SIGKILLED = "exit code 137 (SIGKILL: killed, out of memory?)"
+SIGKILLED = "exit code 137 (SIGKILL: killed)"
 ALL_FINISH = "train(5), meet(), finish()"
 SERVERS_SERVE = "if NAME.startswith(('worker', 'ps')): serve()\n"
 
@@ -59,7 +59,7 @@ def test_the_chief_alone_needs_no_cluster(start_gang: StartGang) -> None:
 
 @pytest.mark.parametrize("code", [1, 2, 3, 4])
 def test_an_exit_code_from_1_to_4_fails_the_run_at_once(start_gang: StartGang, code: int) -> None:
-    lines = f"train(3)\nif NAME == 'worker-0': print('first\\nloss is nan at step 3\\n'); sys.exit({code})\nwork()"
+    lines = f"train(3)\nif NAME == 'worker-0': print('error: loss is nan at step 3\\n'); sys.exit({code})\nwork()"
     gang = start_gang(lines, workers=1)
     summary = gang.summary()
     cause = {"task": "worker-0", "exit_code": code, "step": None, "error": "loss is nan at step 3"}
@@ -72,7 +72,7 @@ def test_an_exit_code_from_1_to_4_fails_the_run_at_once(start_gang: StartGang, c
 def test_a_program_that_fails_before_the_start_fails_the_run_at_once(start_gang: StartGang) -> None:
     gang = start_gang("sys.exit('a wrong installation')", imports="import sys", absent=("worker-0",), workers=1)
     outcome = gang.outcome()  # long before the barrier's end
-    cause = ("failed", "chief", 1, "a wrong installation")
+    cause = ("failed", "chief", 1, "exit code 1, last line: a wrong installation")
     assert cause == tuple(outcome[key] for key in ("state", "task", "exit_code", "error"))
 
 
@@ -117,35 +117,6 @@ def test_killing_a_worker_restarts_the_gang(start_gang: StartGang) -> None:
     assert [1, 1, 1] == [gang.pid(task, "life") for task in first_life]
     assert [1, 1, 1] == [gang.beat(task)["restarts"] for task in first_life]
     assert not set(first_life.values()) & {gang.pid(task) for task in first_life}
-
-
-def test_the_same_step_failing_three_times_ends_the_run(start_gang: StartGang) -> None:
-    gang = start_gang("if NAME == 'chief': work()\ntrain(5), die(11)", workers=1)
-    summary = gang.summary()
-    assert "failed" == summary["state"]
-    error = "step 5 failed 3 times: worker-0 dies of SIGSEGV"
-    assert {"task": "worker-0", "exit_code": 1, "step": 5, "error": error}.items() <= summary["cause"].items()
-    assert [(1, "worker-0"), (2, "worker-0")] == [(r["generation"], r["task"]) for r in summary["restarts"]]
-
-
-def test_failures_before_a_resume_do_not_count(make_run: Callable[..., RunFolder]) -> None:
-    run = make_run(workers=1)
-    for number in (1, 2):
-        run.begin_generation(number, task="worker-0", cause="killed", error=None, step=5, failed_at=time.time())
-    assert restarts.gang_keeps_failing(run, 5, time.time())
-    assert not restarts.gang_keeps_failing(run, 6, time.time())
-    assert 2 == restarts.count(run, "chief")
-    run.begin_generation(3, resumed=True)
-    assert not restarts.gang_keeps_failing(run, 5, time.time())
-    assert 0 == restarts.count(run, "chief")
-
-
-def test_failures_at_different_steps_do_not_end_the_run(start_gang: StartGang) -> None:
-    lines = "if NAME == 'worker-0' and GENERATION < 3: train(5 + GENERATION), die()\ntrain(9), finish()"
-    # The chief waits, so that the newest step is the worker's.
-    waits = "if NAME == 'chief' and GENERATION < 3: work()\n"
-    summary = start_gang(waits + lines, workers=1).summary()
-    assert ("succeeded", [1, 2, 3]) == (summary["state"], [r["generation"] for r in summary["restarts"]])
 
 
 def test_contact_lost_waits_for_the_task_that_really_died(start_gang: StartGang) -> None:
@@ -268,18 +239,17 @@ def test_a_killed_agent_of_a_worker_under_ps_restarts_only_that_worker(start_gan
 # The evaluator
 
 
-@pytest.mark.parametrize("end", ["sys.exit('no checkpoint can be read')", "die()"])
+@pytest.mark.parametrize("end", ["sys.exit('no checkpoint can be read')", "sys.exit(0)", "die()", "die(11)"])
 def test_an_evaluator_never_fails_the_run(start_gang: StartGang, end: str) -> None:
     lines = f"""
 if NAME == 'evaluator': until(lambda: run.heartbeats().get('chief', {{}}).get('step') == 3), {end}
 train(3)
-if NAME == 'chief': until(lambda: any(event['event'] == 'gave up' for event in run.events()))
+if NAME == 'chief': until(lambda: len([event for event in run.events() if event['event'] == 'restarted']) > 5)
 finish()
 """
-    gang = start_gang(lines, workers=0, evaluator=True)
+    gang = start_gang(lines, workers=0, evaluator=True, max_restarts=1)
     summary = gang.summary()
     assert ("succeeded", [], 0) == (summary["state"], summary["restarts"], summary["tasks"]["chief"])
-    assert 2 == gang.beat("evaluator")["restarts"]
 
 
 # Stops

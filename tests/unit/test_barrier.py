@@ -153,11 +153,40 @@ def test_a_task_that_cannot_be_reached_is_not_called_missing_by_itself() -> None
     assert "worker-0 (answers, but cannot reach this task)" in str(error)
 
 
-def test_a_taken_port_is_told_at_once(three: ClusterSpec) -> None:
+def test_a_port_that_stays_taken_is_an_error_in_the_end(three: ClusterSpec) -> None:
+    reported: list[str] = []
     with listening(three, "worker-0"):
-        error = arrive(three, "worker-0").end()
+        error = arrive(three, "worker-0", timeout_s=0.4, report=reported.append).end()
     assert isinstance(error, barrier.PortTaken)
+    port = three.task("worker-0").port
     assert f"worker-0 cannot listen on {three.task('worker-0').address}: Address already in use" in str(error)
+    assert f"ss -ltnp 'sport = :{port}'" in str(error)
+    assert [str(error)] == reported
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_port_is_waited_for_until_who_holds_it_has_ended(alone: bool) -> None:
+    cluster = spec.build(1, ports=local.free_ports(2))
+    taken, reported = threading.Event(), []
+
+    def report(obstacle: str) -> None:
+        reported.append(bool(obstacle))
+        taken.set()
+
+    with listening(cluster, "worker-0"):
+        if alone:
+            waits = {"timeout_s": 20.0, "abandon": lambda: False, "report": report}
+            waiting = threading.Thread(target=barrier.await_own_port, args=(cluster.task("worker-0"),), kwargs=waits)
+            waiting.start()
+        else:
+            arrived = arrive(cluster, "worker-0", report=report)
+        assert taken.wait(20)
+    if alone:
+        waiting.join(20)
+        assert not waiting.is_alive()
+    else:
+        assert [None, None] == [arrival.end() for arrival in (arrive(cluster, "chief"), arrived)]
+    assert [True, False] == reported
 
 
 def test_the_barrier_is_left_when_waiting_lost_its_purpose(three: ClusterSpec) -> None:

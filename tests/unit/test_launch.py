@@ -64,6 +64,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> None:
         (Request(script="s.py", evaluator=True), "--evaluator with a script: "),
         (Request(separate_chief=True), "--separate-chief is for scripts"),
         (Request(hang_timeout="0"), "--hang-timeout '0': expected a whole number from 1 to 86400"),
+        (Request(max_restarts="-1"), "--max-restarts '-1': expected a whole number from 0 to 1000"),
         (Request(script="absent.py"), "--script 'absent.py' does not exist: expected a Python file"),
         (Request(script="/"), "--script '/' is a folder: expected a Python file"),
         (Request(script="/.profile"), "--script '/.profile' lies in the root of the file system, and tasks see all of"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import cgroup, engine, launch, limits, processes, spare, startup
+from cluster import attempts, cgroup, engine, launch, limits, processes, spare, startup
 from cluster.agent import Agent
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE, PrerequisiteError
 from cluster.files import read_json, write_json
@@ -165,13 +165,22 @@ def test_a_spare_leaves_room_for_its_own_task(
     assert kept.settled and kept.take() is None
 
 
+class Ended:
+    """A program that printed nothing."""
+
+    pid = 0
+
+    def error(self, _code: int) -> None:
+        return None
+
+
 @pytest.mark.parametrize(
     ("code", "kills", "spare_killed", "told"),
     [
         (-9, 3, False, "killed for memory: the task may use 4.0 GiB, see --memory of up"),
         (-9, 4, True, "killed for memory: the task may use 4.0 GiB, see --memory of up"),
-        (-9, 3, True, "exit code 137 (SIGKILL: killed, out of memory?)"),  # that was the spare
-        (-9, 2, False, "exit code 137 (SIGKILL: killed, out of memory?)"),
+        (-9, 3, True, "exit code 137 (SIGKILL: killed)"),  # that was the spare
+        (-9, 2, False, "exit code 137 (SIGKILL: killed)"),
         (-11, 3, False, "exit code 139 (SIGSEGV: crashed in native code)"),
     ],
 )
@@ -188,7 +197,9 @@ def test_an_agent_tells_whether_memory_killed_its_program(
     agent = Agent(make_run(workers=0), "chief", [], 1.0)
     kernel({"memory.events": f"oom_kill {kills}\n"})
     monkeypatch.setattr(spare.Spare, "killed", spare_killed)
-    assert told == agent._describe(code)
+    end = agent._end_of(Ended(), code, 0)
+    assert (told, None) == (end.cause, end.error)
+    assert (attempts.OWN if code == -11 or "memory" in told else attempts.OUTSIDE) == end.kind
 
 
 def test_a_run_whose_task_keeps_being_killed_for_memory_ends_with_that(start_gang: StartGang, tmp_path: Path) -> None:
@@ -213,5 +224,5 @@ os.kill(os.getpid(), {int(signal.SIGKILL)})
         gang = start_gang(lines, workers=0)
         summary = gang.summary()
     assert "failed" == summary["state"]
-    assert summary["cause"]["error"].startswith("step 0 failed 3 times: killed for memory: the task may use ")
+    assert summary["cause"]["error"].startswith("failed 4 times without progress: killed for memory: the ")
     assert {"killed for memory"} == {restart["cause"].partition(":")[0] for restart in summary["restarts"]}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import local, processes, spec
+from cluster import attempts, local, processes, spec
 from cluster.errors import PrerequisiteError, TimedOut
 from cluster.files import read_json, write_json
 from cluster.runs import RunFolder
@@ -110,17 +110,34 @@ def test_sigterm_to_the_supervisor_stops_the_run(start_gang: StartGang) -> None:
     assert ("stopped", 2) == (gang.summary()["state"], gang.summary()["steps"])
 
 
-def test_an_agent_that_keeps_dying_ends_the_run(
-    make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("end", ["exit 3", "kill -SEGV $$"])
+def test_an_agent_that_keeps_failing_ends_the_run(
+    make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     run = make_run(workers=0)
-    dies = {"command": ["sh", "-c", "kill -9 $$"], "environment": {}}
+    monkeypatch.setattr(attempts, "FIRST_PAUSE_S", 0.01)
+    dies = {"command": ["sh", "-c", end], "environment": {}}
     write_json(run.compose, {"runtime": "local", "tasks": {"chief": dies}})
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the supervisor runs in this very process
     local.Supervisor(run).main()
     summary = read_json(run.summary)
     assert "failed" == summary["state"]
-    assert ("chief", "its agent died 21 times") == (summary["cause"]["task"], summary["cause"]["error"])
+    assert "chief" == summary["cause"]["task"]
+    assert summary["cause"]["error"].startswith("its agent failed 4 times without progress: exit code ")
+
+
+def test_an_agent_that_is_killed_comes_back_however_often(
+    make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = make_run(workers=0)
+    script = f"echo >>{tmp_path}/lives; [ $(wc -l <{tmp_path}/lives) -gt 30 ] && exit 3; kill -9 $$"
+    write_json(
+        run.compose, {"runtime": "local", "tasks": {"chief": {"command": ["sh", "-c", script], "environment": {}}}}
+    )
+    write_json(run.control / "started.json", {"time": 0.0, "max_restarts": 0})
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the supervisor runs in this very process
+    local.Supervisor(run).main()
+    assert 31 == len((tmp_path / "lives").read_text().splitlines())
 
 
 def test_a_supervisor_that_cannot_start_its_tasks_is_told(make_run: Callable[..., RunFolder]) -> None:

@@ -85,8 +85,8 @@ def test_everything_dies_with_the_supervisor(start: StartGang) -> None:
 @pytest.mark.parametrize(
     ("line", "code", "error"),
     [
-        ("sys.exit('no such option')", 1, "no such option"),
-        ("sys.exit(2)", 2, "about to end"),
+        ("sys.exit('no such option')", 1, "exit code 1, last line: no such option"),
+        ("sys.exit(2)", 2, "exit code 2, last line: about to end"),
         ("print('error: the value', file=sys.stderr), sys.exit(3)", 3, "the value"),
     ],
 )

@@ -20,7 +20,7 @@ def test_what_tensorflow_says_at_any_log_level_is_not_logged(tmp_path: Path) -> 
     assert 0 == trainer.wait(30)
     trainer.end(0)
     assert "step 1\n" == (tmp_path / "log").read_text()
-    assert "step 1" == trainer.last_line
+    assert "exit code 0, last line: step 1" == trainer.error(0)
 
 
 def test_a_script_s_output_is_logged_as_it_is(tmp_path: Path) -> None:

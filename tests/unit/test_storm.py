@@ -252,7 +252,9 @@ def test_a_storm_is_outlived_with_all_faults_a_success_and_the_same_bits(
     assert f"{inflicted} inflicted; waiting for the run's end" == lines[0]
     assert any(ended in line for line in lines[1:])
     few = "the run had no room for 2 faults: train for longer (-- --max-steps), or ask for fewer (--faults)"
-    assert (dealt < 2) == (few in lines)
+    assert (dealt < 2 and ended == "succeeded") == (few in lines)
+    if ended != "succeeded":
+        assert lines[-1].startswith(f"the run {ended} after 2 of 2 faults: chief: it died")
     compared = [line for line in lines if line.startswith("weights ")]
     if ended != "succeeded" or not calm:
         assert [] == compared

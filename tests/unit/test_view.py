@@ -198,7 +198,7 @@ def test_a_failure_tells_the_root_cause_last(run: RunFolder) -> None:
     at = time.strftime("%H:%M:%S", time.localtime(run.outcome["time"]))
     assert [
         "run demo failed after 7 steps",
-        "chief: exit code 137 (SIGKILL: killed, out of memory?), ended because of the other",
+        "chief: exit code 137 (SIGKILL: killed), ended because of the other",
         "restart 1: worker-0, exit code 139 (SIGSEGV: crashed in native code)",
         f"root cause: worker-0 at {at}, exit code 1: loss is nan at step 7",
         "its log: invoke logs worker-0",

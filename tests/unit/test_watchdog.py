@@ -14,7 +14,6 @@ from cluster import watchdog
 from cluster.files import read_json, write_json
 from cluster.heartbeat import Heartbeat
 from cluster.runs import RunFolder
-from cluster.spec import Role
 from tests.unit.gang import StartGang
 from tests.waiting import wait_for
 
@@ -99,8 +98,18 @@ def watch(run: RunFolder, task: str = "chief") -> watchdog.Watchdog:
 def after(dog: watchdog.Watchdog, clock: Clock, seconds: float) -> watchdog.Finding | None:
     """Return what is found when nothing has changed for so long."""
     assert dog.examine() is None
-    clock.now += seconds
-    return dog.examine()
+    return elapse(dog, clock, seconds)
+
+
+def elapse(dog: watchdog.Watchdog, clock: Clock, seconds: float) -> watchdog.Finding | None:
+    """Let time pass as an agent does, which looks again and again; return what is found in the end."""
+    end = clock.now + seconds
+    while clock.now < end:
+        step_s = min(watchdog.AWAY_S - 1, end - clock.now)
+        clock.now += step_s
+        if found := dog.examine():
+            return found
+    return None
 
 
 def test_a_silent_task_is_found_by_the_others(make_run: Callable[..., RunFolder], clock: Clock) -> None:
@@ -108,9 +117,7 @@ def test_a_silent_task_is_found_by_the_others(make_run: Callable[..., RunFolder]
     beats(run)
     dog = watch(run, "chief")
     assert dog.examine() is None
-    clock.now += watchdog.SILENT_S + 1
-    write_json(run.status("chief"), read_json(run.status("chief")) | {"updated_at": time.time() + 5})
-    found = dog.examine()
+    found = elapse_alive(dog, run, clock, watchdog.SILENT_S + 1)
     assert found is not None
     assert ("worker-0", "silent") == (found.task, found.kind)
 
@@ -130,8 +137,7 @@ def test_a_program_that_still_imports_may_be_silent_for_longer(
     dog = watch(run)
     assert after(dog, clock, watchdog.FROZEN_S + 1) is None
     beats(run, chief={"state": "waiting", "updated_at": time.time() + 9})  # of its agent, which does not mean much
-    clock.now += watchdog.IMPORT_S
-    assert dog.examine() is not None
+    assert elapse(dog, clock, watchdog.IMPORT_S) is not None
 
 
 def test_a_silent_evaluator_is_left_alone(make_run: Callable[..., RunFolder], clock: Clock) -> None:
@@ -139,20 +145,68 @@ def test_a_silent_evaluator_is_left_alone(make_run: Callable[..., RunFolder], cl
     beats(run)
     dog = watch(run)
     assert dog.examine() is None
-    clock.now += watchdog.SILENT_S + 1
-    write_json(run.status("chief"), read_json(run.status("chief")) | {"updated_at": time.time() + 5})
-    assert dog.examine() is None
+    assert elapse_alive(dog, run, clock, watchdog.SILENT_S + 1) is None
 
 
-def test_compiling_takes_as_long_as_it_takes(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+@pytest.mark.parametrize("state", ["starting", "compiling"])
+def test_a_first_step_that_does_not_come_is_a_hang(
+    make_run: Callable[..., RunFolder], clock: Clock, state: str
+) -> None:
     run = make_run(workers=0)
-    beats(run, chief={"state": "compiling"})
-    assert hang(watch(run), run, clock, 3600) is None
+    beats(run, chief={"state": state, "step": 0})
+    assert hang(watch(run), run, clock, 9 * watchdog.HANG_TIMEOUT_S) is None
+    found = hang(watch(run), run, clock, 11 * watchdog.HANG_TIMEOUT_S)
+    assert found is not None
+    assert ("chief", "hang") == (found.task, found.kind)
+
+
+def test_changes_of_state_before_the_first_step_win_no_time(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+    run = make_run(workers=0)
+    dog = watch(run)
+    for state in ("starting", "compiling"):
+        beats(run, chief={"state": state, "step": 0})
+        found = hang(dog, run, clock, 6 * watchdog.HANG_TIMEOUT_S)
+    assert found is not None
+
+
+def test_the_task_that_still_builds_its_model_is_named(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+    run = make_run(workers=2)
+    beats(
+        run,
+        chief={"state": "compiling", "step": 0},
+        worker_0={"state": "compiling", "step": 0},
+        worker_1={"state": "starting", "step": 0},
+    )
+    found = hang(watch(run), run, clock, 11 * watchdog.HANG_TIMEOUT_S)
+    assert found is not None
+    assert "worker-1" == found.task
+
+
+def test_an_evaluator_that_never_begins_is_found_by_its_own_agent(
+    make_run: Callable[..., RunFolder], clock: Clock
+) -> None:
+    run = make_run(workers=0, evaluator=True)
+    beats(run, evaluator={"state": "starting", "step": 0})
+    found = hang(watch(run, "evaluator"), run, clock, 11 * watchdog.HANG_TIMEOUT_S)
+    assert found is not None
+    assert "evaluator" == found.task
+    beats(run, evaluator={"state": "evaluating", "step": 0})  # it may wait for a checkpoint for as long as none comes
+    assert hang(watch(run, "evaluator"), run, clock, 100 * watchdog.HANG_TIMEOUT_S) is None
+
+
+def test_time_in_which_an_agent_was_stopped_does_not_count(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+    run = make_run(workers=1)
+    beats(run)
+    dog = watch(run)
+    assert dog.examine() is None
+    clock.now += 3600  # the machine slept
+    assert dog.examine() is None
+    found = elapse(dog, clock, watchdog.SILENT_S + 1)
+    assert found is not None
 
 
 def test_evaluating_may_take_ten_times_as_long(make_run: Callable[..., RunFolder], clock: Clock) -> None:
     run = make_run(workers=0)
-    run.event("chief", "first step", step=1)
     beats(run, chief={"state": "evaluating"})
     assert hang(watch(run), run, clock, 9 * watchdog.HANG_TIMEOUT_S) is None
     assert hang(watch(run), run, clock, 11 * watchdog.HANG_TIMEOUT_S) is not None
@@ -161,8 +215,17 @@ def test_evaluating_may_take_ten_times_as_long(make_run: Callable[..., RunFolder
 def hang(dog: watchdog.Watchdog, run: RunFolder, clock: Clock, seconds: float) -> watchdog.Finding | None:
     """Return what is found when heartbeats go on, but no step comes for so long."""
     assert dog.examine() is None
-    clock.now += seconds
-    for task in run.load_cluster().tasks:
-        assert task.role != Role.PS
-        write_json(run.status(task.name), read_json(run.status(task.name)) | {"updated_at": clock.now})
-    return dog.examine()
+    return elapse_alive(dog, run, clock, seconds, *(task.name for task in run.load_cluster().tasks))
+
+
+def elapse_alive(
+    dog: watchdog.Watchdog, run: RunFolder, clock: Clock, seconds: float, *alive: str
+) -> watchdog.Finding | None:
+    """Let time pass in which some tasks, without any named the chief, give signs of life; return what is found."""
+    end = clock.now + seconds
+    while clock.now < end:
+        for name in alive or ("chief",):
+            write_json(run.status(name), read_json(run.status(name)) | {"updated_at": clock.now})
+        if found := elapse(dog, clock, min(3.0, end - clock.now)):
+            return found
+    return None

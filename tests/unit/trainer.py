@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from cluster.files import read_json, write_json
 from cluster.heartbeat import Heartbeat
 from cluster.runs import RunFolder
+from cluster.step_record import StepRecord
 from tests.doors import GREETING
 
 __all__ = [
@@ -37,6 +38,7 @@ NAME, GENERATION, RESTARTS = os.environ["TASK"], int(os.environ["GENERATION"]), 
 CHIEF = NAME == "chief"
 
 _heartbeat = Heartbeat(run, run.load_cluster().task(NAME), GENERATION, RESTARTS)
+_record = StepRecord(run, NAME, GENERATION)
 _step = CHECKPOINT if GENERATION else 0
 _stop: list[int] = []
 
@@ -46,6 +48,7 @@ def train(to: int) -> None:
     global _step
     while _step < to:
         _step += 1
+        _record.done(_step)
         _heartbeat.values |= {"state": "training", "step": _step}
         _heartbeat.write()
         if CHIEF and _step == (CHECKPOINT if GENERATION else 0) + 1:

@@ -1,0 +1,81 @@
+"""What the recovery promises, with real processes: whole tasks die, a step fails whenever it comes, a model sleeps."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.scenario import Clusters, summary
+
+pytestmark = pytest.mark.usefixtures("data")
+
+OPTIONS = ("--runtime=local", "--tensorboard-port=0")
+TRAINING = ("--log-every=5", "--steps-per-loop=5", "--evaluate-every=100000")
+ROLES = {
+    "multiworker": (("--workers=1", "--evaluator"), ("chief", "worker-0", "evaluator")),
+    "ps": (("--workers=2", "--ps=1"), ("worker-1", "ps-0", "chief")),
+}
+WRONG = """
+import os, signal, time
+from tensorflow import keras
+
+class Crashes(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch + 1 >= {step}:
+            os.kill(os.getpid(), signal.SIGSEGV)
+
+def crashing(run, task):
+    return [Crashes()] if task == "worker-0" else [keras.callbacks.Callback()]
+
+def sleeping(shape, outputs):
+    time.sleep(3600)
+"""
+
+
+@pytest.fixture
+def own(clusters: Clusters, tmp_path: Path) -> Clusters:
+    """Clusters whose user has code that goes wrong; the crash is at a random step."""
+    step = random.randint(20, 60)  # pytest shows it where the test fails
+    (tmp_path / "wrong.py").write_text(WRONG.format(step=step))
+    (tmp_path / "step").write_text(str(step))
+    return Clusters(clusters.runs_dir, {"PYTHONPATH": str(tmp_path)})
+
+
+@pytest.mark.parametrize("strategy", ["multiworker", pytest.param("ps", marks=pytest.mark.long)])
+def test_every_role_killed_with_its_agent_must_recover(clusters: Clusters, strategy: str) -> None:
+    words, tasks = ROLES[strategy]
+    name, training = f"whole-{strategy}", ("--", *TRAINING, "--max-steps=400")
+    clusters.invoke("up", f"--name={name}", *OPTIONS, *words, "--checkpoint-every=20", "--detach", *training)
+    run = clusters.run(name)
+    for number, task in enumerate(tasks):
+        clusters.invoke("chaos", "kill", task, "--whole", f"--at-step={40 * (number + 1)}")
+    clusters.invoke("wait")
+    assert ("succeeded", 400) == (summary(run)["state"], summary(run)["steps"])
+    assert {"outside"} == {g["kind"] for g in run.generations() if "task" in g}
+
+
+def test_a_step_that_crashes_whenever_it_comes_must_end_the_run_within_five_attempts(
+    own: Clusters, tmp_path: Path
+) -> None:
+    step = int((tmp_path / "step").read_text())
+    words = ("--workers=1", "--checkpoint-every=7")
+    training = ("--", "--steps-per-loop=25", "--callbacks=wrong:crashing", "--max-steps=100")
+    told = own.invoke("up", "--name=crash", *OPTIONS, *words, *training, expect=1)
+    run = own.run("crash")
+    cause = summary(run)["cause"]
+    # The chief's call of the inner loop was over, and a checkpoint may have been saved there.
+    assert step - 1 <= cause["step"] < step + 7, told
+    assert run.generation <= 4
+    assert "worker-0" == cause["task"]
+    assert "SIGSEGV" in cause["error"]
+    assert "on_train_batch_end" in cause["error"]
+
+
+@pytest.mark.long
+def test_a_model_function_that_sleeps_must_be_found(own: Clusters) -> None:
+    words = ("--workers=1", "--hang-timeout=10", "--max-restarts=0", "--", "--model=wrong:sleeping", "--max-steps=100")
+    own.invoke("up", "--name=sleep", *OPTIONS, *words, expect=1, timeout_s=300)
+    cause = summary(own.run("sleep"))["cause"]
+    assert "no first step for 10" in cause["error"]

@@ -1,0 +1,225 @@
+"""How often what failed is started again: what counts, what progress is, and that storms never end a run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from cluster import attempts, ends, step_record
+from cluster.attempts import LOST_CONTACT, OUTSIDE, OWN, Attempt
+from cluster.recovery import Recovery
+from cluster.runs import RunFolder
+from train import loops
+from train.steps import LoopResult, Signals
+
+MakeRun = Callable[..., RunFolder]
+
+
+def own(furthest: int, saved: int = -1) -> Attempt:
+    return Attempt(OWN, furthest, saved)
+
+
+@pytest.mark.parametrize(
+    ("tried", "count"),
+    [
+        ([own(26)], 1),
+        ([own(26)] * 4, 4),
+        ([own(-1)] * 3, 3),  # none came to a step
+        ([own(20), own(26), own(26)], 2),  # a further step
+        ([own(26), own(20, saved=10), own(22, saved=15)], 1),  # newer checkpoints, and other places
+        ([own(26, saved=0), own(26, saved=10), own(26, saved=20)], 3),  # the very same place: no progress
+        ([own(26), Attempt(OUTSIDE, 5), Attempt(OUTSIDE, 7), own(26)], 2),  # kills count for nothing
+        ([own(26), Attempt(OUTSIDE, 40), own(30)], 1),  # the run had come further meanwhile
+        ([own(26), Attempt(LOST_CONTACT, 26), own(26)], 2),
+        ([Attempt(OUTSIDE, 26)] * 9, 0),
+        ([Attempt(OWN, lived_s=1.0)] * 3, 3),
+        ([Attempt(OWN, lived_s=attempts.STEADY_S + 1)] * 3, 1),  # a script that ran for long
+    ],
+)
+def test_failures_are_counted_since_the_newest_progress(tried: list[Attempt], count: int) -> None:
+    assert count == attempts.without_progress(tried)
+
+
+@pytest.mark.parametrize(("max_restarts", "tolerated"), [(0, 0), (1, 1), (3, 3)])
+def test_the_run_fails_after_so_many_restarts_without_progress(max_restarts: int, tolerated: int) -> None:
+    assert [0] * tolerated == [attempts.too_many([own(5)] * (n + 1), max_restarts) for n in range(tolerated)]
+    assert tolerated + 1 == attempts.too_many([own(5)] * (tolerated + 1), max_restarts)
+
+
+def test_a_network_that_never_carries_ends_the_run_late() -> None:
+    lost = [Attempt(LOST_CONTACT, 5)] * attempts.MAX_LOST_CONTACTS
+    assert 0 == attempts.too_many(lost, 3)
+    assert attempts.MAX_LOST_CONTACTS + 1 == attempts.too_many([*lost, Attempt(LOST_CONTACT, 5)], 3)
+
+
+def test_pauses_grow_to_a_bound_and_kills_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "FIRST_PAUSE_S", 1.0)
+    failures = [attempts.pause_s([own(5)] * (n + 1)) for n in range(8)]
+    assert [1, 2, 4, 8, 16, 30, 30, 30] == failures
+    assert 0 == attempts.pause_s([own(5), own(5), Attempt(OUTSIDE, 5)])
+    assert 30 == attempts.pause_s([own(5)] * 5000)
+    assert 1 == attempts.pause_s([own(5), own(5), own(6)])
+
+
+def test_what_is_missing_in_a_record_is_not_held_against_the_run() -> None:
+    assert Attempt(OUTSIDE) == Attempt.of({"generation": 1, "task": "chief", "cause": "killed", "step": 5})
+
+
+def test_failures_before_a_resume_do_not_count(make_run: MakeRun) -> None:
+    run = make_run(workers=1)
+    for number in (1, 2):
+        run.begin_generation(number, task="worker-0", cause="killed", kind=OWN, furthest=5)
+    run.event("worker-0", "restarted", kind=OWN, furthest=5)
+    assert [5, 5] == [attempt.furthest for attempt in attempts.of_gang(run, 2)]
+    assert 3 == attempts.restarts(run, "worker-0")
+    run.begin_generation(3, resumed=True)
+    assert [] == attempts.of_gang(run, 3) == attempts.of_task(run, "worker-0")
+    assert 0 == attempts.restarts(run, "worker-0")
+
+
+# Lives of a run, without processes
+
+
+@dataclass
+class Story:
+    """A run of a training that saves, dies and is restored, by the real loop, records and decisions."""
+
+    run: RunFolder
+    crash_at: int
+    """The step that fails whenever it comes; 0: none does."""
+    steps_per_loop: int
+    save_every: int
+    total: int = 400
+    own_failures: int = 0
+    kills: list[int] = field(default_factory=list)
+    """How many steps each life does before it is killed."""
+
+    def live(self) -> bool:
+        """Live once; return whether the run goes on."""
+        run, generation = self.run, self.run.generation
+        first = max(run.saved_steps, default=0)
+        record = step_record.StepRecord(run, "chief", generation)
+        record.done(first)
+        ends_at = first + self.kills.pop() if self.kills else self.total + 1
+        recovery = Recovery(run, run.load_cluster(), run.load_cluster().task("chief"))
+        try:
+            loops.run(
+                self._inner(ends_at),
+                first,
+                self.total,
+                steps_per_loop=self.steps_per_loop,
+                every=[loops.Every(self.save_every, self._save)],
+                report=lambda progress: record.done(progress.step),
+                stop=lambda: False,
+                save=lambda step: None,
+                single=step_record.single_steps(run, generation, self.steps_per_loop),
+            )
+        except RuntimeError:
+            self.own_failures += 1
+            kind = OWN
+        except KeyboardInterrupt:
+            kind = OUTSIDE
+        else:
+            return False
+        recovery.restart_gang(generation, recovery.end(generation, kind, "it died"))
+        return run.outcome is None
+
+    def _inner(self, ends_at: int) -> Callable[[int, int, bool], LoopResult]:
+        def inner(first: int, count: int, _stop: bool) -> LoopResult:
+            import numpy as np
+
+            for step in range(first + 1, first + count + 1):
+                if step > ends_at:
+                    raise KeyboardInterrupt
+                if step == self.crash_at:
+                    raise RuntimeError
+            return LoopResult(np.zeros(count, np.float32), np.zeros(count, np.float32), Signals())
+
+        return inner
+
+    def _save(self, step: int) -> None:
+        (self.run.checkpoints / f"ckpt-{step}.json").write_text("{}")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_step_that_fails_whenever_it_comes_ends_the_run_within_five_attempts(make_run: MakeRun, seed: int) -> None:
+    draw = random.Random(seed)
+    story = Story(make_run(workers=0), draw.randint(1, 400), draw.choice([1, 7, 25, 400]), draw.randint(3, 500))
+    while story.live():
+        assert story.own_failures < 5
+    outcome = story.run.outcome
+    assert outcome is not None
+    assert "failed" == outcome["state"]
+    assert story.crash_at - 1 == outcome["step"]
+    assert story.own_failures <= 5
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_kills_in_between_neither_hide_nor_hasten_that(make_run: MakeRun, seed: int) -> None:
+    draw = random.Random(1000 + seed)
+    story = Story(make_run(workers=0), draw.randint(1, 400), draw.choice([1, 7, 25, 400]), draw.randint(3, 200))
+    while story.live():
+        assert story.own_failures < 5
+        story.kills = [draw.randint(0, 60)] if draw.random() < 0.6 else []
+    assert 4 <= story.own_failures <= 5
+    assert "failed" == story.run.outcome["state"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_kills_from_outside_never_end_a_run(make_run: MakeRun, seed: int) -> None:
+    draw = random.Random(seed)
+    story = Story(make_run(workers=0), 0, 25, 100)
+    story.kills = [draw.randint(0, 40) for _ in range(60)]
+    while story.live():
+        pass
+    assert (None, [], 60) == (story.run.outcome, story.kills, story.run.generation)
+
+
+# Who it was
+
+
+def test_two_tasks_that_fail_together_count_once(make_run: MakeRun) -> None:
+    run = make_run(workers=1)
+    spec = run.load_cluster()
+    chief, worker = (Recovery(run, spec, spec.task(name)) for name in ("chief", "worker-0"))
+    for generation in range(3):
+        for recovery in (chief, worker):
+            recovery.restart_gang(generation, recovery.end(generation, OWN, "it died"))
+    assert (3, None) == (run.generation, run.outcome)
+    chief.restart_gang(3, chief.end(3, OWN, "it died"))
+    assert run.outcome is not None
+    worker.restart_gang(3, worker.end(3, OWN, "it died"))
+    assert 3 == run.generation
+
+
+def test_the_culprit_is_the_task_that_failed_first(make_run: MakeRun) -> None:
+    run = make_run(workers=3)
+    first = ends.End("worker-1", OWN, "exit code 139", "a crash", at=100.0)
+    lost = ends.End("chief", LOST_CONTACT, "lost contact with the cluster", None, at=99.0, may_follow=True)
+    aborted = ends.End("worker-0", OWN, "exit code 134", None, at=99.5, may_follow=True)
+    later = ends.End("worker-2", OWN, "exit code 70", "InternalError", at=101.0)
+    for end in (lost, aborted, first):
+        ends.record(run, 0, end)
+    assert first == ends.culprit(run, 0, later)
+    assert aborted == ends.culprit(make_run("other", workers=3), 0, aborted)
+    (run.control / "ends" / "0-worker-3.json").write_text("{")
+    assert first == ends.culprit(run, 0, lost)
+
+
+def test_a_worker_of_parameter_servers_gets_somewhere_by_work_that_the_chief_saw(make_run: MakeRun) -> None:
+    run = make_run(workers=2, ps=1)
+    spec = run.load_cluster()
+    recovery = Recovery(run, spec, spec.task("worker-0"))
+    worked = step_record.StepRecord(run, "worker-0", 0)
+    for step in (10, 20, 30, 40, 50, 60):
+        recovery.restart_alone(recovery.end(0, OWN, "it died"))
+        worked.done(step)
+    assert run.outcome is None
+    for _ in range(4):
+        step_record.StepRecord(run, "chief", 0).done(1000)  # the others' work
+        recovery.restart_alone(recovery.end(0, OWN, "it died"))
+    assert run.outcome is not None
+    assert ("failed", "worker-0") == (run.outcome["state"], run.outcome["task"])
