@@ -56,7 +56,6 @@ SERVERS_S = 120.0
 """Longest wait for the TensorFlow servers of the tasks that this one calls: until their imports are done."""
 STACKS_S = 1.0
 """How long the programs of a hanging gang get to show their stacks."""
-"""What is read of a log to find its last line."""
 
 
 class Agent:
