@@ -52,8 +52,10 @@ def read(path: Path = RESULTS) -> list[Row]:
     Raises:
         RunFailed: the file cannot be read.
     """
+    if not path.exists():
+        return []
     try:
-        found: list[Row] = read_json(path, {"figures": []})["figures"]
+        found: list[Row] = read_json(path)["figures"]
     except (ValueError, KeyError, TypeError) as error:
         raise RunFailed(f"{path.name} cannot be read ({error}); `git checkout` it or delete it") from None
     return found

@@ -235,7 +235,7 @@ def _read(run: RunFolder, code: int | None, told: list[str], seconds: float) -> 
     """Return how a run ended, by its folder and what `up` told."""
     summary, result = run.ended or {}, run.result
     losses = run.losses()
-    missing = [step for step in range(1, STEPS + 1) if not math.isfinite(losses.get(step, math.nan))]
+    missing = [step for step in range(1, STEPS + 1) if step not in losses]
     problem = ""
     if code is None:
         states = ", ".join(f"{name} {beat['state']}" for name, beat in run.heartbeats().items()) or "no task started"
@@ -247,8 +247,9 @@ def _read(run: RunFolder, code: int | None, told: list[str], seconds: float) -> 
     elif summary["restarts"]:
         problem = "; ".join(f"restarted: {restart['task']}, {restart['cause']}" for restart in summary["restarts"])
     elif missing:
-        problem = f"the loss of step {missing[0]} is {losses.get(missing[0], 'missing')}"
-    metrics, weights = summary.get("metrics", {}), summary.get("weights_sha256")
+        problem = f"the loss of step {missing[0]} is missing or not finite"
+    metrics = {name: value for name, value in summary.get("metrics", {}).items() if value is not None}
+    weights = summary.get("weights_sha256")
     return Ended(code, problem, seconds, result.get("keras"), losses, metrics, weights)
 
 

@@ -78,7 +78,7 @@ def test_a_machine_that_lacks_nothing_is_ok() -> None:
             "warning",
             lambda m: m.setattr(engine, "probe", lambda: Answer(False, "docker is not installed")),
             "docker is not installed",
-            "install Docker Engine with Compose v2",
+            "Docker with Compose v2",
         ),
     ],
 )

@@ -238,6 +238,7 @@ def test_runs_in_progress_keep_their_gpus(
     first = launch.plan(Request(name="first", **asked))
     first.run.create()
     write_json(first.run.compose, first.compose)
+    write_json(first.run.config, first.config)
     write_json(first.run.cluster, first.cluster.to_json())
     write_json(first.run.control / "started.json", {"gpus": first.gpus.to_json()})
     seal.write(first.run)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from cluster.errors import PrerequisiteError, RunFailed, UsageError
+from tests import fast
 from train.data import arrays, prepare
 from train.data.download import SourceFile
 
@@ -121,6 +122,7 @@ def test_a_truncated_file_is_told_and_fresh_repairs_it(tmp_path: Path) -> None:
 
 
 def test_processes_at_once_prepare_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast.leave_out("imports TensorFlow")
     waiting = threading.Semaphore(0)
 
     def say(message: str) -> None:

@@ -168,10 +168,22 @@ def test_calls_are_brief_only_where_a_checkpoint_is_due_before_the_end_of_a_full
 # What earlier lives say
 
 
+LIFE: dict[str, Any] = {
+    "generation": 0,
+    "began": 1.0,
+    "first_step_at": 1.0,
+    "first": 0,
+    "updated_at": 1.0,
+    "step": 1,
+    "timed_steps": 1,
+    "seconds": {"input": 0.0, "compute": 4.0, "save": 1.0, "evaluate": 0.0},
+}
+"""What the chief records of one life."""
+
+
 def life(run: RunFolder, generation: int, first: int, **values: Any) -> None:
     """Leave what the chief records of a life."""
-    known = {"generation": generation, "first": first, "first_step_at": 1.0, "seconds": {"compute": 4.0, "save": 1.0}}
-    write_json(run.life(generation), known | values)
+    write_json(run.life(generation), LIFE | {"generation": generation, "first": first} | values)
 
 
 def fail(run: RunFolder, generation: int) -> None:
@@ -189,9 +201,9 @@ def test_the_past_is_what_failures_ended(make_run: Callable[..., RunFolder]) -> 
     fail(run, 1)
     life(run, 1, 10, first_step_at=None)  # no step was done
     fail(run, 2)
-    life(run, 2, 10, seconds={"compute": 7.0}, saves={})
+    life(run, 2, 10, seconds=LIFE["seconds"] | {"compute": 7.0, "save": 0.0}, saves={})
     run.begin_generation(3, resumed=True)
-    life(run, 3, 20, seconds={"compute": 100.0})
+    life(run, 3, 20, seconds=LIFE["seconds"] | {"compute": 100.0, "save": 0.0})
     fail(run, 4)  # of which the chief recorded nothing
     fail(run, 5)
     life(run, 5, 40)  # this one, should it have begun to record
