@@ -9,8 +9,8 @@ import os
 import sys
 from pathlib import Path
 
-from cluster import heartbeat
-from cluster.runs import RunFolder
+from cluster.run import heartbeat
+from cluster.run.folder import RunFolder
 
 if __name__ == "__main__":
     heartbeat.HEARTBEAT_S = 10**6

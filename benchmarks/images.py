@@ -13,11 +13,13 @@ from typing import IO
 
 from benchmarks.figures import Figure, Goal
 from benchmarks.runs import Bench
-from cluster import contents, engine, images
 from cluster.errors import RunFailed
+from cluster.image import contents, images
+from cluster.paths import ROOT
+from cluster.runtime import engine
 
 CONTEXT = ("cluster", "train", "docker", "requirements", ".dockerignore")
-CHANGED = "train/steps.py"
+CHANGED = "train/loops/steps.py"
 TAG = "tf-cluster/bench"
 LEVEL = 6
 """As an engine compresses what it pushes."""
@@ -67,7 +69,7 @@ def _tags(name: str) -> dict[str, str]:
 
 def _copy(folder: Path) -> None:
     for name in CONTEXT:
-        source = images.ROOT / name
+        source = ROOT / name
         if source.is_dir():
             shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:

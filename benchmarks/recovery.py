@@ -6,8 +6,9 @@ import time
 
 from benchmarks.figures import Figure, ratios
 from benchmarks.runs import ENDLESS, Bench
-from cluster import chaos, local
+from cluster.control import chaos
 from cluster.errors import RunFailed
+from cluster.runtime import local
 
 VICTIMS = ("worker-1", "chief", "worker-0")
 CALM_S = 25.0

@@ -11,9 +11,10 @@ from typing import Any
 
 from benchmarks.figures import Figure
 from benchmarks.runs import ROOT
-from cluster import checkout, documents
+from cluster.checks import documents
 from cluster.errors import RunFailed
-from cluster.files import read_json, write_json
+from cluster.image import checkout
+from cluster.system.files import read_json, write_json
 
 RESULTS = ROOT / "benchmarks" / "results.json"
 DOCUMENTS = (ROOT / "README.md",)

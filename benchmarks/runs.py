@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.baselines.common import EVERY
-from cluster import engine, launch, local, processes
 from cluster.errors import RunFailed, TimedOut
-from cluster.files import read_json
-from cluster.runs import RunFolder
+from cluster.launch import planning
+from cluster.run.folder import RunFolder
+from cluster.runtime import engine, local
+from cluster.system import processes
+from cluster.system.files import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
 DATASET = "fashion_mnist"
@@ -66,12 +68,12 @@ class Bench:
     @property
     def arrays(self) -> Path:
         """The folder of the prepared arrays, for what reads them by itself."""
-        return _newest(launch.data_dir() / "arrays", "arrays.json")
+        return _newest(planning.data_dir() / "arrays", "arrays.json")
 
     @property
     def shards(self) -> Path:
         """The folder of the prepared TFRecord shards."""
-        return _newest(launch.data_dir() / "shards", "shards.json")
+        return _newest(planning.data_dir() / "shards", "shards.json")
 
     # Ours
 
@@ -204,7 +206,7 @@ def bench(**options: Any) -> Iterator[Bench]:
     """Give a folder for runs, and end what is left in it, also where this process is asked to end."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     kept = {name: os.environ.get(name) for name in ("RUNS_DIR", "DATA_DIR")}
-    data_dir = str(launch.data_dir())
+    data_dir = str(planning.data_dir())
     try:
         with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
             # What is started here, and everything that it starts, is found by this.

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 from benchmarks.figures import Figure, Goal, ratios, step_seconds
 from benchmarks.runs import ENDLESS, GLOBAL_BATCH, TRAINING, Bench, cores
-from cluster import launch, local, startup
 from cluster.errors import PrerequisiteError
-from cluster.request import Request
-from cluster.runs import RunFolder
+from cluster.launch import planning, startup
+from cluster.launch.request import Request
+from cluster.run.folder import RunFolder
+from cluster.runtime import local
 
 STEPS = 100
 ONE, SAME_BATCH, SAME_SHARE = "chief", "chief and 1 worker", "chief and 1 worker, twice the batch"
@@ -62,7 +63,7 @@ def _start(bench: Bench, name: str, workers: int, batch: int, own: Sequence[int]
     request = Request(
         workers=str(workers), runtime="local", name=name, fresh=True, tensorboard_port="0", overrides=overrides
     )
-    planned = launch.plan(request)
+    planned = planning.plan(request)
     tasks = {
         task: told
         | {

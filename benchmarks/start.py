@@ -7,9 +7,9 @@ import time
 from benchmarks import peers
 from benchmarks.figures import Figure, Goal, ratios
 from benchmarks.runs import LIMIT_S, POLL_S, Bench, cores
-from cluster import teardown
 from cluster.errors import TimedOut
-from cluster.runs import RunFolder
+from cluster.launch import teardown
+from cluster.run.folder import RunFolder
 
 OURS, SCRIPT = "up", "hand-written loop, both started at once"
 

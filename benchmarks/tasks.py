@@ -5,8 +5,9 @@ from __future__ import annotations
 from benchmarks.figures import Figure, Goal, growth
 from benchmarks.runs import Bench, cores
 from benchmarks.start import until_first_step
-from cluster import local, processes
-from cluster.words import counted
+from cluster.messages import counted
+from cluster.runtime import local
+from cluster.system import processes
 
 COUNTS = (1, 2, 4, 8, 16)
 

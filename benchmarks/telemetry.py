@@ -9,10 +9,10 @@ from typing import Any
 
 from benchmarks.figures import Figure, Goal, ratios
 from benchmarks.runs import ENDLESS, ROOT, TRAINING, Bench
-from cluster import launch
-from cluster.files import write_json
-from cluster.request import Request
-from cluster.runs import RunFolder
+from cluster.launch import planning
+from cluster.launch.request import Request
+from cluster.run.folder import RunFolder
+from cluster.system.files import write_json
 
 STEPS, FIRST = 350, 50
 """The last step of what is timed, and the step that it begins after."""
@@ -44,7 +44,7 @@ def between(rows: list[dict[str, Any]], first: int, last: int) -> float:
 
 def _bare(bench: Bench, name: str, last: int) -> list[dict[str, Any]]:
     overrides = [*TRAINING, f"--max-steps={ENDLESS}", f"--checkpoint-every={ENDLESS}", f"--log-every={FIRST}"]
-    planned = launch.plan(
+    planned = planning.plan(
         Request(workers="0", runtime="local", name=name, fresh=True, tensorboard_port="0", overrides=overrides)
     )
     run = planned.run

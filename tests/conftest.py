@@ -13,9 +13,13 @@ from typing import Any, NoReturn
 
 import pytest
 
-from cluster import engine, gpu_host, gpus, local, seal, spec
-from cluster.files import write_json
-from cluster.runs import RunFolder
+from cluster import spec
+from cluster.checks import gpu_host
+from cluster.gpu import devices
+from cluster.run import provenance
+from cluster.run.folder import RunFolder
+from cluster.runtime import engine, local
+from cluster.system.files import write_json
 
 LAST_LINES = 15
 NVIDIA = Path(__file__).parent / "unit" / "nvidia"
@@ -80,7 +84,7 @@ def make_run(tmp_path: Path) -> Callable[..., RunFolder]:
         write_json(run.compose, {"runtime": "local", "tasks": {}})
         write_json(run.control / "started.json", {"time": time.time(), "runtime": "local"})
         run.begin_generation(0, resumed=False)
-        seal.write(run)
+        provenance.write(run)
         return run
 
     return make
@@ -97,7 +101,7 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
         recorded, program = NVIDIA / host, tmp_path / host / "nvidia-smi"
         program.parent.mkdir()
         program.write_text(
-            f'#!/bin/sh\ncase "$*" in\n"{" ".join(gpus.QUERY)}") exec /bin/cat {recorded}/query.csv;;\n'
+            f'#!/bin/sh\ncase "$*" in\n"{" ".join(devices.QUERY)}") exec /bin/cat {recorded}/query.csv;;\n'
             f'"--query-gpu={",".join(gpu_host.FIELDS)} --format=csv,nounits") exec /bin/cat {recorded}/settings.csv;;\n'
             f'"topo -m") exec /bin/cat {recorded}/topo.txt;;\n"-L") exec /bin/cat {recorded}/list.txt;;\n'
             '*) echo "Invalid combination of input arguments." >&2; exit 2;;\nesac\n'

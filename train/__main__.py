@@ -20,13 +20,14 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from cluster import answers
 from cluster.errors import EXIT_PEER_LOST, ClusterError, RunFailed
-from cluster.files import read_json
-from cluster.runs import RunFolder
-from cluster.words import described, plain
-from train import config, preload
+from cluster.messages import described, plain
+from cluster.run.folder import RunFolder
+from cluster.system import answers
+from cluster.system.files import read_json
+from train import config
 from train.data import ready
+from train.startup import preload
 
 EXIT_BUG = 70
 """An error that we do not know (EX_SOFTWARE of sysexits.h): the agent tries again."""

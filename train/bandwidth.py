@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cluster.errors import ClusterError, RunFailed, UsageError
-from train import variables
+from train.model import variables
 
 SIZES_MIB = (64, 128, 256, 512)
 CHAIN = 8

@@ -15,8 +15,9 @@ from typing import Any
 
 from cluster import spec
 from cluster.errors import UsageError, nearest
-from train import references, save_timer
+from train import references
 from train.field_types import check_types, shown
+from train.saving import timer
 
 LOOPS = ("custom", "fit")
 ONEDNN = ("auto", "on", "off")
@@ -129,7 +130,7 @@ class TrainConfig:
     log_every: int = 10
     """Optimizer steps between two rows in metrics/ and two points in TensorBoard; at least 1."""
 
-    checkpoint_every: int | str = save_timer.AUTO
+    checkpoint_every: int | str = timer.AUTO
     """Between two checkpoints: optimizer steps such as `200`, seconds such as `30s`, at least 0.1, or `auto`: what
     loses least time, by what a save costs and how often the run fails; after a failure the first new step is saved at
     once. Seconds are the chief's, and all tasks save after the same step; in `fit` with callbacks under parameter
@@ -190,7 +191,7 @@ class TrainConfig:
 
     def _check_checkpoint_every(self) -> None:
         try:
-            save_timer.parse(self.checkpoint_every)
+            timer.parse(self.checkpoint_every)
         except ValueError:
             raise UsageError(
                 f"{_option('checkpoint_every')} {self.checkpoint_every!r}: expected optimizer steps from 1 to "

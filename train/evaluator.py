@@ -7,10 +7,10 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from cluster.journal import read_json_lines
-from train.assignment import Assignment
-from train.checkpoint_files import Saved, finished
-from train.metrics import Metrics
+from cluster.system.journal import read_json_lines
+from train.context import Assignment
+from train.saving.files import Saved, finished
+from train.telemetry.metrics import Metrics
 
 POLL_S = 0.5
 

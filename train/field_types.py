@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, get_args, get_type_hints
 
 from cluster.errors import UsageError
-from cluster.words import plain
+from cluster.messages import plain
 
 EXPECTED = {
     int: "a whole number",

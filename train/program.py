@@ -11,16 +11,20 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.errors import ClusterError, PrerequisiteError, RunFailed
-from cluster.files import DISK_FULL, read_json
-from cluster.heartbeat import Heartbeat
-from cluster.runs import RunFolder
+from cluster.messages import system_error
+from cluster.run.folder import RunFolder
+from cluster.run.heartbeat import Heartbeat
 from cluster.spec import Role, Task, precision_of
-from cluster.words import system_error
-from train import custom, environment, evaluator, fit, guards, models, objectives, rehearsal, sources, strategy
-from train.assignment import Assignment
+from cluster.system.files import DISK_FULL, read_json
+from train import evaluator, strategy
 from train.config import TrainConfig
-from train.data import blocks
-from train.export import is_legacy
+from train.context import Assignment
+from train.data import blocks, sources
+from train.loops import custom, fit
+from train.model import keras_compat, models, objectives
+from train.model.export import is_legacy
+from train.startup import rehearsal
+from train.telemetry import environment
 
 tf.get_logger().setLevel("ERROR")  # TensorFlow warns of every slow callback and every second trace
 
@@ -69,7 +73,7 @@ class Program:
         if config.deterministic:
             tf.config.experimental.enable_op_determinism()
         if not is_legacy():
-            guards.install()
+            keras_compat.install()
         source = sources.find(config, Path(os.environ.get("DATA_DIR", "data")), self.run)
 
         def new_model() -> keras.Model:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import ClusterError, UsageError, nearest
-from cluster.words import described
+from cluster.messages import described
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.errors import ClusterError, PrerequisiteError, UsageError
-from cluster.files import read_json
-from cluster.runs import RunFolder
+from cluster.messages import plain
+from cluster.run.folder import RunFolder
 from cluster.spec import precision_of
-from cluster.words import plain
+from cluster.system.files import read_json
 from train.config import TrainConfig
 
 if TYPE_CHECKING:
     from tensorflow import keras
 
-    from train.sources import Source
+    from train.data.sources import Source
 
 SHOWN_CLASSES = 3
 RESTORE_TRIES = 5
@@ -93,9 +93,10 @@ def evaluate(run: RunFolder, data_dir: Path) -> dict[str, Any]:
     source, config, model, step = _restore(run, data_dir, as_trained=True)
     import tensorflow as tf
 
-    from train import objectives, sources, steps
-    from train.assignment import evaluation_batch
-    from train.data import blocks
+    from train.context import evaluation_batch
+    from train.data import blocks, sources
+    from train.loops import steps
+    from train.model import objectives
 
     batch = evaluation_batch(source)
     measure = steps.evaluation(
@@ -120,7 +121,7 @@ def export(run: RunFolder, data_dir: Path) -> int:
         PrerequisiteError: as for `evaluate`.
     """
     source, _, model, step = _restore(run, data_dir)
-    from train import export as exporting
+    from train.model import export as exporting
 
     exporting.export(model.get_weights(), model, run.export, source.classes)
     return step
@@ -138,7 +139,7 @@ def predict(run: RunFolder, image: Path) -> list[str]:
     import numpy as np
     import tensorflow as tf
 
-    from train import export as exporting
+    from train.model import export as exporting
 
     serve = tf.saved_model.load(str(run.export)).signatures["serving_default"]
     ((name, given),) = serve.structured_input_signature[1].items()
@@ -175,7 +176,9 @@ def _restore(
     config, cluster = TrainConfig.from_json(read_json(run.config)), run.load_cluster()
     if config.needs_tf_keras(cluster.strategy):
         os.environ["TF_USE_LEGACY_KERAS"] = "1"  # before TensorFlow is imported: it was trained with that
-    from train import models, sources, strategy
+    from train import strategy
+    from train.data import sources
+    from train.model import models
 
     source = sources.find(config, data_dir, run)
     with strategy.policy(precision_of(cluster.strategy, config.precision) if as_trained else "fp32"):
@@ -186,13 +189,13 @@ def _restore(
 def _restore_newest(run: RunFolder, model: keras.Model) -> int:
     import tensorflow as tf
 
-    from train import checkpoint_files
+    from train.saving import files
 
     def warn(words: str) -> None:
         print(words, file=sys.stderr)  # standard output may be JSON
 
     for _ in range(RESTORE_TRIES):
-        newest = checkpoint_files.newest_good(run.checkpoints, warn)
+        newest = files.newest_good(run.checkpoints, warn)
         if newest is None:
             break
         try:

@@ -20,10 +20,13 @@ from typing import Any, NoReturn
 
 import pytest
 
-from cluster import agent, compose, settings, spec
-from cluster.compose import FILES, ROOT, Containers
-from cluster.payload import Payload
-from cluster.placement import Placement
+from cluster import settings, spec
+from cluster.agent import agent
+from cluster.gpu.placement import Placement
+from cluster.launch.payload import Payload
+from cluster.paths import ROOT
+from cluster.runtime import compose
+from cluster.runtime.compose import FILES, Containers
 from cluster.spec import ClusterSpec
 
 EXAMPLE = FILES / "example.json"
@@ -119,7 +122,7 @@ def test_every_task_can_be_watched_stopped_and_brought_back(config: Config) -> N
         assert "on-failure" == task["restart"], name
         assert "SIGTERM" == task["stop_signal"], name
         assert seconds(task["stop_grace_period"]) >= agent.GRACE_S + 10, name
-        assert ["CMD", "python", "-m", "cluster.health"] == task["healthcheck"]["test"], name
+        assert ["CMD", "python", "-m", "cluster.agent.health"] == task["healthcheck"]["test"], name
         assert 10 <= seconds(task["healthcheck"]["interval"]) <= 15, name  # tasks start in less
         assert seconds(task["healthcheck"]["start_period"]) >= settings.SECONDS["BARRIER_TIMEOUT_S"].default, name
         assert {"driver": "json-file", "options": {"max-size": "10m", "max-file": "3"}} == task["logging"], name

@@ -17,10 +17,11 @@ import pytest
 from jsonschema import Draft202012Validator
 from ruamel.yaml import YAML
 
-from cluster import compose, spec
-from cluster.compose import FILES, Containers
-from cluster.payload import Payload
-from cluster.placement import HANDOVERS, Placement
+from cluster import spec
+from cluster.gpu.placement import HANDOVERS, Placement
+from cluster.launch.payload import Payload
+from cluster.runtime import compose
+from cluster.runtime.compose import FILES, Containers
 
 TOPOLOGIES = {
     "chief alone": {"workers": 0},

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster import local
-from cluster.runs import RunFolder
+from cluster.run.folder import RunFolder
+from cluster.runtime import local
 from tests.e2e.scenario import DATA, IMAGES, ROOT, Clusters
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster.files import read_json
-from cluster.runs import RunFolder
+from cluster.run.folder import RunFolder
+from cluster.system.files import read_json
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("DATA_DIR", ROOT / "data"))

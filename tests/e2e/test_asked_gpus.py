@@ -14,11 +14,15 @@ import pytest
 from invoke import Config, Context, Exit
 
 import tasks
-from cluster import compose, engine, gpu_host, images, launch, local, placement, startup, teardown
-from cluster.command_line import shell
-from cluster.files import read_json
-from cluster.payload import Payload
-from cluster.request import Request
+from cluster.checks import gpu_host
+from cluster.cli.command_line import shell
+from cluster.gpu import placement
+from cluster.image import images
+from cluster.launch import planning, startup, teardown
+from cluster.launch.payload import Payload
+from cluster.launch.request import Request
+from cluster.runtime import compose, engine, local
+from cluster.system.files import read_json
 from tests.e2e.scenario import TRAIN_IMAGE, Clusters
 from tests.e2e.test_containers import containers
 
@@ -53,7 +57,7 @@ def host(clusters: Clusters, nvidia_smi: Callable[[str], None], monkeypatch: pyt
     monkeypatch.setattr(startup, "build_images", lambda sh, accelerator="cpu": None)  # a fixture has built both
     # No engine may lift memlock without CAP_SYS_RESOURCE, which a machine for tests may lack.
     monkeypatch.setattr(compose, "GPU_LIMITS", {"stack": compose.GPU_LIMITS["stack"]})
-    launch.data_dir().mkdir()
+    planning.data_dir().mkdir()
     context = Context(Config(overrides={"run": {"in_stream": False}}))
     context._set(remainder="")
     yield context
@@ -105,7 +109,7 @@ def test_an_evaluator_must_ask_for_none(
     monkeypatch.setattr(Payload, "command", lambda payload, *, contained: ["--", "sleep", "infinity"])
     monkeypatch.setattr(startup, "_data_commands", lambda plan: [])
     asked_for = {"gpus": "5,", "gpu_runtime": way, "runtime": "docker", "tensorboard_port": "0"}
-    planned = launch.plan(Request(name=f"evaluated-{way}", workers="0", evaluator=True, **asked_for))
+    planned = planning.plan(Request(name=f"evaluated-{way}", workers="0", evaluator=True, **asked_for))
     startup.start(planned, shell(host), began=0.0)
     found = {task: asked(noted, each["Id"]) for task, each in containers(planned.run).items()}
     assert {"chief": {way: ["5"]}, "evaluator": {}} == found

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
-from cluster import compose, engine, local, namespaces, spec
-from cluster.runs import RunFolder
+from cluster import spec
+from cluster.run.folder import RunFolder
+from cluster.runtime import compose, engine, local
+from cluster.system import namespaces
 from tests import doors
 from tests.e2e.scenario import TRAIN_IMAGE, TRAINING, Clusters, step_of, summary
 from tests.waiting import wait_for

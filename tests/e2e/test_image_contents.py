@@ -15,7 +15,8 @@ import pytest
 from packaging.markers import Marker
 from packaging.utils import canonicalize_name
 
-from cluster import checkout, contents, images, locks, reproduction, sbom
+from cluster.image import checkout, contents, images, locks, reproduction, sbom
+from cluster.paths import ROOT
 from tests.e2e.scenario import TENSORBOARD_IMAGE as BOARD
 from tests.e2e.scenario import TRAIN_IMAGE as TRAIN
 
@@ -118,7 +119,7 @@ def test_certificates_must_be_the_bases(image: str) -> None:
 
 @pytest.fixture(scope="module")
 def archives() -> Iterator[dict[str, Path]]:
-    """Both images, saved once: they are large. Where `cluster/contents.py` has its own: there is room for them."""
+    """Both images, saved once: they are large. Where `contents.py` has its own: there is room for them."""
     with ExitStack() as saved:
         yield {image: saved.enter_context(contents.archive(image, run)) for image in (TRAIN, BOARD)}
 
@@ -130,7 +131,7 @@ def held(archives: dict[str, Path]) -> dict[str, contents.Image]:
 
 
 def run(command: str) -> None:
-    subprocess.run(command, shell=True, cwd=images.ROOT, capture_output=True, check=True)
+    subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, check=True)
 
 
 @pytest.mark.parametrize("image", [TRAIN, BOARD])

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster import local, namespaces
-from cluster.files import read_json
+from cluster.runtime import local
+from cluster.system import namespaces
+from cluster.system.files import read_json
 from tests import doors
 from tests.e2e.scenario import TRAINING, Clusters, step_of
 from tests.waiting import wait_for

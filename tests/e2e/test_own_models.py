@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from cluster.runs import RunFolder
+from cluster.run.folder import RunFolder
 from tests.e2e.scenario import ROOT, Clusters, losses, summary
 
 TOPOLOGIES = {

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cluster.runs import RunFolder
+from cluster.run.folder import RunFolder
 from tests.e2e.scenario import DATA, Clusters, losses, summary
 
 pytestmark = pytest.mark.usefixtures("data")

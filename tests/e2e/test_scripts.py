@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster import engine, local
-from cluster.runs import RunFolder
+from cluster.run.folder import RunFolder
+from cluster.runtime import engine, local
 from tests.e2e.scenario import Clusters, summary
 from tests.e2e.test_containers import containers
 from tests.waiting import wait_for

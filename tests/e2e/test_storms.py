@@ -8,9 +8,9 @@ import signal
 
 import pytest
 
-from cluster import faults
-from cluster.journal import read_json_lines
-from cluster.runs import RunFolder
+from cluster.control import faults
+from cluster.run.folder import RunFolder
+from cluster.system.journal import read_json_lines
 from tests.e2e.scenario import Clusters, summary
 from tests.waiting import wait_for
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from cluster import documents, processes, verify
+from cluster.checks import documents, verify
 from cluster.spec import CLASS_NAMES
+from cluster.system import processes
 from tests.e2e.scenario import DATA, ROOT
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from cluster import local
-from cluster.files import read_json
-from cluster.journal import read_json_lines
-from cluster.runs import RunFolder
+from cluster.run.folder import RunFolder
+from cluster.runtime import local
+from cluster.system.files import read_json
+from cluster.system.journal import read_json_lines
 from tests.e2e.scenario import DATA, ROOT, STEPS, TRAINING, Clusters, losses, step_of, summary
 from tests.e2e.test_containers import containers
 from tests.waiting import wait_for
-from train import variables
+from train.model import variables
 
 pytestmark = pytest.mark.usefixtures("data")
 

@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from cluster.files import read_json, write_json
-from cluster.runs import RunFolder
+from cluster.run.folder import RunFolder
+from cluster.system.files import read_json, write_json
 from tests.e2e.scenario import Clusters, losses, summary
 
 FOLDER = Path(__file__).parent

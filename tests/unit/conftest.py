@@ -14,11 +14,14 @@ from typing import Any
 
 import pytest
 
-from cluster import configuration, liveness, local, seal, watch
-from cluster.files import read_json, write_json
-from cluster.liveness import Pulse
-from cluster.network import HOST
-from cluster.runs import RunFolder
+from cluster.control import watch
+from cluster.launch import configuration
+from cluster.run import liveness, provenance
+from cluster.run.folder import RunFolder
+from cluster.run.liveness import Pulse
+from cluster.runtime import local
+from cluster.runtime.network import HOST
+from cluster.system.files import read_json, write_json
 from tests import fast
 from tests.unit import measured
 from tests.unit.gang import Gang, StartGang
@@ -64,7 +67,7 @@ def start_gang(make_run: Callable[..., RunFolder], tmp_path: Path) -> Iterator[S
             "max_restarts": max_restarts,
         }
         write_json(run.control / "started.json", started_as)
-        seal.write(run)
+        provenance.write(run)
         if stopped:
             run.request_stop("a test")
         started.append(run)

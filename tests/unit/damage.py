@@ -10,12 +10,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cluster import local
-from cluster.files import write_json
-from cluster.heartbeat import Heartbeat
-from cluster.journal import append_json
-from cluster.processes import identity
-from cluster.runs import RunFolder
+from cluster.run.folder import RunFolder
+from cluster.run.heartbeat import Heartbeat
+from cluster.runtime import local
+from cluster.system.files import write_json
+from cluster.system.journal import append_json
+from cluster.system.processes import identity
 
 ABSENT_PID = 2**22 - 1
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster import summary
-from cluster.runs import RunFolder
+from cluster.results import summary
+from cluster.run.folder import RunFolder
 
 
 def end(run: RunFolder, state: str, **cause: Any) -> dict[str, Any]:

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cluster import local, owner
-from cluster.files import read_json
-from cluster.runs import RunFolder
+from cluster.run import owner
+from cluster.run.folder import RunFolder
+from cluster.runtime import local
+from cluster.system.files import read_json
 from tests.waiting import wait_for
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cluster import launch
 from cluster.errors import ClusterError
-from cluster.request import Request
+from cluster.launch import planning
+from cluster.launch.request import Request
 
 CONFIG = {"preset": "fashion_mnist", "dataset": "fashion_mnist", "global_batch": 192}
 
@@ -17,7 +17,7 @@ WORKING_ENGINE = 'case "$1" in info) echo \'"26.1.5"\';; compose) echo 2.26.1;; 
 def refusal(asked: Request) -> ClusterError:
     """Return the error that a request is refused with; nothing may have been changed."""
     with pytest.raises(ClusterError) as refused:
-        launch.plan(asked)
+        planning.plan(asked)
     assert 1 == len(str(refused.value).splitlines())
     return refused.value
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from cluster.runs import RunFolder
+from cluster.run.folder import RunFolder
 from tests.waiting import wait_for
 
 loaded_by: list[int] = []

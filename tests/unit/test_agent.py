@@ -11,10 +11,11 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster import agent, watch
-from cluster.files import read_json
-from cluster.processes import start_ticks
-from cluster.runs import RunFolder
+from cluster.agent import agent
+from cluster.control import watch
+from cluster.run.folder import RunFolder
+from cluster.system.files import read_json
+from cluster.system.processes import start_ticks
 from tests.unit.gang import StartGang
 from tests.waiting import wait_for
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from cluster import agent, local
-from cluster.runs import RunFolder
+from cluster.agent import agent
+from cluster.run.folder import RunFolder
+from cluster.runtime import local
 from tests.unit.gang import Gang, StartGang
 from tests.waiting import wait_for
 

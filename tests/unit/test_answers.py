@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster import configuration, processes
 from cluster.errors import ClusterError, TimedOut, UsageError
-from cluster.request import Request
+from cluster.launch import configuration
+from cluster.launch.request import Request
+from cluster.system import processes
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]

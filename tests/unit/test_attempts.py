@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from cluster import attempts, ends, step_record
-from cluster.attempts import LOST_CONTACT, OUTSIDE, OWN, Attempt
-from cluster.recovery import Recovery
-from cluster.runs import RunFolder
-from train import loops
-from train.steps import LoopResult, Signals
+from cluster.recovery import attempts, ends, step_record
+from cluster.recovery.attempts import LOST_CONTACT, OUTSIDE, OWN, Attempt
+from cluster.recovery.policy import Recovery
+from cluster.run.folder import RunFolder
+from train.loops import outer
+from train.loops.steps import LoopResult, Signals
 
 MakeRun = Callable[..., RunFolder]
 
@@ -106,12 +106,12 @@ class Story:
         ends_at = first + self.kills.pop() if self.kills else self.total + 1
         recovery = Recovery(run, run.load_cluster(), run.load_cluster().task("chief"))
         try:
-            loops.run(
+            outer.run(
                 self._inner(ends_at),
                 first,
                 self.total,
                 steps_per_loop=self.steps_per_loop,
-                every=[loops.Every(self.save_every, self._save)],
+                every=[outer.Every(self.save_every, self._save)],
                 report=lambda progress: record.done(progress.step),
                 stop=lambda: False,
                 save=lambda step: None,

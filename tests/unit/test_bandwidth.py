@@ -11,11 +11,14 @@ import pytest
 from invoke import Exit, MockContext
 
 import tasks
-from cluster import bandwidth, doctor, gpus, launch, toolkit
+from cluster.checks import bandwidth, doctor
+from cluster.checks.gpu_host import BUILD
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE, PrerequisiteError, UsageError
 from cluster.findings import Finding
-from cluster.gpu_host import BUILD
-from cluster.gpus import Machine
+from cluster.gpu import devices as gpus
+from cluster.gpu.devices import Machine
+from cluster.launch import planning
+from cluster.runtime import toolkit
 from train.bandwidth import bus_bandwidth
 
 Docker = Callable[[str], Path]
@@ -132,7 +135,7 @@ def test_gpus_that_a_run_trains_on_are_left_alone(
 ) -> None:
     calls = docker(engine_that("exit 1"))
     nvidia_smi("8-h100-nvswitch")
-    monkeypatch.setattr(launch, "busy", lambda: {"0": "fashion"})
+    monkeypatch.setattr(planning, "busy", lambda: {"0": "fashion"})
     found = bandwidth.examine()
     assert "failed" == found.state
     assert "fashion" in found.detail

@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from cluster import barrier, local, spec
+from cluster import spec
+from cluster.agent import rendezvous
 from cluster.errors import EXIT_TIMEOUT, TimedOut
+from cluster.runtime import local
 from cluster.spec import ClusterSpec
 
 
@@ -41,7 +43,7 @@ def arrive(cluster: ClusterSpec, name: str, token: str = "run/0", timeout_s: flo
 
     def come() -> None:
         try:
-            barrier.wait(cluster, cluster.task(name), token=token, timeout_s=timeout_s, **more)
+            rendezvous.wait(cluster, cluster.task(name), token=token, timeout_s=timeout_s, **more)
         except Exception as error:
             ended.append(error)
         else:
@@ -89,7 +91,7 @@ def test_nobody_passes_before_the_last_has_come(three: ClusterSpec) -> None:
 
 def test_the_chief_alone_does_not_wait() -> None:
     cluster = spec.build(0, evaluator=True)
-    barrier.wait(cluster, cluster.task("chief"), token="run/0", timeout_s=0)
+    rendezvous.wait(cluster, cluster.task("chief"), token="run/0", timeout_s=0)
 
 
 def test_a_missing_task_is_named_with_what_else_is_known(three: ClusterSpec) -> None:
@@ -115,7 +117,7 @@ def test_a_name_that_does_not_resolve_is_told_apart(three: ClusterSpec, monkeypa
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return connect(address, timeout)
 
-    monkeypatch.setattr(barrier.socket, "create_connection", resolve)
+    monkeypatch.setattr(rendezvous.socket, "create_connection", resolve)
     error = arrive(replace(three, tasks=moved), "chief", timeout_s=0.5).end()
     assert "worker-1 (the name gone does not resolve)" in str(error)
     assert f"worker-0 (nothing listens on {three.task('worker-0').address})" in str(error)
@@ -143,7 +145,7 @@ def test_tasks_of_different_generations_do_not_meet() -> None:
     left_over = arrive(cluster, "worker-0", "run/0", abandon=over.is_set)
     assert "is worker-0 of run/0, not of run/1" in str(arrive(cluster, "chief", "run/1", timeout_s=0.5).end())
     over.set()
-    assert isinstance(left_over.end(), barrier.Abandoned)
+    assert isinstance(left_over.end(), rendezvous.Abandoned)
 
 
 def test_a_task_that_cannot_be_reached_is_not_called_missing_by_itself() -> None:
@@ -157,7 +159,7 @@ def test_a_port_that_stays_taken_is_an_error_in_the_end(three: ClusterSpec) -> N
     reported: list[str] = []
     with listening(three, "worker-0"):
         error = arrive(three, "worker-0", timeout_s=0.4, report=reported.append).end()
-    assert isinstance(error, barrier.PortTaken)
+    assert isinstance(error, rendezvous.PortTaken)
     port = three.task("worker-0").port
     assert f"worker-0 cannot listen on {three.task('worker-0').address}: Address already in use" in str(error)
     assert f"ss -ltnp 'sport = :{port}'" in str(error)
@@ -176,7 +178,7 @@ def test_a_port_is_waited_for_until_who_holds_it_has_ended(alone: bool) -> None:
     with listening(cluster, "worker-0"):
         if alone:
             waits = {"timeout_s": 20.0, "abandon": lambda: False, "report": report}
-            waiting = threading.Thread(target=barrier.await_own_port, args=(cluster.task("worker-0"),), kwargs=waits)
+            waiting = threading.Thread(target=rendezvous.await_own_port, args=(cluster.task("worker-0"),), kwargs=waits)
             waiting.start()
         else:
             arrived = arrive(cluster, "worker-0", report=report)
@@ -193,7 +195,7 @@ def test_the_barrier_is_left_when_waiting_lost_its_purpose(three: ClusterSpec) -
     over = threading.Event()
     chief = arrive(three, "chief", abandon=over.is_set)
     over.set()
-    assert isinstance(chief.end(), barrier.Abandoned)
+    assert isinstance(chief.end(), rendezvous.Abandoned)
 
 
 def test_strangers_do_not_keep_the_cluster_from_meeting(three: ClusterSpec) -> None:
@@ -216,13 +218,13 @@ def test_strangers_do_not_keep_the_cluster_from_meeting(three: ClusterSpec) -> N
 
 def test_a_server_that_speaks_http2_is_there(three: ClusterSpec) -> None:
     with listening(three, "chief", b"\0\0\0\4"):
-        assert barrier.await_servers([three.task("chief")], timeout_s=5, abandon=lambda: False)
+        assert rendezvous.await_servers([three.task("chief")], timeout_s=5, abandon=lambda: False)
 
 
 def test_the_barrier_s_own_listener_is_no_server(three: ClusterSpec) -> None:
     over = threading.Event()
     chief = arrive(three, "chief", abandon=over.is_set)
-    assert not barrier.await_servers([three.task("chief")], timeout_s=0.5, abandon=lambda: False)
+    assert not rendezvous.await_servers([three.task("chief")], timeout_s=0.5, abandon=lambda: False)
     assert chief.thread.is_alive()
     over.set()
     chief.end()
@@ -230,7 +232,7 @@ def test_the_barrier_s_own_listener_is_no_server(three: ClusterSpec) -> None:
 
 def test_waiting_for_a_server_ends_where_it_lost_its_purpose(three: ClusterSpec) -> None:
     began = time.monotonic()
-    assert not barrier.await_servers(
+    assert not rendezvous.await_servers(
         [three.task("chief")], timeout_s=60, abandon=lambda: time.monotonic() > began + 0.1
     )
     assert time.monotonic() < began + 5
@@ -250,7 +252,7 @@ def test_a_task_that_has_not_its_address_yet_tries_again(three: ClusterSpec, mon
                 raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
             bind(self, address)
 
-    monkeypatch.setattr(barrier.socket, "socket", Flapping)
+    monkeypatch.setattr(rendezvous.socket, "socket", Flapping)
     assert [None] * 3 == [
         arrival.end() for arrival in [arrive(three, name) for name in ("chief", "worker-0", "worker-1")]
     ]

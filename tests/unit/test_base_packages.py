@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster import base_packages, images
 from cluster.errors import PrerequisiteError
+from cluster.image import base_packages, images
+from cluster.paths import ROOT
 
 LISTED = "bash 5.2\nlibc6 2.36\n"
 
@@ -62,9 +63,9 @@ def test_a_base_that_cannot_be_read_is_told(record: Path, docker: Callable[[str]
 
 def test_up_goes_on_with_a_warning(docker: Callable[[str], Path]) -> None:
     docker("echo bash 0")
-    command = [sys.executable, "-m", "cluster.base_packages"]
+    command = [sys.executable, "-m", "cluster.image.base_packages"]
     assert command == images.base_commands()[-1].split()
-    done = subprocess.run(command, cwd=images.ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (0, "", 1) == (done.returncode, done.stdout, done.stderr.count("\n"))
     assert done.stderr.startswith("warning: ")
 

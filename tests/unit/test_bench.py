@@ -20,8 +20,7 @@ from benchmarks import command, figures, peers, plots, results
 from benchmarks import images as weighing
 from benchmarks.figures import Figure, Goal
 from benchmarks.runs import Bench
-from cluster import documents as places
-from cluster import engine, images
+from cluster.checks import documents as places
 from cluster.errors import (
     EXIT_FAILED,
     EXIT_PREREQUISITE,
@@ -31,6 +30,9 @@ from cluster.errors import (
     RunFailed,
     UsageError,
 )
+from cluster.image import images
+from cluster.paths import ROOT
+from cluster.runtime import engine
 
 UNDER = {
     "hardware": {"cpu": "Some CPU", "cores": 2, "memory_gib": 23.5},
@@ -262,7 +264,7 @@ def test_images_must_be_built_under_names_of_their_own_that_go_again(
         assert ("rebuild", 1) == (figure.name, len(figure.variants["both images"]))
         assert 4 == len(contexts)
     first, changed = contexts[0], contexts[2]
-    assert first == contexts[1] == (images.ROOT / weighing.CHANGED).read_text()
+    assert first == contexts[1] == (ROOT / weighing.CHANGED).read_text()
     assert changed.startswith(first)
     assert changed != first
     assert set() == there

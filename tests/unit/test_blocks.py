@@ -14,13 +14,15 @@ import pytest
 import tensorflow as tf
 
 from cluster.errors import ClusterError, PrerequisiteError, RunFailed
-from cluster.files import read_json, sha256
-from cluster.runs import RunFolder
-from train import environment, program, sources
+from cluster.run.folder import RunFolder
+from cluster.system.files import read_json, sha256
+from train import program
 from train.config import TrainConfig
-from train.data import arrays, blocks, memory, sharding, store
+from train.data import arrays, blocks, memory, sources
 from train.data.__main__ import main
+from train.data.prepare import sharding, store
 from train.data.ready import ready
+from train.telemetry import environment
 
 ARRAYS = TrainConfig(dataset="mnist")
 SHARDS = TrainConfig(dataset="noise", source="stream")

@@ -17,14 +17,15 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.errors import UsageError
-from cluster.files import read_json
-from cluster.heartbeat import Heartbeat
-from cluster.journal import read_json_lines
-from cluster.runs import RunFolder
-from train import callbacks, custom, fit, objectives, sources
-from train.assignment import Assignment
+from cluster.run.folder import RunFolder
+from cluster.run.heartbeat import Heartbeat
+from cluster.system.files import read_json
+from cluster.system.journal import read_json_lines
 from train.config import Optimizer, TrainConfig
-from train.data import arrays
+from train.context import Assignment
+from train.data import arrays, sources
+from train.loops import callbacks, custom, fit
+from train.model import objectives
 
 EXAMPLES, GLOBAL_BATCH = 18, 4
 EPOCH_ENDS = (0, 5, 9, 14, 18, 23, 27, 32, 36, 41)

@@ -15,13 +15,13 @@ import pytest
 from invoke import Exit, MockContext
 
 import tasks
-from cluster import chaos, faults
-from cluster.chaos import Fault, Result
+from cluster.control import chaos, faults
+from cluster.control.chaos import Fault, Result
 from cluster.errors import TimedOut, UsageError
-from cluster.files import read_json, write_json
-from cluster.journal import read_json_lines
-from cluster.launch import ROOT
-from cluster.runs import RunFolder
+from cluster.paths import ROOT
+from cluster.run.folder import RunFolder
+from cluster.system.files import read_json, write_json
+from cluster.system.journal import read_json_lines
 from tests.unit.gang import Gang, StartGang
 from tests.waiting import wait_for
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import checkout
+from cluster.image import checkout
 
 GIT = ["git", "-c", "user.name=a test", "-c", "user.email=test@example.invalid"]
 CODE = ("cluster", "train")

@@ -13,11 +13,11 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.errors import RunFailed
-from cluster.files import read_json
-from train import checkpoint
-from train.checkpoint import Checkpoint, Copy
-from train.checkpoint_files import Saved, finished, newest_good
-from train.descent import FIRST_SCALE, LossScale
+from cluster.system.files import read_json
+from train.model.gradients import FIRST_SCALE, LossScale
+from train.saving import checkpoint
+from train.saving.checkpoint import Checkpoint, Copy
+from train.saving.files import Saved, finished, newest_good
 
 Parts = tuple[keras.Model, keras.optimizers.Optimizer, tf.Variable]
 

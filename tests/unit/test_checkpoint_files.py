@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from cluster.errors import EXIT_FAILED, RunFailed
-from cluster.files import DISK_FULL, read_json
-from cluster.launch import ROOT
+from cluster.paths import ROOT
+from cluster.system.files import DISK_FULL, read_json
 from tests.waiting import wait_for
-from train import checkpoint_files
-from train.checkpoint_files import Saved, agreed, clean, finished, newest_good, prune, set_aside, write
+from train.saving import files as checkpoint_files
+from train.saving.files import Saved, agreed, clean, finished, newest_good, prune, set_aside, write
 
 SIZE = 100_000
 

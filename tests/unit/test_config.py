@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import UsageError
-from cluster.launch import ROOT
+from cluster.paths import ROOT
 from train import config
 from train.config import TrainConfig
 

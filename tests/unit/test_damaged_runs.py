@@ -16,8 +16,12 @@ from hypothesis import strategies as st
 from invoke import Exit, MockContext, Result
 
 import tasks
-from cluster import files, journal, liveness, local, logs, processes, summary, watch
-from cluster.runs import RunFolder
+from cluster.control import watch
+from cluster.results import summary
+from cluster.run import liveness, logs
+from cluster.run.folder import RunFolder
+from cluster.runtime import local
+from cluster.system import files, journal, processes
 from tests.unit import damage
 from tests.unit.gang import StartGang
 from tests.waiting import wait_for
@@ -67,9 +71,9 @@ def commands(monkeypatch: pytest.MonkeyPatch, resolved: None) -> None:
     monkeypatch.setattr(local, "start", lambda run: None)
     monkeypatch.setattr(local, "check_memory", lambda *_, **__: None)
     monkeypatch.setattr(processes, "with_environment", lambda *_: [])
-    monkeypatch.setattr("cluster.trace.PATIENCE_S", 0.2)
-    monkeypatch.setattr("cluster.launch.engine.choose_runtime", lambda requested: ("local", "asked for"))
-    monkeypatch.setattr("cluster.engine.ask", lambda *_, **__: (1, ""))
+    monkeypatch.setattr("cluster.control.trace.PATIENCE_S", 0.2)
+    monkeypatch.setattr("cluster.launch.planning.engine.choose_runtime", lambda requested: ("local", "asked for"))
+    monkeypatch.setattr("cluster.runtime.engine.ask", lambda *_, **__: (1, ""))
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import PrerequisiteError
-from train.data import debian
-from train.data.download import SourceFile
+from train.data.prepare import debian
+from train.data.prepare.download import SourceFile
 
 PAYLOAD = b"pixels " * 100
 FILES = tuple(SourceFile(f"{part}-labels-idx1-ubyte.gz", "http://x", 1, "") for part in ("train", "t10k"))

@@ -10,10 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster import doctor, engine, gpu_host, local, locks, namespaces
-from cluster.engine import Answer
+from cluster.checks import doctor, gpu_host
 from cluster.findings import Finding
-from cluster.namespaces import Refusal
+from cluster.image import locks
+from cluster.paths import ROOT
+from cluster.runtime import engine, local
+from cluster.runtime.engine import Answer
+from cluster.system import namespaces
+from cluster.system.namespaces import Refusal
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +116,7 @@ def test_only_a_failed_check_makes_the_report_bad(states: list[str], ok: bool) -
 
 
 def test_the_doctor_looks_at_what_make_setup_installs() -> None:
-    makefile = (locks.ROOT / "Makefile").read_text()
+    makefile = (ROOT / "Makefile").read_text()
     assert f"LOCKS := $(addprefix requirements/,{' '.join(f'{lock}.lock' for lock in doctor.LOCKS)})\n" in makefile
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import PrerequisiteError
-from train.data import download
-from train.data.download import SourceFile
+from train.data.prepare import download
+from train.data.prepare.download import SourceFile
 
 CONTENT = bytes(range(256)) * 64
 

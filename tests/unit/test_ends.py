@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster import cgroup, ends, kernel_log
-from cluster.attempts import OUTSIDE, OWN
-from cluster.program import Trainer
+from cluster.agent.program import Trainer
+from cluster.recovery import ends
+from cluster.recovery.attempts import OUTSIDE, OWN
+from cluster.system import cgroup, kernel_log
 
 PROGRESS = "print('step 2/50 epoch 0.20 loss', flush=True)\n"
 

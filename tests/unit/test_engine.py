@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster import engine
 from cluster.errors import PrerequisiteError
+from cluster.runtime import engine
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.files import read_json, write_json
-from cluster.runs import RunFolder
-from train import environment
-from train.sources import Source
+from cluster.run.folder import RunFolder
+from cluster.system.files import read_json, write_json
+from train.data.sources import Source
+from train.telemetry import environment
 
 
 def test_only_variables_that_matter_are_told_and_no_path(monkeypatch: pytest.MonkeyPatch) -> None:

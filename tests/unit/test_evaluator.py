@@ -13,13 +13,14 @@ import pytest
 import tensorflow as tf
 from tensorflow import keras
 
-from cluster.heartbeat import Heartbeat
-from cluster.journal import read_json_lines
-from cluster.runs import RunFolder
+from cluster.run.folder import RunFolder
+from cluster.run.heartbeat import Heartbeat
+from cluster.system.journal import read_json_lines
 from tests.waiting import wait_for
-from train import checkpoint_files, evaluator
-from train.checkpoint_files import Saved, write
+from train import evaluator
 from train.config import TrainConfig
+from train.saving import files
+from train.saving.files import Saved, write
 
 
 def model_of(value: float) -> keras.Model:
@@ -132,7 +133,7 @@ def test_what_cannot_be_read_is_passed_over_and_read_no_more(
     save(run, 10, 20)
     damage(run.checkpoints / name)
     looks, whole = [0], []
-    look, read = checkpoint_files.finished, Saved.damage
+    look, read = files.finished, Saved.damage
 
     def counted(folder: Path) -> list[Saved]:
         looks[0] += 1

@@ -10,7 +10,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.exact_sum import exact_sum
+from train.elastic.exact_sum import exact_sum
 
 NUMBERS = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False)
 

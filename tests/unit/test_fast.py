@@ -15,7 +15,7 @@ FILES = {
     "test_plain": "def test_one(): pass",
     **{
         f"test_imports_0{number}": f"import {module}\ndef test_one(): pass\ndef test_two(): pass"
-        for number, module in enumerate(["tensorflow", "keras", "tf_keras", "tensorflow.python", "train.models"])
+        for number, module in enumerate(["tensorflow", "keras", "tf_keras", "tensorflow.python", "train.model.models"])
     },
     "test_imports_late": """
 def test_one():

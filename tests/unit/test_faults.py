@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from cluster import compose, faults
+from cluster.control import faults
+from cluster.control.faults import ContainerMeans, LocalMeans
 from cluster.errors import ClusterError, UsageError
-from cluster.faults import ContainerMeans, LocalMeans
-from cluster.files import write_json
-from cluster.processes import identity
-from cluster.runs import RunFolder
+from cluster.run.folder import RunFolder
+from cluster.runtime import compose
+from cluster.system.files import write_json
+from cluster.system.processes import identity
 from tests.waiting import wait_for
 
 MakeRun = Callable[..., RunFolder]

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from cluster.files import DamagedError, create_json, read_json, sha256, write_json
-from cluster.runs import RunFolder
+from cluster.run.folder import RunFolder
+from cluster.system.files import DamagedError, create_json, read_json, sha256, write_json
 from tests.unit.together import together
 
 

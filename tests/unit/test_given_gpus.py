@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cluster import placement
 from cluster.errors import EXIT_PREREQUISITE, PrerequisiteError
+from cluster.gpu import placement
 from cluster.spec import Role, Task
 from train import strategy
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster import goodput
+from cluster.results import goodput
 
 
 def life(

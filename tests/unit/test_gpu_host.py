@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster import doctor, gpu_host, local
+from cluster.checks import doctor, gpu_host
+from cluster.checks.gpu_host import settings
 from cluster.findings import Finding
-from cluster.gpu_host import settings
+from cluster.runtime import local
 from tests.conftest import NVIDIA
 
 Docker = Callable[[str], Path]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster import local
+from cluster.runtime import local
 from tests.unit.measured import finish, measured, start
 
 

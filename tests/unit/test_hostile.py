@@ -21,28 +21,22 @@ from hypothesis import strategies as st
 from invoke import Context, Exit, MockContext
 
 import tasks
-from cluster import (
-    answers,
-    compose,
-    configuration,
-    faults,
-    images,
-    launch,
-    local,
-    placement,
-    rerun,
-    spec,
-    startup,
-    tf_config,
-)
-from cluster.command_line import told
-from cluster.compose import Containers
+from cluster import spec, tf_config
+from cluster.checks import rerun
+from cluster.cli.command_line import told
+from cluster.control import faults
 from cluster.errors import EXIT_USAGE, UsageError
-from cluster.files import write_json
-from cluster.payload import check_script
-from cluster.placement import Placement
-from cluster.request import Request
-from cluster.runs import RunFolder
+from cluster.gpu import placement
+from cluster.gpu.placement import Placement
+from cluster.image import images
+from cluster.launch import configuration, planning, startup
+from cluster.launch.payload import check_script
+from cluster.launch.request import Request
+from cluster.run.folder import RunFolder
+from cluster.runtime import compose, local
+from cluster.runtime.compose import Containers
+from cluster.system import answers
+from cluster.system.files import write_json
 
 MakeRun = Callable[..., RunFolder]
 
@@ -92,8 +86,8 @@ def test_no_task_takes_a_run_name_that_is_none(name: str, task: str) -> None:
 def test_a_run_lies_in_the_folder_of_runs(name: str) -> None:
     taken = outcome(spec.check_run_name, name)
     if taken == name:
-        run = RunFolder(launch.runs_dir() / name)
-        assert launch.runs_dir() == Path(os.path.normpath(run.path)).parent
+        run = RunFolder(planning.runs_dir() / name)
+        assert planning.runs_dir() == Path(os.path.normpath(run.path)).parent
         assert re.fullmatch(r"[a-z0-9][a-z0-9_-]*", compose.project(run.path))
     else:
         assert isinstance(taken, UsageError)
@@ -110,7 +104,7 @@ def test_a_run_that_was_not_named_has_a_name_that_can_be_one(preset: str, script
 @given(ANY)
 def test_a_script_is_a_file_that_is_there(name: str) -> None:
     with pytest.raises(UsageError) as error:
-        check_script(f"{name}/nowhere.py", launch.runs_dir())
+        check_script(f"{name}/nowhere.py", planning.runs_dir())
     assert str(error.value).isprintable()
 
 
@@ -192,7 +186,7 @@ def test_a_dry_run_s_commands_are_the_words_that_were_meant(
 ) -> None:
     monkeypatch.setenv("DATA_DIR", str(tmp_path / data))
     asked = Request(script=str(script), overrides=arguments, runtime="local", workers="1", name="one")
-    for line in startup.commands(launch.plan(asked)):
+    for line in startup.commands(planning.plan(asked)):
         variables, words = words_of(line)
         assert [sys.executable, "-m", "cluster.agent", "--script", str(script), *arguments, "&"] == words
         assert (str(tmp_path / data), str(tmp_path / "runs" / "one")) == (variables["DATA_DIR"], variables["RUN_DIR"])
@@ -380,7 +374,7 @@ def test_no_file_plan_label_or_command_of_a_run_holds_a_secret(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(local, "start", lambda run: None)
-    monkeypatch.setattr(launch.engine, "choose_runtime", lambda requested: (runtime, "asked"))
+    monkeypatch.setattr(planning.engine, "choose_runtime", lambda requested: (runtime, "asked"))
     monkeypatch.setattr(startup.engine, "ask", lambda *words, **options: (1, ""))
     monkeypatch.setattr(images, "inspect", lambda image: {"image": image, "id": "sha256:1"})
     monkeypatch.setattr(images, "default_base", lambda asked="": images.Base("base"))
@@ -389,11 +383,11 @@ def test_no_file_plan_label_or_command_of_a_run_holds_a_secret(
     script.chmod(0o644)
     asked = Request(script=str(script) if scripted else "", name="one", workers="1", tensorboard_port="6006")
     monkeypatch.setattr(startup, "check_machine", lambda plan: None)
-    planned, ran = launch.plan(asked), []
+    planned, ran = planning.plan(asked), []
     startup.start(planned, ran.append, began=time.time())
     assert SECRET not in json.dumps(planned.to_json())
     assert not [command for command in (*ran, *startup.commands(planned)) if SECRET in command]
-    written = [path for path in launch.runs_dir().rglob("*") if path.is_file() and not path.is_symlink()]
+    written = [path for path in planning.runs_dir().rglob("*") if path.is_file() and not path.is_symlink()]
     assert {"compose.json", "manifest.json", "config.json", "cluster.json"} <= {path.name for path in written}
     assert not [path for path in written if SECRET.encode() in path.read_bytes()]
     if runtime == "docker" and scripted:  # by its name alone

@@ -15,14 +15,17 @@ import pytest
 from invoke import Exit, MockContext
 
 import tasks
-from cluster import checkout, engine, images, startup
 from cluster.errors import EXIT_USAGE, PrerequisiteError, UsageError
+from cluster.image import checkout, images
+from cluster.launch import startup
+from cluster.paths import ROOT
+from cluster.runtime import engine
 
 DIGEST = "sha256:" + "a" * 64
 BASE = images.Base(f"{images.PYTHON_BASE}@{DIGEST}", DIGEST)
 LAYERS = ("sha256:" + "b" * 64,)
 MADE_HERE = [[], LAYERS]
-DOCKER = images.ROOT / "docker"
+DOCKER = ROOT / "docker"
 DOCKERFILE = (DOCKER / "Dockerfile").read_text()
 NO_REGISTRY = (1, "ERROR: failed to do request: no such host")
 
@@ -55,7 +58,7 @@ def answering(local: dict[str, Any], registry: tuple[int, str] = NO_REGISTRY) ->
 @pytest.mark.parametrize("accelerator", images.ACCELERATORS)
 def test_every_accelerator_must_have_a_lock_and_an_image(accelerator: str) -> None:
     assert f"tf-cluster/train:{accelerator}" == images.train_image(accelerator)
-    assert (images.ROOT / f"requirements/train-{accelerator}.lock").is_file()
+    assert (ROOT / f"requirements/train-{accelerator}.lock").is_file()
 
 
 def test_an_unknown_accelerator_must_be_refused() -> None:
@@ -73,7 +76,7 @@ def test_an_unknown_accelerator_must_be_refused_before_any_engine_is_asked(monke
 def test_make_up_must_look_for_these_images_and_pass_its_options_on() -> None:
     # `--no-print-directory`: `make test`, which this may run under, would have it say where it is.
     words = ["make", "--no-print-directory", "--dry-run", "--always-make", "up", "UP=--workers 1"]
-    shown = subprocess.run(words, cwd=images.ROOT, capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert f"docker image inspect {images.train_image('cpu')} {images.tensorboard_image()} " in shown
     assert shown.endswith("invoke up --workers 1\n")  # invoke refuses an option that is given twice
 
@@ -188,7 +191,7 @@ def labels(base: images.Base, accelerator: str = "cpu") -> dict[str, dict[str, s
 def checked_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Copy what an image is built from."""
     for name in ("docker", "requirements", "cluster", "train", ".dockerignore"):
-        there = images.ROOT / name
+        there = ROOT / name
         (shutil.copytree if there.is_dir() else shutil.copy)(there, tmp_path / name)
     monkeypatch.setattr(images, "ROOT", tmp_path)
     return tmp_path
@@ -277,7 +280,7 @@ def test_the_host_must_lend_its_ca_bundle_to_single_steps_only() -> None:
 
 
 def test_every_install_must_be_from_a_lock_alone() -> None:
-    for text in ((DOCKER / "fill-venv.sh").read_text(), (images.ROOT / "Makefile").read_text()):
+    for text in ((DOCKER / "fill-venv.sh").read_text(), (ROOT / "Makefile").read_text()):
         installs = re.findall(r"\bpip\b.* install ((?:.*\\\n)*.*)", text)
         assert 1 == len(installs)
         assert {"--require-hashes", "--no-deps", "--use-pep517", "--no-build-isolation"} <= set(installs[0].split())
@@ -290,7 +293,7 @@ def test_code_must_come_last() -> None:
 
 
 def test_only_what_is_copied_may_enter_the_build() -> None:
-    rules = (images.ROOT / ".dockerignore").read_text().split("\n")
+    rules = (ROOT / ".dockerignore").read_text().split("\n")
     assert "*" == next(rule for rule in rules if not rule.startswith("#"))
     assert {"cluster", "train", "docker/fill-root.sh", "docker/fill-venv.sh", "requirements/*.lock"} == {
         rule[1:] for rule in rules if rule.startswith("!")
@@ -318,7 +321,7 @@ def test_a_base_that_is_no_image_s_name_is_refused_before_docker_is_called(
 def test_the_umask_of_a_clone_does_not_decide_what_an_image_is_made_of(
     umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = images.ROOT
+    root = ROOT
     before = images.inputs_sha256(images.Base("base"))
     for name in ("docker", "requirements", "cluster", "train", ".dockerignore"):
         copy = shutil.copytree if (root / name).is_dir() else shutil.copy

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from train import imports
+from train.startup import imports
 
 
 @pytest.fixture

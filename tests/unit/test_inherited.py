@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from cluster import inherited, launch, local, seal, spec
-from cluster.compose import Containers, overlay
+from cluster import spec
 from cluster.errors import UsageError
-from cluster.files import read_json, write_json
-from cluster.payload import Payload, lay_out
-from cluster.request import Request
-from cluster.runs import RunFolder
+from cluster.launch import planning
+from cluster.launch.payload import Payload, lay_out
+from cluster.launch.request import Request
+from cluster.run import provenance
+from cluster.run.folder import RunFolder
+from cluster.runtime import inherited, local
+from cluster.runtime.compose import Containers, overlay
+from cluster.system.files import read_json, write_json
 from tests.unit.gang import Gang
 from tests.unit.launching import refusal
 
@@ -134,7 +137,7 @@ def test_a_run_goes_on_with_its_variables(monkeypatch: pytest.MonkeyPatch, make_
     started = run.control / "started.json"
     write_json(started, read_json(started) | {"env": ["A=1"]})
     write_json(run.summary, {"state": "stopped"})
-    seal.write(run)
+    provenance.write(run)
     asked = Request(resume="one", runtime="local", tensorboard_port="0")
-    assert ("A=1",) == launch.plan(asked).payload.env
-    assert "1" == launch.plan(asked).compose["tasks"]["chief"]["environment"]["A"]
+    assert ("A=1",) == planning.plan(asked).payload.env
+    assert "1" == planning.plan(asked).compose["tasks"]["chief"]["environment"]["A"]

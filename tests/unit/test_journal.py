@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from cluster import journal
-from cluster.journal import LINE_BYTES, Journal, append_json, read_json_lines
+from cluster.system import journal
+from cluster.system.journal import LINE_BYTES, Journal, append_json, read_json_lines
 from tests.unit.together import together
 
 

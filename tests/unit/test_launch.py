@@ -13,24 +13,14 @@ from typing import Any
 
 import pytest
 
-from cluster import (
-    compose,
-    configuration,
-    engine,
-    images,
-    launch,
-    local,
-    owner,
-    payload,
-    request,
-    startup,
-    teardown,
-    tensorboard,
-)
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, PrerequisiteError
-from cluster.files import read_json, write_json
-from cluster.request import Request
-from cluster.runs import RunFolder
+from cluster.image import images
+from cluster.launch import configuration, payload, planning, request, startup, teardown
+from cluster.launch.request import Request
+from cluster.run import owner
+from cluster.run.folder import RunFolder
+from cluster.runtime import compose, engine, local, tensorboard
+from cluster.system.files import read_json, write_json
 from tests.unit.launching import CONFIG, WORKING_ENGINE, Commands, refusal
 
 MakeRun = Callable[..., RunFolder]
@@ -130,7 +120,7 @@ def test_a_tpu_that_is_not_there_is_told_before_anything_else(
     assert str(error).startswith("--strategy tpu: this machine has no TPU (no /dev/accel* and no /dev/vfio); ")
     assert "set TPU_NAME" in str(error)
     (tmp_path / "accel0").touch()
-    planned = launch.plan(Request(strategy="tpu", devices="8"))
+    planned = planning.plan(Request(strategy="tpu", devices="8"))
     assert ("local", "TPUStrategy", 8) == (planned.runtime, planned.cluster.strategy_class, planned.cluster.replicas)
 
 
@@ -162,21 +152,21 @@ def test_without_an_engine_runs_are_local_and_containers_are_refused(
     assert EXIT_PREREQUISITE == error.exit_code
     assert told in str(error)
     assert str(error).endswith("or use --runtime local")
-    planned = launch.plan(Request(runtime="auto"))
+    planned = planning.plan(Request(runtime="auto"))
     assert "local" == planned.runtime
     assert told in planned.why_runtime
 
 
 def test_with_an_engine_runs_are_containers(resolved: None, docker: Callable[[str], Path]) -> None:
     docker(WORKING_ENGINE)
-    planned = launch.plan(Request())
+    planned = planning.plan(Request())
     assert ("docker", "containers: Docker Engine 26.1.5, Compose 2.26.1") == (planned.runtime, planned.why_runtime)
     assert ["chief:2222", "worker-0:2222", "worker-1:2222"] == [task.address for task in planned.cluster.tasks]
 
 
 def start_refusal(request_: Request) -> ClusterError:
     """Return the error that ends the start of a run that could be planned; nothing may have been started."""
-    planned, commands = launch.plan(request_), Commands()
+    planned, commands = planning.plan(request_), Commands()
     with pytest.raises(PrerequisiteError) as refused:
         startup.start(planned, commands, began=time.time())
     assert [] == commands
@@ -232,7 +222,7 @@ def test_a_run_folder_that_cannot_be_written_ends_the_start(
             raise PermissionError(13, "Permission denied")
         make(path, *arguments, **options)
 
-    planned = launch.plan(Request(name="run", runtime="local", tensorboard_port="0"))
+    planned = planning.plan(Request(name="run", runtime="local", tensorboard_port="0"))
     monkeypatch.setattr(Path, "mkdir", read_only)
     monkeypatch.setattr(local, "start", started.append)
     with pytest.raises(PrerequisiteError, match=rf"run folder {tmp_path}/runs/run: Permission denied; .* RUNS_DIR"):
@@ -244,13 +234,13 @@ def test_a_run_folder_that_cannot_be_written_ends_the_start(
 
 
 def test_a_plan_changes_nothing(resolved: None, tmp_path: Path) -> None:
-    planned = launch.plan(Request(name="one", runtime="local"))
+    planned = planning.plan(Request(name="one", runtime="local"))
     assert planned.run.path == tmp_path / "runs" / "one"
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_plan_as_json_shows_what_every_task_gets(resolved: None) -> None:
-    value = launch.plan(Request(name="one", ps="1", evaluator=True, runtime="local")).to_json()
+    value = planning.plan(Request(name="one", ps="1", evaluator=True, runtime="local")).to_json()
     assert ("one", "ParameterServerStrategy", 2, 192) == tuple(
         value[key] for key in ("run", "strategy", "replicas", "replica_batch")
     )
@@ -262,7 +252,7 @@ def test_a_plan_as_json_shows_what_every_task_gets(resolved: None) -> None:
 
 
 def test_the_replica_batch_is_the_global_batch_divided(resolved: None) -> None:
-    value = launch.plan(Request(workers="1", devices="3", runtime="local")).to_json()
+    value = planning.plan(Request(workers="1", devices="3", runtime="local")).to_json()
     assert (6, 32) == (value["replicas"], value["replica_batch"])
 
 
@@ -272,7 +262,7 @@ def test_of_virtual_shards_the_replica_batch_is_that_of_the_replica_with_most(
 ) -> None:
     """6 shards of 32: of 4 replicas two have one and two have two."""
     monkeypatch.setattr(configuration, "resolve", lambda *_: (CONFIG | {"bitwise_elastic": 6}, (), ""))
-    assert batch == launch.plan(Request(workers=workers, runtime="local")).to_json()["replica_batch"]
+    assert batch == planning.plan(Request(workers=workers, runtime="local")).to_json()["replica_batch"]
 
 
 OPTIMIZER = {"name": "sgd", "learning_rate": 0.1, "warmup_steps": 50, "scaling": "linear", "base_batch": 48}
@@ -306,7 +296,7 @@ def test_a_plan_states_what_the_numerics_come_to(
     monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(configuration, "resolve", lambda *_: (CONFIG | config, (), ""))
-    assert STATED | expected == launch.plan(Request(workers="2", runtime="local")).to_json()["training"]
+    assert STATED | expected == planning.plan(Request(workers="2", runtime="local")).to_json()["training"]
 
 
 def test_a_precision_that_the_strategy_cannot_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,7 +309,7 @@ def test_strategies_of_one_process_have_no_workers_by_default(
     resolved: None, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
     monkeypatch.setenv("TPU_NAME", "a-tpu")
-    cluster = launch.plan(Request(strategy=strategy, runtime="local")).cluster
+    cluster = planning.plan(Request(strategy=strategy, runtime="local")).cluster
     assert (strategy, ["chief"]) == (cluster.strategy, [task.name for task in cluster.tasks])
 
 
@@ -338,13 +328,13 @@ def test_a_local_start_prepares_data_and_leaves_the_whole_folder(
 ) -> None:
     started, commands = [], Commands()
     monkeypatch.setattr(local, "start", started.append)
-    planned = launch.plan(Request(name="one", workers="1", runtime="local", tensorboard_port="0"))
+    planned = planning.plan(Request(name="one", workers="1", runtime="local", tensorboard_port="0"))
     startup.start(planned, commands, began=123.0)
     assert [startup.data_command("prepare", "fashion_mnist")] == commands
     assert [planned.run] == started
     assert (CONFIG, planned.cluster) == (read_json(planned.run.config), planned.run.load_cluster())
     assert 123.0 == read_json(planned.run.control / "started.json")["time"]
-    assert planned.run == launch.find_run() == launch.find_run("one")
+    assert planned.run == planning.find_run() == planning.find_run("one")
 
 
 def test_data_that_is_ready_is_not_prepared_and_nothing_is_printed(
@@ -354,7 +344,9 @@ def test_data_that_is_ready_is_not_prepared_and_nothing_is_printed(
     monkeypatch.setattr(configuration, "resolve", lambda *_: (dict(CONFIG), (), "all of it"))
     monkeypatch.setattr(local, "start", lambda run: None)
     commands = Commands()
-    startup.start(launch.plan(Request(name="one", runtime="local", tensorboard_port="0")), commands, began=time.time())
+    startup.start(
+        planning.plan(Request(name="one", runtime="local", tensorboard_port="0")), commands, began=time.time()
+    )
     assert ([], "") == (commands, capsys.readouterr().out)
 
 
@@ -362,7 +354,7 @@ def test_a_container_start_builds_images_then_brings_up_every_task(
     resolved: None, built: None, docker: Callable[[str], Path]
 ) -> None:
     calls, commands = docker(WORKING_ENGINE), Commands()
-    planned = launch.plan(Request(name="one", workers="1", tensorboard_port="0"))
+    planned = planning.plan(Request(name="one", workers="1", tensorboard_port="0"))
     startup.start(planned, commands, began=time.time())
     assert commands == startup.commands(planned)
     assert startup.data_command("prepare", "fashion_mnist") == commands[0]
@@ -379,7 +371,7 @@ def test_root_hands_the_run_folder_to_the_unprivileged_user(
     resolved: None, built: None, docker: Callable[[str], Path]
 ) -> None:
     docker(WORKING_ENGINE)
-    planned = launch.plan(Request(name="one", workers="0", tensorboard_port="0"))
+    planned = planning.plan(Request(name="one", workers="0", tensorboard_port="0"))
     startup.start(planned, Commands(), began=time.time())
     paths = [planned.run.path, *planned.run.path.rglob("*")]
     assert {(10001, 10001)} == {(path.stat().st_uid, path.stat().st_gid) for path in paths}
@@ -416,16 +408,16 @@ def test_leftovers_are_the_runs_of_this_folder_that_live(make_run: MakeRun, monk
         owner.begin(run, runtime)
     monkeypatch.setattr(local, "processes_left", lambda run, table: [1] if run in (left, gone) else [])
     monkeypatch.setattr(engine, "ask", lambda *words: (1, "no engine"))
-    found = teardown.leftovers(launch.runs_dir())
+    found = teardown.leftovers(planning.runs_dir())
     assert ([gone, left], [], [contained]) == (found.runs, found.contained, found.out_of_reach)
 
 
 def test_no_current_run_is_told(tmp_path: Path, make_run: MakeRun) -> None:
     with pytest.raises(ClusterError, match="there is no current run; start one with `invoke up`"):
-        launch.find_run()
+        planning.find_run()
     run = make_run("gone")
     (tmp_path / "runs" / ".current").write_text("gone\n")
-    assert run == launch.find_run()
+    assert run == planning.find_run()
     shutil.rmtree(run.path)
     with pytest.raises(ClusterError, match="there is no current run"):
-        launch.find_run()
+        planning.find_run()

@@ -13,11 +13,17 @@ import pytest
 from invoke import MockContext
 
 import tasks
-from cluster import gpus, images, launch, local, manifest, namespaces, placement, scaling, seal, startup, toolkit, view
+from cluster.control import scaling, view
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE, PrerequisiteError, UsageError
-from cluster.files import read_json, write_json
-from cluster.request import Request
-from cluster.runs import RunFolder
+from cluster.gpu import devices, placement
+from cluster.image import images
+from cluster.launch import manifest, planning, startup
+from cluster.launch.request import Request
+from cluster.run import provenance
+from cluster.run.folder import RunFolder
+from cluster.runtime import local, toolkit
+from cluster.system import namespaces
+from cluster.system.files import read_json, write_json
 from tests.unit.launching import WORKING_ENGINE, Commands, refusal
 
 NvidiaSmi = Callable[[str], None]
@@ -31,12 +37,12 @@ def show_plan(**options: Any) -> None:
     tasks.ns["plan"](context, **options)
 
 
-def ids_of(planned: launch.Plan) -> list[list[int]]:
+def ids_of(planned: planning.Plan) -> list[list[int]]:
     """Return each task's ids as programs are told."""
     return [task["gpus"] for task in planned.to_json()["tasks"]]
 
 
-def environments(planned: launch.Plan) -> dict[str, dict[str, str]]:
+def environments(planned: planning.Plan) -> dict[str, dict[str, str]]:
     """Return what each task of a plan finds in its environment."""
     parts = planned.compose.get("tasks") or planned.compose["services"]
     return {name: part["environment"] for name, part in parts.items()}
@@ -53,8 +59,8 @@ def test_four_tasks_on_a_host_with_eight_get_four_neighbours(
     value = json.loads(capsys.readouterr().out)
     given = [gpu for task in value["tasks"] for gpu in task["gpus"]]
     assert (4, [0, 1, 2, 3]) == (len(value["tasks"]), given)
-    machine = gpus.machine("-")
-    assert {(18, gpus.PATHS["NODE"])} == {
+    machine = devices.machine("-")
+    assert {(18, devices.PATHS["NODE"])} == {
         machine.closeness(str(one), str(other)) for one in given for other in given if one != other
     }
     assert (4, "MultiWorkerMirroredStrategy") == (value["replicas"], value["strategy"])
@@ -72,17 +78,17 @@ def test_the_plan_as_text_says_who_gets_what(
 
 def test_one_process_mirrors_over_all(resolved: None, nvidia_smi: NvidiaSmi) -> None:
     nvidia_smi("8-h100-nvswitch")
-    planned = launch.plan(Request(workers="0", gpus="all", runtime="local"))
+    planned = planning.plan(Request(workers="0", gpus="all", runtime="local"))
     assert ("mirrored", 8, [list(range(8))]) == (planned.cluster.strategy, planned.cluster.replicas, ids_of(planned))
-    assert "one" == launch.plan(Request(workers="0", gpus="1", runtime="local")).cluster.strategy
+    assert "one" == planning.plan(Request(workers="0", gpus="1", runtime="local")).cluster.strategy
     assert 24 == planned.to_json()["replica_batch"]
 
 
 def test_replicas_are_as_many_as_gpus(resolved: None, nvidia_smi: NvidiaSmi) -> None:
     nvidia_smi("8-h100-nvswitch")
-    planned = launch.plan(Request(workers="3", gpus_per_task="2", runtime="local"))
+    planned = planning.plan(Request(workers="3", gpus_per_task="2", runtime="local"))
     assert (2, 8) == (planned.cluster.devices, planned.cluster.replicas)
-    assert 8 == launch.plan(Request(workers="3", gpus="all", devices="2", runtime="local")).cluster.replicas
+    assert 8 == planning.plan(Request(workers="3", gpus="all", devices="2", runtime="local")).cluster.replicas
     error = refusal(Request(workers="3", gpus="all", devices="4", runtime="local"))
     told = "--devices 4 with --gpus all: a task with 2 GPUs has as many replicas; leave --devices out, or ask for "
     assert (EXIT_USAGE, True) == (error.exit_code, str(error).startswith(told))
@@ -108,7 +114,7 @@ def test_words_are_refused_before_any_gpu_is_looked_for(
     resolved: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: dict[str, str], told: str
 ) -> None:
     monkeypatch.setenv("TPU_NAME", "a-tpu")
-    monkeypatch.setattr(gpus, "ask", lambda *words: pytest.fail("nvidia-smi was asked"))
+    monkeypatch.setattr(devices, "ask", lambda *words: pytest.fail("nvidia-smi was asked"))
     error = refusal(Request(**asked, runtime="local"))
     assert EXIT_USAGE == error.exit_code
     assert str(error).startswith(told)
@@ -122,7 +128,7 @@ def test_without_a_gpu_it_is_a_prerequisite_that_is_missing(
     error = refusal(Request(gpus="all", runtime="local"))
     assert EXIT_PREREQUISITE == error.exit_code
     assert str(error).startswith("--gpus all: this machine tells of no GPU (nvidia-smi is not installed); ")
-    assert launch.plan(Request(gpus="none", runtime="local")).gpus == launch.plan(Request(runtime="local")).gpus
+    assert planning.plan(Request(gpus="none", runtime="local")).gpus == planning.plan(Request(runtime="local")).gpus
 
 
 # Processes
@@ -131,7 +137,7 @@ def test_without_a_gpu_it_is_a_prerequisite_that_is_missing(
 def test_a_process_sees_its_gpus_and_no_other(resolved: None, nvidia_smi: NvidiaSmi) -> None:
     nvidia_smi("8-h100-nvswitch")
     asked = Request(workers="1", ps="1", evaluator=True, gpus="4", nccl_debug="INFO", runtime="local")
-    found = environments(launch.plan(asked))
+    found = environments(planning.plan(asked))
     assert {"chief": "0,1", "worker-0": "2,3", "ps-0": "-1", "evaluator": "-1"} == {
         name: environment["CUDA_VISIBLE_DEVICES"] for name, environment in found.items()
     }
@@ -149,8 +155,8 @@ def test_a_process_sees_its_gpus_and_no_other(resolved: None, nvidia_smi: Nvidia
 def test_unless_it_is_asked_for_no_process_sees_a_gpu(
     resolved: None, monkeypatch: pytest.MonkeyPatch, asked: dict[str, str]
 ) -> None:
-    monkeypatch.setattr(gpus, "ask", lambda *words: pytest.fail("nvidia-smi was asked"))
-    planned = launch.plan(Request(**asked, runtime="local"))
+    monkeypatch.setattr(devices, "ask", lambda *words: pytest.fail("nvidia-smi was asked"))
+    planned = planning.plan(Request(**asked, runtime="local"))
     assert {"-1"} == {environment["CUDA_VISIBLE_DEVICES"] for environment in environments(planned).values()}
     assert [[], [], []] == ids_of(planned)
     assert "GPU" not in "\n".join(view.plan(planned.to_json()))
@@ -164,13 +170,13 @@ def test_containers_get_the_gpu_image_and_their_gpus(
 ) -> None:
     docker(WORKING_ENGINE)
     nvidia_smi("8-h100-nvswitch")
-    services = launch.plan(Request(workers="1", ps="1", gpus="4")).compose["services"]
+    services = planning.plan(Request(workers="1", ps="1", gpus="4")).compose["services"]
     assert {"tf-cluster/train:gpu"} == {service["image"] for service in services.values()}
     device = {"driver": "nvidia", "device_ids": ["2", "3"], "capabilities": ["gpu"]}
     assert {"resources": {"reservations": {"devices": [device]}}} == services["worker-0"]["deploy"]
     assert "CUDA_VISIBLE_DEVICES" not in services["worker-0"]["environment"]  # a container numbers its own from 0
     assert not {"deploy", "runtime", "shm_size", "ulimits"} & set(services["ps-0"])
-    services = launch.plan(Request(workers="1")).compose["services"]
+    services = planning.plan(Request(workers="1")).compose["services"]
     assert {"tf-cluster/train:cpu"} == {service["image"] for service in services.values()}
 
 
@@ -184,17 +190,17 @@ def test_a_start_builds_records_and_goes_on_with_the_gpu_image(
     monkeypatch.setattr(images, "inspect", lambda image: inspected.append(image) or {"image": image})
     monkeypatch.setattr(toolkit, "check_engine", checked.append)
     asked = Request(name="one", workers="1", gpus="4,5,", gpu_runtime="cdi", nccl_debug="info", tensorboard_port="0")
-    planned = launch.plan(asked)
+    planned = planning.plan(asked)
     startup.start(planned, Commands(), began=time.time())
     startup.commands(planned)
     assert (["gpu", "gpu"], ["cdi"]) == (built, checked)
     assert ["tf-cluster/train:gpu"] == inspected == [manifest.read(planned.run)["image"]["image"]]
-    resumed = launch.plan(Request(resume="one"))
+    resumed = planning.plan(Request(resume="one"))
     assert planned.gpus == resumed.gpus
     assert ("4,5,", "cdi", "INFO") == (resumed.gpus.asked, resumed.gpus.handover, resumed.gpus.nccl_debug)
-    assert planned.gpus.ids == launch.plan(Request(again="one")).gpus.ids
-    assert {} == launch.plan(Request(resume="one", gpus="none")).gpus.ids
-    assert ("6", "7") == launch.plan(Request(resume="one", workers="0", gpus="6,7")).gpus.of("chief")
+    assert planned.gpus.ids == planning.plan(Request(again="one")).gpus.ids
+    assert {} == planning.plan(Request(resume="one", gpus="none")).gpus.ids
+    assert ("6", "7") == planning.plan(Request(resume="one", workers="0", gpus="6,7")).gpus.of("chief")
 
 
 def test_a_run_is_scaled_with_as_many_gpus_for_each_task(
@@ -204,9 +210,9 @@ def test_a_run_is_scaled_with_as_many_gpus_for_each_task(
     run = make_run(workers=1, devices=2)
     kept = placement.Placement({"chief": ("0", "1")}, "4").to_json()
     write_json(run.control / "started.json", read_json(run.control / "started.json") | {"gpus": kept})
-    seal.write(run)
-    monkeypatch.setattr("cluster.teardown.in_progress", lambda run: True)
-    monkeypatch.setattr(launch, "in_progress", lambda run: True)
+    provenance.write(run)
+    monkeypatch.setattr("cluster.launch.teardown.in_progress", lambda run: True)
+    monkeypatch.setattr(planning, "in_progress", lambda run: True)
     assert ["0,1", "2,3", "4,5"] == [",".join(ids) for ids in scaling.plan(run, "2", "").gpus.ids.values()]
     with pytest.raises(UsageError, match="--gpus 4 of the run: 12 GPUs for 6 tasks, and this machine has 8"):
         scaling.plan(run, "5", "")
@@ -235,20 +241,20 @@ def test_runs_in_progress_keep_their_gpus(
     docker(WORKING_ENGINE)
     nvidia_smi("8-h100-nvswitch")
     asked = {"workers": "1", "gpus": "2", "runtime": runtime, "tensorboard_port": "0"}
-    first = launch.plan(Request(name="first", **asked))
+    first = planning.plan(Request(name="first", **asked))
     first.run.create()
     write_json(first.run.compose, first.compose)
     write_json(first.run.config, first.config)
     write_json(first.run.cluster, first.cluster.to_json())
     write_json(first.run.control / "started.json", {"gpus": first.gpus.to_json()})
-    seal.write(first.run)
-    assert [[0], [1]] == ids_of(first) == ids_of(launch.plan(Request(name="next", **asked)))
-    monkeypatch.setattr(launch, "in_progress", lambda run: run == first.run)
-    assert [[2], [3]] == ids_of(launch.plan(Request(name="next", **asked)))
+    provenance.write(first.run)
+    assert [[0], [1]] == ids_of(first) == ids_of(planning.plan(Request(name="next", **asked)))
+    monkeypatch.setattr(planning, "in_progress", lambda run: run == first.run)
+    assert [[2], [3]] == ids_of(planning.plan(Request(name="next", **asked)))
     error = refusal(Request(name="next", **(asked | {"gpus": "1,2"})))
     assert (EXIT_USAGE, True) == (error.exit_code, str(error).startswith("--gpus 1,2: run 'first' trains on GPU 1; "))
     monkeypatch.setattr(namespaces, "refusal", lambda: None)
-    scaled = launch.plan(Request(resume="first", runtime=runtime), stops_first=True)
+    scaled = planning.plan(Request(resume="first", runtime=runtime), stops_first=True)
     assert [[0], [1]] == ids_of(scaled)  # its own are free for it
     assert ["GPUs: chief 0; worker-0 1"] == scaled.notes
 
@@ -315,7 +321,7 @@ def test_processes_need_a_tensorflow_with_cuda(
         raise toolkit.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(toolkit.metadata, "version", version)
-    planned = launch.plan(Request(name="one", workers="1", gpus="all", runtime="local", tensorboard_port="0"))
+    planned = planning.plan(Request(name="one", workers="1", gpus="all", runtime="local", tensorboard_port="0"))
     with pytest.raises(PrerequisiteError, match="--gpus with local processes: this environment has tensorflow-cpu"):
         startup.start(planned, Commands(), began=time.time())
     assert not planned.run.path.exists()

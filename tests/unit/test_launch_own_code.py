@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster import configuration, launch, local, startup
-from cluster.files import read_json, write_json
-from cluster.request import Request
+from cluster.launch import configuration, planning, startup
+from cluster.launch.request import Request
+from cluster.runtime import local
+from cluster.system.files import read_json, write_json
 from tests.unit.launching import CONFIG, WORKING_ENGINE, Commands, refusal
 
 
@@ -33,11 +34,11 @@ def test_a_script_sees_workers_alone_unless_it_asks_for_a_chief(
 ) -> None:
     monkeypatch.setattr(local, "start", lambda run: None)
     options = {"runtime": "local", "tensorboard_port": "0"}
-    planned = launch.plan(Request(script=str(theirs), workers="1", separate_chief=separate, name="led", **options))
+    planned = planning.plan(Request(script=str(theirs), workers="1", separate_chief=separate, name="led", **options))
     startup.start(planned, Commands(), began=time.time())
     planned.run.end("stopped")
     write_json(planned.run.summary, {"state": "stopped"})
-    for plan in (planned, launch.plan(Request(resume="led", **options))):
+    for plan in (planned, planning.plan(Request(resume="led", **options))):
         tasks = plan.compose["tasks"]
         assert ["chief", "worker-0"] == list(tasks)
         seen = [json.loads(task["environment"]["TF_CONFIG"]) for task in tasks.values()]
@@ -52,7 +53,7 @@ def test_a_script_needs_no_data_and_gets_a_folder_to_work_in(
     monkeypatch.delenv("TF_USE_LEGACY_KERAS", raising=False)
     commands = Commands()
     asked = Request(script=str(theirs), workers="1", runtime="local", tensorboard_port="0", overrides=("-n", "a b"))
-    planned = launch.plan(asked)
+    planned = planning.plan(asked)
     assert planned.run.name.startswith("fit-")
     keras, reachable = planned.notes
     assert keras.startswith("tf.keras is Keras 2 (tf_keras) for the script, ")
@@ -72,13 +73,13 @@ def test_a_script_needs_no_data_and_gets_a_folder_to_work_in(
 def test_a_script_s_run_goes_on_with_its_script(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "start", lambda run: None)
     asked = Request(script=str(theirs), name="one", workers="1", runtime="local", tensorboard_port="0")
-    startup.start(launch.plan(dataclasses.replace(asked, overrides=("7",))), Commands(), began=time.time())
-    run = launch.find_run("one")
+    startup.start(planning.plan(dataclasses.replace(asked, overrides=("7",))), Commands(), began=time.time())
+    run = planning.find_run("one")
     run.end("stopped")
     write_json(run.summary, {"state": "stopped"})
-    resumed = launch.plan(Request(resume="one", runtime="local", tensorboard_port="0"))
+    resumed = planning.plan(Request(resume="one", runtime="local", tensorboard_port="0"))
     assert (theirs, ("7",), 2) == (resumed.payload.script, resumed.payload.arguments, len(resumed.cluster.tasks))
-    assert ("8",) == launch.plan(Request(resume="one", runtime="local", overrides=("8",))).payload.arguments
+    assert ("8",) == planning.plan(Request(resume="one", runtime="local", overrides=("8",))).payload.arguments
     assert str(refusal(Request(resume="one", preset="mnist"))).startswith("--preset with a script: ")
     startup.start(resumed, Commands(), began=time.time())
     assert 1 == run.generation
@@ -86,7 +87,7 @@ def test_a_script_s_run_goes_on_with_its_script(theirs: Path, monkeypatch: pytes
 
 def test_a_script_in_containers_is_mounted(theirs: Path, docker: Callable[[str], Path]) -> None:
     docker(WORKING_ENGINE)
-    task = launch.plan(Request(script=str(theirs), workers="1")).compose["services"]["worker-0"]
+    task = planning.plan(Request(script=str(theirs), workers="1")).compose["services"]["worker-0"]
     assert ["--script", "/script/fit.py"] == task["command"]
     assert {"type": "bind", "source": str(theirs.parent), "target": "/script", "read_only": True} in task["volumes"]
     assert ["cluster", "egress"] == task["networks"]
@@ -100,13 +101,13 @@ def test_modules_of_one_s_own_are_mounted_and_on_the_path(
     (tmp_path / "mine").chmod(0o755)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "mine"))
     asked = Request(preset="mine.presets:small", workers="1", runtime="local")
-    planned = launch.plan(asked)
+    planned = planning.plan(asked)
     assert planned.run.name.startswith("mine.presets-small-")
     path = f"{tmp_path}/mine"
     assert path == planned.compose["tasks"]["chief"]["environment"]["PYTHONPATH"]
     assert startup.commands(planned)[0].startswith(f"PYTHONPATH={path} {startup.sys.executable} -m train.data prepare ")
     docker(WORKING_ENGINE)
-    task = launch.plan(Request(preset="mine.presets:small", workers="1")).compose["services"]["chief"]
+    task = planning.plan(Request(preset="mine.presets:small", workers="1")).compose["services"]["chief"]
     assert "/code/0" == task["environment"]["PYTHONPATH"]
     assert {"type": "bind", "source": f"{tmp_path}/mine", "target": "/code/0", "read_only": True} in task["volumes"]
     assert "networks" not in task
@@ -122,7 +123,7 @@ def test_the_caller_s_modules_are_found_where_the_caller_is(tmp_path: Path, monk
     monkeypatch.chdir(here)
     monkeypatch.setenv("PYTHONPATH", "../there")
     for folder, name in ((here, "presets_here"), (there, "presets_there")):
-        planned = launch.plan(Request(preset=f"{name}:small", runtime="local"))
+        planned = planning.plan(Request(preset=f"{name}:small", runtime="local"))
         assert (6, (folder,)) == (planned.config["global_batch"], planned.payload.code_dirs)
 
 
@@ -138,19 +139,19 @@ def test_extra_packages_are_got_before_anything_is_started(
         (tmp_path / "kept" / "requirements.txt").write_text("resolved\n")
         return tmp_path / "kept"
 
-    monkeypatch.setattr(launch.packages, "prepare", prepare)
+    monkeypatch.setattr(planning.packages, "prepare", prepare)
     (tmp_path / "r.txt").touch()
     for options in ({"script": str(theirs)}, {}):
         words = {**options, "requirements": str(tmp_path / "r.txt"), "runtime": "local", "workers": "0"}
-        planned = launch.plan(Request(**words, tensorboard_port="0"))
+        planned = planning.plan(Request(**words, tensorboard_port="0"))
         assert str(tmp_path / "kept") == planned.compose["tasks"]["chief"]["environment"]["PYTHONPATH"]
     startup.start(planned, Commands(), began=time.time())
     assert "resolved\n" == (planned.run.path / "requirements.txt").read_text()
     write_json(planned.run.summary, {"state": "stopped"})
-    assert tmp_path / "kept" == launch.plan(Request(resume=planned.run.name, runtime="local")).payload.packages
-    assert {(tmp_path / "r.txt", launch.packages.host_python())} == set(asked)
+    assert tmp_path / "kept" == planning.plan(Request(resume=planned.run.name, runtime="local")).payload.packages
+    assert {(tmp_path / "r.txt", planning.packages.host_python())} == set(asked)
     docker(WORKING_ENGINE)
-    launch.plan(Request(script=str(theirs), requirements=str(tmp_path / "r.txt")))
+    planning.plan(Request(script=str(theirs), requirements=str(tmp_path / "r.txt")))
     assert (tmp_path / "r.txt", "3.11") == asked[-1]
 
 
@@ -158,13 +159,13 @@ def test_extra_packages_are_got_before_anything_is_started(
 def test_a_plan_that_is_not_started_installs_no_packages(
     resolved: None, theirs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scripted: bool
 ) -> None:
-    monkeypatch.setattr(launch.packages, "FOLDER", tmp_path / "kept")
-    monkeypatch.setattr(launch.packages, "_run", lambda *_: pytest.fail("pip is called for nothing"))
-    monkeypatch.setattr(launch.packages, "_resolve", lambda *_: [])
+    monkeypatch.setattr(planning.packages, "FOLDER", tmp_path / "kept")
+    monkeypatch.setattr(planning.packages, "_run", lambda *_: pytest.fail("pip is called for nothing"))
+    monkeypatch.setattr(planning.packages, "_resolve", lambda *_: [])
     (wanted := tmp_path / "r.txt").touch()
     options = {"script": str(theirs)} if scripted else {}
-    planned = launch.plan(Request(**options, requirements=str(wanted), runtime="local", workers="0"), installs=False)
+    planned = planning.plan(Request(**options, requirements=str(wanted), runtime="local", workers="0"), installs=False)
     assert not (tmp_path / "kept").exists()
-    assert launch.packages.folder(wanted, launch.packages.host_python()) == planned.payload.packages
-    command = launch.packages.command(wanted, launch.packages.host_python())
+    assert planning.packages.folder(wanted, planning.packages.host_python()) == planned.payload.packages
+    command = planning.packages.command(wanted, planning.packages.host_python())
     assert command == startup.commands(planned)[0]

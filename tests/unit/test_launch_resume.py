@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from cluster import launch, local, startup, teardown
 from cluster.errors import EXIT_USAGE
-from cluster.files import write_json
-from cluster.request import Request
-from cluster.runs import RunFolder
+from cluster.launch import planning, startup, teardown
+from cluster.launch.request import Request
+from cluster.run.folder import RunFolder
+from cluster.runtime import local
 from cluster.spec import Role
+from cluster.system.files import write_json
 from tests.unit.launching import Commands, refusal
 
 MakeRun = Callable[..., RunFolder]
@@ -47,7 +48,7 @@ def test_a_run_whose_tasks_all_fell_silent_can_be_resumed(resolved: None, make_r
     run = make_run(workers=1)
     beat(run, "chief", "training", age_s=60)
     beat(run, "worker-0", "done", age_s=60)  # it had ended; the chief and the supervisor were killed
-    assert launch.plan(Request(resume="run", runtime="local")).resumes
+    assert planning.plan(Request(resume="run", runtime="local")).resumes
 
 
 def test_a_run_of_which_one_task_lives_is_in_progress(make_run: MakeRun) -> None:
@@ -61,7 +62,7 @@ def test_a_run_of_which_one_task_lives_is_in_progress(make_run: MakeRun) -> None
 
 def topology(run: RunFolder, **asked: Any) -> tuple[str, int, int, int]:
     """Return strategy, workers, parameter servers and devices of a resumed run."""
-    cluster = launch.plan(Request(resume=run.name, runtime="local", **asked)).cluster
+    cluster = planning.plan(Request(resume=run.name, runtime="local", **asked)).cluster
     return cluster.strategy, len(cluster.of(Role.WORKER)), len(cluster.of(Role.PS)), cluster.devices
 
 
@@ -96,7 +97,7 @@ def test_a_resumed_run_keeps_its_topology_unless_another_is_given(
 def test_a_resumed_run_keeps_its_evaluator(resolved: None, make_run: MakeRun) -> None:
     run = make_run(workers=0, evaluator=True)
     write_json(run.summary, {"state": "stopped"})
-    assert launch.plan(Request(resume=run.name, runtime="local")).cluster.of(Role.EVALUATOR)
+    assert planning.plan(Request(resume=run.name, runtime="local")).cluster.of(Role.EVALUATOR)
 
 
 def test_a_fresh_start_deletes_the_old_folder(
@@ -106,7 +107,7 @@ def test_a_fresh_start_deletes_the_old_folder(
     run = make_run("again", workers=0)
     run.event("chief", "first step")
     asked = Request(name="again", fresh=True, runtime="local", tensorboard_port="0")
-    startup.start(launch.plan(asked), Commands(), began=time.time())
+    startup.start(planning.plan(asked), Commands(), began=time.time())
     assert ([], 0) == (run.events(), run.generation)
 
 
@@ -120,6 +121,6 @@ def test_a_resumed_run_keeps_its_history_in_a_new_generation(
     run.end("stopped")
     write_json(run.summary, {"state": "stopped"})
     asked = Request(resume="stopped", runtime="local", tensorboard_port="0")
-    startup.start(launch.plan(asked), Commands(), began=time.time())
+    startup.start(planning.plan(asked), Commands(), began=time.time())
     assert (1, 1, {}) == (len(run.events()), run.generation, run.heartbeats())
     assert (None, False) == (run.outcome, run.summary.exists())

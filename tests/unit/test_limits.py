@@ -9,13 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from cluster import attempts, cgroup, engine, launch, limits, processes, spare, startup
-from cluster.agent import Agent
+from cluster.agent import standby
+from cluster.agent.agent import Agent
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE, PrerequisiteError
-from cluster.files import read_json, write_json
-from cluster.limits import Memory
-from cluster.request import Request
-from cluster.runs import RunFolder
+from cluster.launch import planning, startup
+from cluster.launch.request import Request
+from cluster.paths import ROOT
+from cluster.recovery import attempts
+from cluster.run.folder import RunFolder
+from cluster.runtime import engine, memory
+from cluster.runtime.memory import Memory
+from cluster.system import cgroup, processes
+from cluster.system.files import read_json, write_json
 from tests.unit.gang import StartGang
 from tests.unit.launching import WORKING_ENGINE, refusal
 
@@ -30,7 +35,7 @@ GIB = 2**30
     [("", 0), ("8GiB", 8 * GIB), ("1.5gib", 3 * GIB // 2), ("600MiB", 600 * 2**20), ("99999TiB", 99999 * 2**40)],
 )
 def test_a_limit_is_an_amount_of_memory(text: str, expected: int) -> None:
-    assert expected == limits.parse(text)
+    assert expected == memory.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -45,12 +50,12 @@ def test_or_is_refused(resolved: None, text: str) -> None:
 def test_local_processes_have_no_limit(resolved: None) -> None:
     told = "--memory 8GiB: local processes have no limit; leave it out, or use --runtime docker"
     assert told == str(refusal(Request(memory="8GiB", runtime="local")))
-    assert Memory() == launch.plan(Request(name="one", runtime="local")).memory
+    assert Memory() == planning.plan(Request(name="one", runtime="local")).memory
 
 
 def test_tasks_share_nine_tenths_unless_told_otherwise() -> None:
-    assert 6 * GIB == limits.of_containers("", 3, 20 * GIB).task_bytes
-    assert 8 * GIB == limits.of_containers("8GiB", 3, 20 * GIB).task_bytes
+    assert 6 * GIB == memory.of_containers("", 3, 20 * GIB).task_bytes
+    assert 8 * GIB == memory.of_containers("8GiB", 3, 20 * GIB).task_bytes
 
 
 @pytest.mark.parametrize(
@@ -64,13 +69,13 @@ def test_tasks_share_nine_tenths_unless_told_otherwise() -> None:
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(asked: str, num_tasks: int, told: str) -> None:
     with pytest.raises(PrerequisiteError) as refused:
-        limits.of_containers(asked, num_tasks, 20 * GIB).check(num_tasks)
+        memory.of_containers(asked, num_tasks, 20 * GIB).check(num_tasks)
     assert (EXIT_PREREQUISITE, told) == (refused.value.exit_code, str(refused.value))
 
 
 def test_what_fits_is_not() -> None:
-    limits.of_containers("6826MiB", 3, 20 * GIB).check(3)
-    limits.of_containers("", 30, 20 * GIB).check(30)
+    memory.of_containers("6826MiB", 3, 20 * GIB).check(3)
+    memory.of_containers("", 30, 20 * GIB).check(30)
 
 
 def with_memory(total: str) -> str:
@@ -80,11 +85,11 @@ def with_memory(total: str) -> str:
 
 def test_a_container_s_limit_is_of_the_engine_s_machine(resolved: None, docker: Callable[[str], Path]) -> None:
     docker(with_memory(str(20 * GIB)))
-    planned = launch.plan(Request(name="one", workers="2"))
+    planned = planning.plan(Request(name="one", workers="2"))
     tasks = planned.compose["services"].values()
     assert [(6 * GIB, 6 * GIB)] * 3 == [(task["mem_limit"], task["memswap_limit"]) for task in tasks]
     with pytest.raises(PrerequisiteError, match="--memory 8GiB for 3 tasks makes"):
-        startup.check_machine(launch.plan(Request(name="one", workers="2", memory="8GiB")))
+        startup.check_machine(planning.plan(Request(name="one", workers="2", memory="8GiB")))
 
 
 @pytest.mark.parametrize("total", ["0", "unknown", "", "-1"])
@@ -101,12 +106,12 @@ def test_a_run_keeps_its_limit_and_another_number_of_tasks_shares_anew(
     write_json(run.summary, {"state": "stopped"})
 
     def resumed(**asked: str) -> int:
-        return launch.plan(Request(resume="run", runtime="docker", trust=True, **asked)).memory.task_bytes
+        return planning.plan(Request(resume="run", runtime="docker", trust=True, **asked)).memory.task_bytes
 
     assert (6 * GIB, 18 * GIB) == (resumed(), resumed(workers="0"))
     write_json(run.control / "started.json", read_json(run.control / "started.json") | {"memory": "5GiB"})
     assert (5 * GIB, 5 * GIB, 4 * GIB) == (resumed(), resumed(workers="0"), resumed(memory="4GiB"))
-    assert Memory("5GiB") == launch.plan(Request(resume="run", runtime="local", trust=True)).memory
+    assert Memory("5GiB") == planning.plan(Request(resume="run", runtime="local", trust=True)).memory
 
 
 # What the kernel tells
@@ -157,9 +162,9 @@ def test_a_spare_leaves_room_for_its_own_task(
 ) -> None:
     monkeypatch.setenv("WARM_SPARE", "1")
     monkeypatch.setenv("WARM_SPARE_DELAY_S", "0")
-    monkeypatch.setattr(spare, "available_bytes", lambda: 100 * GIB)
+    monkeypatch.setattr(standby, "available_bytes", lambda: 100 * GIB)
     kernel(V2 | {"memory.current": str(4 * GIB)})  # 1 GiB of it files
-    kept = spare.Spare(lambda environment: pytest.fail("a spare was started"), 0, 1)
+    kept = standby.Spare(lambda environment: pytest.fail("a spare was started"), 0, 1)
     kept.keep(training=True)
     kept.keep(training=True)
     assert kept.settled and kept.take() is None
@@ -196,7 +201,7 @@ def test_an_agent_tells_whether_memory_killed_its_program(
     kernel(V2)
     agent = Agent(make_run(workers=0), "chief", [], 1.0)
     kernel({"memory.events": f"oom_kill {kills}\n"})
-    monkeypatch.setattr(spare.Spare, "killed", spare_killed)
+    monkeypatch.setattr(standby.Spare, "killed", spare_killed)
     end = agent._end_of(Ended(), code, 0)
     assert (told, None) == (end.cause, end.error)
     assert (attempts.OWN if code == -11 or "memory" in told else attempts.OUTSIDE) == end.kind
@@ -216,8 +221,8 @@ os.kill(os.getpid(), {int(signal.SIGKILL)})
     folder = tmp_path / "patched"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(
-        f"import pathlib, sys\nsys.path.insert(0, {str(launch.ROOT)!r})\n"
-        f"from cluster import cgroup\ncgroup.ROOT = pathlib.Path({str(tmp_path)!r})\n"
+        f"import pathlib, sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+        f"from cluster.system import cgroup\ncgroup.ROOT = pathlib.Path({str(tmp_path)!r})\n"
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))

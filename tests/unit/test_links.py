@@ -12,10 +12,14 @@ import pytest
 from invoke import Context, Exit
 
 import tasks
-from cluster import chaos, compose, files, journal, launch, local, spec, startup, view
-from cluster.heartbeat import Heartbeat
-from cluster.request import Request
-from cluster.runs import RunFolder
+from cluster import spec
+from cluster.control import chaos, view
+from cluster.launch import planning, startup
+from cluster.launch.request import Request
+from cluster.run.folder import RunFolder
+from cluster.run.heartbeat import Heartbeat
+from cluster.runtime import compose, local
+from cluster.system import files, journal
 from tests.unit.launching import Commands
 
 MakeRun = Callable[..., RunFolder]
@@ -251,11 +255,11 @@ def test_what_goes_on_or_begins_again_touches_nothing_outside(
 ) -> None:
     monkeypatch.setattr(local, "start", lambda run: None)
     options = {"runtime": "local", "tensorboard_port": "0", "workers": "1"}
-    planned = launch.plan(Request(script=str(script), name="one", **options))
+    planned = planning.plan(Request(script=str(script), name="one", **options))
     startup.start(planned, Commands(), began=time.time())
     planned.run.end("stopped")
     files.write_json(planned.run.summary, {"state": "stopped"})
-    resumed = launch.plan(Request(resume="one", runtime="local", tensorboard_port="0"))
+    resumed = planning.plan(Request(resume="one", runtime="local", tensorboard_port="0"))
     swap(planned.run.path / part, outside)
     with pytest.raises(OSError, match="not followed"):
         startup.start(resumed, Commands(), began=time.time())
@@ -263,7 +267,7 @@ def test_what_goes_on_or_begins_again_touches_nothing_outside(
     if part == "control":
         (planned.run.control).unlink()
         files.write_json(planned.run.control / "outcome.json", {"state": "stopped", "time": 0})
-    again = launch.plan(Request(script=str(script), name="one", fresh=True, **options))
+    again = planning.plan(Request(script=str(script), name="one", fresh=True, **options))
     startup.start(again, Commands(), began=time.time())
     assert untouched()
     assert not (planned.run.path / part).is_symlink()
@@ -276,7 +280,7 @@ def test_nor_does_what_is_copied_or_kept_for_later(
     monkeypatch.setattr(local, "start", lambda run: None)
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "requirements.txt").touch()
-    planned = launch.plan(Request(script=str(script), name="one", runtime="local", tensorboard_port="0"))
+    planned = planning.plan(Request(script=str(script), name="one", runtime="local", tensorboard_port="0"))
     planned = dataclasses.replace(planned, payload=dataclasses.replace(planned.payload, packages=tmp_path / "packages"))
     for name in ("requirements.txt", "control/reserve"):
         swap(planned.run.path / name, outside / "secret")

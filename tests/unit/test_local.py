@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from cluster import attempts, local, processes, spec
+from cluster import spec
 from cluster.errors import PrerequisiteError, TimedOut
-from cluster.files import read_json, write_json
-from cluster.runs import RunFolder
+from cluster.recovery import attempts
+from cluster.run.folder import RunFolder
+from cluster.runtime import local
+from cluster.system import processes
+from cluster.system.files import read_json, write_json
 from tests.unit.gang import StartGang
 from tests.waiting import wait_for
 

@@ -13,9 +13,10 @@ from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from cluster import locks
+from cluster.image import locks
+from cluster.paths import ROOT
 
-FOLDER = locks.ROOT / locks.DIRECTORY
+FOLDER = ROOT / locks.DIRECTORY
 INSTALLED = ("build", "host", "train-cpu", "tensorboard", "dev")
 LINE = re.compile(
     r"""(?x)
@@ -84,7 +85,7 @@ def test_every_requirement_must_have_a_reason(target: str) -> None:
 
 @pytest.mark.parametrize("target", locks.TARGETS)
 def test_all_targets_must_share_one_version_of_a_package(target: str) -> None:
-    text = (locks.ROOT / locks.CONSTRAINTS).read_text()
+    text = (ROOT / locks.CONSTRAINTS).read_text()
     shared = {line.split(" ; ")[0] for line in text.splitlines() if not line.startswith("#")}
     assert set() == {f"{pin.name}=={pin.version}" for pin in locks.pins(target)} - shared
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster import logs
-from cluster.logs import GAP, LINE_BYTES, Reader
-from cluster.program import Script
+from cluster.agent.program import Script
+from cluster.run import logs
+from cluster.run.logs import GAP, LINE_BYTES, Reader
 from tests.waiting import wait_for
 
 
@@ -46,7 +46,7 @@ def test_a_program_that_never_ends_a_line_takes_no_memory(tmp_path: Path, log: P
     code = f"""
 import resource, subprocess, sys
 from pathlib import Path
-from cluster import logs
+from cluster.run import logs
 program = subprocess.Popen([sys.executable, "-c", "import os\\nfor _ in range(300): os.write(1, bytes(10**6))"],
                            stdout=subprocess.PIPE)
 last = []

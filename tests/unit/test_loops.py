@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from cluster.errors import RunFailed
-from train import loops
-from train.steps import LoopResult, Signals
+from train.loops import outer
+from train.loops.steps import LoopResult, Signals
 
 
 class Inner:
@@ -40,23 +40,23 @@ class Inner:
 
 def run(
     inner: Inner,
-    *every: loops.Every,
+    *every: outer.Every,
     first: int = 0,
     total: int = 12,
     steps_per_loop: int = 4,
-    report: Callable[[loops.Progress], None] = lambda progress: None,
+    report: Callable[[outer.Progress], None] = lambda progress: None,
     stop: Callable[[], bool] = lambda: False,
     save: Callable[[int], None] = lambda step: None,
 ) -> tuple[int, bool]:
     """Run the loop."""
-    return loops.run(
+    return outer.run(
         inner, first, total, steps_per_loop=steps_per_loop, every=every, report=report, stop=stop, save=save
     )
 
 
 def test_the_first_call_is_one_step_and_no_other_crosses_periodic_work() -> None:
     inner, done = Inner(), []
-    ended = run(inner, loops.Every(5, lambda step: done.append(("five", step))))
+    ended = run(inner, outer.Every(5, lambda step: done.append(("five", step))))
     assert [(0, 1), (1, 4), (5, 4), (9, 1), (10, 2)] == inner.calls
     assert [("five", 5), ("five", 10)] == done
     assert (12, False) == ended
@@ -64,40 +64,40 @@ def test_the_first_call_is_one_step_and_no_other_crosses_periodic_work() -> None
 
 def test_after_a_resume_the_same_steps_end_calls() -> None:
     inner, done = Inner(), []
-    run(inner, loops.Every(5, done.append), first=7)
+    run(inner, outer.Every(5, done.append), first=7)
     assert [(7, 1), (8, 2), (10, 2)] == inner.calls
     assert [10] == done
 
 
 def test_nothing_periodic_is_done_after_the_last_step() -> None:
     done: list[int] = []
-    assert (12, False) == run(Inner(), loops.Every(6, done.append))
+    assert (12, False) == run(Inner(), outer.Every(6, done.append))
     assert [6] == done
 
 
 def test_work_that_falls_together_is_done_in_its_order() -> None:
     done: list[str] = []
-    run(Inner(), loops.Every(3, lambda step: done.append(f"a{step}")), loops.Every(6, lambda s: done.append(f"b{s}")))
+    run(Inner(), outer.Every(3, lambda step: done.append(f"a{step}")), outer.Every(6, lambda s: done.append(f"b{s}")))
     assert ["a3", "a6", "b6", "a9"] == done
 
 
 def test_an_action_that_says_so_ends_the_training_at_that_step() -> None:
     inner, after = Inner(), []
-    ended = run(inner, loops.Every(3, lambda step: step == 6), loops.Every(6, after.append), total=100)
+    ended = run(inner, outer.Every(3, lambda step: step == 6), outer.Every(6, after.append), total=100)
     assert (6, False) == ended
     assert (3, 3) == inner.calls[-1]
     assert [6] == after  # what else is due at that step is done
 
 
 def test_an_action_that_returns_nothing_ends_nothing() -> None:
-    assert (12, False) == run(Inner(), loops.Every(3, lambda step: None))
+    assert (12, False) == run(Inner(), outer.Every(3, lambda step: None))
 
 
 def test_a_stop_of_this_task_reaches_the_call_and_ends_after_it() -> None:
     inner, done, stop = Inner(), [], [False]
     ended = run(
         inner,
-        loops.Every(5, done.append),
+        outer.Every(5, done.append),
         report=lambda progress: stop.append(progress.step >= 5),
         stop=lambda: stop[-1],
     )
@@ -108,7 +108,7 @@ def test_a_stop_of_this_task_reaches_the_call_and_ends_after_it() -> None:
 
 def test_a_stop_of_another_task_ends_the_training_before_periodic_work() -> None:
     done: list[int] = []
-    assert (5, True) == run(Inner(stop_after=5), loops.Every(5, done.append))
+    assert (5, True) == run(Inner(stop_after=5), outer.Every(5, done.append))
     assert [] == done
 
 
@@ -130,7 +130,7 @@ def test_a_checkpoint_holds_what_periodic_work_has_changed_even_where_that_ends_
         return True
 
     assert (5, False) == run(
-        Inner(save_at=(5,)), loops.Every(5, end), save=lambda step: done.append(f"saved {step}"), total=100
+        Inner(save_at=(5,)), outer.Every(5, end), save=lambda step: done.append(f"saved {step}"), total=100
     )
     assert ["ended 5", "saved 5"] == done
 
@@ -148,7 +148,7 @@ def test_a_brief_call_follows_where_a_task_wants_it() -> None:
 
 
 def test_what_was_done_is_told() -> None:
-    told: list[loops.Progress] = []
+    told: list[outer.Progress] = []
     run(Inner(), total=9, report=told.append)
     assert [(0, 1, True), (1, 5, False), (5, 9, False)] == [(one.first, one.step, one.compiled) for one in told]
 
@@ -157,5 +157,5 @@ def test_what_was_done_is_told() -> None:
 def test_a_loss_that_is_no_number_ends_the_run_and_names_the_step(bad: float) -> None:
     done: list[int] = []
     with pytest.raises(RunFailed, match=f"^loss is {bad} at step 7; lower --optimizer.learning-rate"):
-        run(Inner(bad_step=7, bad=bad), loops.Every(9, done.append))
+        run(Inner(bad_step=7, bad=bad), outer.Every(9, done.append))
     assert [] == done

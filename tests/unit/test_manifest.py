@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from cluster import checkout, launch, local, manifest, startup
-from cluster.files import read_json
-from cluster.payload import Payload
-from cluster.request import Request
-from cluster.runs import RunFolder
+from cluster.image import checkout
+from cluster.launch import manifest, planning, startup
+from cluster.launch.payload import Payload
+from cluster.launch.request import Request
+from cluster.paths import ROOT
+from cluster.run.folder import RunFolder
+from cluster.runtime import local
+from cluster.system.files import read_json
 
 
 @pytest.fixture
@@ -21,7 +24,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunFolder]:
     monkeypatch.setattr(local, "start", lambda run: None)
 
     def start(name: str, **asked: str) -> RunFolder:
-        planned = launch.plan(Request(name=name, runtime="local", tensorboard_port="0", **asked))
+        planned = planning.plan(Request(name=name, runtime="local", tensorboard_port="0", **asked))
         startup.start(planned, lambda command: None, began=0.0)
         return planned.run
 
@@ -46,7 +49,7 @@ def test_a_manifest_holds_no_path_of_this_machine(started: Callable[..., RunFold
     script.write_text("print('hello')")
     run = started("scripted", workers="0", script=str(script))
     text = run.manifest.read_text()
-    assert [] == [folder for folder in (str(tmp_path), str(Path.home()), str(launch.ROOT)) if folder in text]
+    assert [] == [folder for folder in (str(tmp_path), str(Path.home()), str(ROOT)) if folder in text]
     config = json.loads(text)["config"]
     assert "train.py" == config["script"]
     before = config["script_sha256"]

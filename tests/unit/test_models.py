@@ -12,7 +12,7 @@ import pytest
 from tensorflow import keras
 
 from cluster.errors import UsageError
-from train import models
+from train.model import models
 
 SHAPE, OUTPUTS = (4, 5), 3
 

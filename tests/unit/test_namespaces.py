@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster import local, namespaces
-from cluster.files import write_json
-from cluster.launch import ROOT
-from cluster.runs import RunFolder
+from cluster.paths import ROOT
+from cluster.run.folder import RunFolder
+from cluster.runtime import local
+from cluster.system import namespaces
+from cluster.system.files import write_json
 from tests import doors
 from tests.unit.gang import Gang, StartGang
 from tests.waiting import wait_for
@@ -30,7 +31,7 @@ INTERFACES = "import socket\nprint([name for _, name in socket.if_nameindex()], 
 
 AS_SOMEBODY = """
 import json, os, socket, sys
-from cluster import namespaces
+from cluster.system import namespaces
 refused = namespaces.refusal()
 if refused is None:
     namespaces.enter()

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from cluster import launch, local, manifest, namespaces, network, startup, view
+from cluster.control import view
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE
-from cluster.files import read_json, write_json
-from cluster.namespaces import Refusal
-from cluster.request import Request
+from cluster.launch import manifest, planning, startup
+from cluster.launch.request import Request
+from cluster.runtime import local, network
+from cluster.system import namespaces
+from cluster.system.files import read_json, write_json
+from cluster.system.namespaces import Refusal
 from tests.unit.launching import WORKING_ENGINE, Commands, refusal
 
 LOCAL = {"runtime": "local", "tensorboard_port": "0"}
@@ -41,20 +44,20 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-def warnings(planned: launch.Plan) -> list[str]:
+def warnings(planned: planning.Plan) -> list[str]:
     """Return what `up` prints of the network."""
     return [note for note in planned.notes if note.startswith("warning: ")]
 
 
 def test_local_tasks_get_a_network_of_their_own(resolved: None) -> None:
-    planned = launch.plan(Request(workers="1", **LOCAL))
+    planned = planning.plan(Request(workers="1", **LOCAL))
     assert ("private", []) == (planned.network.name, warnings(planned))
     assert ("private", []) == (planned.to_json()["network"], planned.to_json()["notes"])
     assert "private" == planned.compose["network"]
 
 
 def test_a_machine_that_gives_none_is_told_in_one_line(resolved: None, forbidden: None) -> None:
-    planned = launch.plan(Request(workers="2", **LOCAL))
+    planned = planning.plan(Request(workers="2", **LOCAL))
     (told,) = warnings(planned)
     assert told == (
         f"{OPEN}are in this machine's network, they can have no network of their own: user.max_user_namespaces is 0; "
@@ -73,38 +76,38 @@ def test_a_machine_that_gives_none_refuses_tasks_that_must_have_one(resolved: No
 
 
 def test_a_script_stays_in_the_machine_s_network_to_fetch_its_data(script: str) -> None:
-    planned = launch.plan(Request(script=script, workers="1", **LOCAL))
+    planned = planning.plan(Request(script=script, workers="1", **LOCAL))
     assert "host" == planned.network.name
     (told,) = warnings(planned)
     assert (
         told
         == f"{OPEN}are in this machine's network, where a script can fetch its data; --network private does without"
     )
-    kept = launch.plan(Request(script=script, workers="1", network="private", **LOCAL))
+    kept = planning.plan(Request(script=script, workers="1", network="private", **LOCAL))
     assert ("private", []) == (kept.network.name, warnings(kept))
 
 
 def test_a_tpu_is_reached_through_the_machine_s_network(resolved: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TPU_NAME", "a-tpu")
-    planned = launch.plan(Request(strategy="tpu", **LOCAL))
+    planned = planning.plan(Request(strategy="tpu", **LOCAL))
     assert ("host", []) == (planned.network.name, warnings(planned))
 
 
 def test_the_machine_s_network_can_be_asked_for(resolved: None) -> None:
-    planned = launch.plan(Request(workers="1", network="host", **LOCAL))
+    planned = planning.plan(Request(workers="1", network="host", **LOCAL))
     (told,) = warnings(planned)
     assert ("host", True) == (planned.network.name, told.endswith("network, as asked (--network host)"))
 
 
 @pytest.mark.parametrize("asked", ["", "host"])
 def test_who_trains_alone_serves_nobody_and_is_not_warned(resolved: None, forbidden: None, asked: str) -> None:
-    planned = launch.plan(Request(workers="0", network=asked, **LOCAL))
+    planned = planning.plan(Request(workers="0", network=asked, **LOCAL))
     assert ("host", []) == (planned.network.name, warnings(planned))
 
 
 def test_containers_have_their_own(resolved: None, docker: Callable[[str], Path]) -> None:
     docker(WORKING_ENGINE)
-    planned = launch.plan(Request(workers="1"))
+    planned = planning.plan(Request(workers="1"))
     assert ("docker", "private", []) == (planned.runtime, planned.network.name, warnings(planned))
     error = refusal(Request(network="host"))
     assert EXIT_USAGE == error.exit_code
@@ -120,16 +123,18 @@ def test_a_network_that_is_none_is_refused_with_those_that_are(resolved: None) -
 def test_what_was_asked_for_holds_when_the_run_goes_on(resolved: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "start", lambda run: None)
     for name, asked, then in (("open", "host", "host"), ("closed", "private", "private"), ("left", "", "private")):
-        planned = launch.plan(Request(name=name, network=asked, **LOCAL))
+        planned = planning.plan(Request(name=name, network=asked, **LOCAL))
         startup.start(planned, Commands(), began=time.time())
         planned.run.end("stopped")
         write_json(planned.run.summary, {"state": "stopped"})
         assert (
-            then == launch.plan(Request(resume=name, **LOCAL)).network.name == read_json(planned.run.compose)["network"]
+            then
+            == planning.plan(Request(resume=name, **LOCAL)).network.name
+            == read_json(planned.run.compose)["network"]
         )
-        assert then == launch.plan(Request(again=name, **LOCAL)).network.name
-    assert "private" == launch.plan(Request(resume="open", network="private", **LOCAL)).network.name
-    assert "host" == launch.plan(Request(resume="left", network="host", **LOCAL)).network.name
+        assert then == planning.plan(Request(again=name, **LOCAL)).network.name
+    assert "private" == planning.plan(Request(resume="open", network="private", **LOCAL)).network.name
+    assert "host" == planning.plan(Request(resume="left", network="host", **LOCAL)).network.name
 
 
 @pytest.mark.parametrize("asked", ["private", "host"])
@@ -137,7 +142,7 @@ def test_the_manifest_says_which_it_was_and_no_more(
     resolved: None, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
     monkeypatch.setattr(local, "start", lambda run: None)
-    planned = launch.plan(Request(name="one", network=asked, **LOCAL))
+    planned = planning.plan(Request(name="one", network=asked, **LOCAL))
     startup.start(planned, Commands(), began=time.time())
     found = manifest.read(planned.run)
     assert asked == found["network"]
@@ -153,7 +158,7 @@ def test_gpus_of_several_tasks_meet_on_the_loopback(
     interface: str | None,
 ) -> None:
     nvidia_smi("8-h100-nvswitch")
-    tasks = launch.plan(Request(workers="1", ps="1", gpus="2", network=inside, **LOCAL)).compose["tasks"]
+    tasks = planning.plan(Request(workers="1", ps="1", gpus="2", network=inside, **LOCAL)).compose["tasks"]
     found = {name: task["environment"].get("NCCL_SOCKET_IFNAME") for name, task in tasks.items()}
     assert {"chief": interface, "worker-0": interface, "ps-0": None} == found
 

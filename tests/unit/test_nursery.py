@@ -14,9 +14,12 @@ from typing import Any
 
 import pytest
 
-from cluster import local, processes, spec, teardown
-from cluster.placement import Placement
-from cluster.runs import RunFolder
+from cluster import spec
+from cluster.gpu.placement import Placement
+from cluster.launch import teardown
+from cluster.run.folder import RunFolder
+from cluster.runtime import local
+from cluster.system import processes
 from tests.unit.gang import Gang, StartGang
 from tests.waiting import wait_for
 
@@ -151,7 +154,7 @@ def test_only_tasks_of_the_built_in_trainer_without_accelerator_are_copies(monke
         cluster = spec.build(workers=0, ports=(7001,), **topology)
         return local.processes_of(cluster, Path("/runs/r"), Path("/data"), command, gpus=gpus).get("preload")
 
-    assert "train.preload" == plan([])
+    assert "train.startup.preload" == plan([])
     assert plan(["--script", "/theirs.py"]) is None
     assert plan([], Placement({"chief": ("0",)})) is None
     assert plan([], strategy="tpu") is None
@@ -163,7 +166,7 @@ def test_only_tasks_of_the_built_in_trainer_without_accelerator_are_copies(monke
 
 COPY = """
 import json, os, signal, subprocess, sys, threading
-from cluster import nursery
+from cluster.system import fork_server as nursery
 import types
 sys.modules["nothing"] = types.SimpleNamespace(load=lambda: None)
 nursery.preload("nothing")

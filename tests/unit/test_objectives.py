@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from cluster.errors import UsageError
-from train import objectives
+from train.model import objectives
 
 VALUES = np.array([0.3, 2.0, 5.5, 1.25, 0.1], np.float32)
 WEIGHTS = np.array([1.0, 0.5, 3.0, 0.0, 2.0], np.float32)

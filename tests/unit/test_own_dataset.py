@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from cluster.errors import PrerequisiteError, RunFailed, UsageError
-from train.data import arrays, own_dataset, prepare
+from train.data import arrays, own_dataset
+from train.data.prepare import arrays as prepare
 
 ROOT = Path(__file__).parents[2]
 IMAGES = np.arange(48, dtype=np.uint8).reshape(3, 4, 4, 1)

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster import local, owner, processes
-from cluster.runs import RunFolder
+from cluster.run import owner
+from cluster.run.folder import RunFolder
+from cluster.runtime import local
+from cluster.system import processes
 from tests.unit.gang import Gang, StartGang
 from tests.waiting import wait_for
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster import pace
-from train.pace import KEPT, RECENT, Pace, Times, from_marks
+from cluster.results import stragglers
+from train.telemetry.pace import KEPT, RECENT, Pace, Times, from_marks
 
 
 def told(busy_ms: float, input_ms: float = 0.0, step_ms: float = 200.0) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def told(busy_ms: float, input_ms: float = 0.0, step_ms: float = 200.0) -> dict[
 
 def lines(**paces: dict[str, Any]) -> list[str]:
     """Return the findings as text, the tasks' names with an underscore."""
-    return pace.lines(pace.findings({name.replace("_", "-"): each for name, each in paces.items()}))
+    return stragglers.lines(stragglers.findings({name.replace("_", "-"): each for name, each in paces.items()}))
 
 
 def test_a_slow_task_is_told_with_the_part_that_is_input() -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster import packages
 from cluster.errors import PrerequisiteError, UsageError
+from cluster.launch import packages
 
 PYTHON = packages.host_python()
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster import payload, spec
+from cluster import spec
 from cluster.errors import PrerequisiteError, UsageError
-from cluster.payload import Payload
-from cluster.runs import RunFolder
+from cluster.launch import payload
+from cluster.launch.payload import Payload
+from cluster.run.folder import RunFolder
 
 ALL = Payload(Path("/theirs/s.py"), ("1",), (Path("/code/a"), Path("/b")), Path("/r.txt"), Path("/packages/of/it"))
 

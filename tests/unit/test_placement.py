@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster import gpus, placement, spec
+from cluster import spec
 from cluster.errors import EXIT_USAGE, UsageError
-from cluster.gpus import Gpu, Machine
-from cluster.placement import Placement, Wanted
+from cluster.gpu import devices, placement
+from cluster.gpu.devices import Gpu, Machine
+from cluster.gpu.placement import Placement, Wanted
 
 NvidiaSmi = Callable[[str], None]
 
@@ -24,7 +25,7 @@ def placed(words: str, per_task: str = "", **topology: object) -> Placement:
     """Return who gets what on the host that `nvidia-smi` tells of."""
     wanted = placement.parse(words, per_task)
     assert wanted
-    return placement.place(wanted, gpus.machine(wanted.told, with_instances=True), spec.build(**topology))
+    return placement.place(wanted, devices.machine(wanted.told, with_instances=True), spec.build(**topology))
 
 
 def groups(given: Placement) -> list[str]:
@@ -107,7 +108,7 @@ def test_parameter_servers_workers_may_have_an_instance_each(nvidia_smi: NvidiaS
 def machines(draw: st.DrawFn) -> Machine:
     """A machine with a random way between each two of its GPUs."""
     ids = [str(index) for index in range(draw(st.integers(1, 9)))]
-    ways = st.sampled_from([*gpus.PATHS, "NV1", "NV2", "NV4", "NV18", "PHB"])
+    ways = st.sampled_from([*devices.PATHS, "NV1", "NV2", "NV4", "NV18", "PHB"])
     links = {}
     for one, other in itertools.combinations(ids, 2):
         links[one, other] = links[other, one] = draw(ways)
@@ -257,7 +258,7 @@ def test_what_a_machine_cannot_give_is_refused(
 def test_gpus_of_another_run_are_left_alone(nvidia_smi: NvidiaSmi, words: str, workers: int, told: str) -> None:
     nvidia_smi("4-a100-nvlink")
     busy = {"1": "theirs", "3": "theirs"}
-    wanted, machine = placement.parse(words, ""), gpus.machine("-")
+    wanted, machine = placement.parse(words, ""), devices.machine("-")
     assert wanted
     with pytest.raises(UsageError) as refused:
         placement.place(wanted, machine, spec.build(workers), busy)
@@ -304,7 +305,7 @@ def test_a_run_that_goes_on_keeps_its_gpus_for_each_task(
     nvidia_smi("8-h100-nvswitch")
     wanted = placement.wish("", "", {"gpus": recorded}, 1)
     assert wanted
-    assert expected == groups(placement.place(wanted, gpus.machine("-"), spec.build(workers)))
+    assert expected == groups(placement.place(wanted, devices.machine("-"), spec.build(workers)))
 
 
 def test_a_run_cannot_grow_over_the_gpus_that_were_named(nvidia_smi: NvidiaSmi) -> None:
@@ -312,7 +313,7 @@ def test_a_run_cannot_grow_over_the_gpus_that_were_named(nvidia_smi: NvidiaSmi) 
     wanted = placement.wish("", "", {"gpus": "4,5"}, 1)
     assert wanted
     with pytest.raises(UsageError, match=r"--gpus 4,5 of the run: 3 tasks .* would need 3, and there are 2 to choose"):
-        placement.place(wanted, gpus.machine("-"), spec.build(2))
+        placement.place(wanted, devices.machine("-"), spec.build(2))
 
 
 def test_what_is_asked_for_now_goes_before_what_a_run_had() -> None:

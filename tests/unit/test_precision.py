@@ -13,8 +13,8 @@ import tf_keras
 from keras.src.backend.common.variables import AutocastScope  # has no public name
 
 from tests.unit.measured import measured
-from train import descent, guards, optimizers
 from train.config import Optimizer, TrainConfig
+from train.model import gradients, keras_compat, optimizers
 
 OTHERS = ("central-2", "mirrored-3")
 
@@ -45,8 +45,8 @@ def test_fit_clips_and_scales_as_the_custom_loop_does() -> None:
 
 def test_without_clipping_and_fp16_keras_is_left_alone() -> None:
     """So a training from before these options has the bits that it had."""
-    assert descent.of(optimizers.build(TrainConfig())) is None
-    assert descent.seed(optimizers.build(TrainConfig(precision="bf16"))) is None
+    assert gradients.of(optimizers.build(TrainConfig())) is None
+    assert gradients.seed(optimizers.build(TrainConfig(precision="bf16"))) is None
 
 
 # Precision
@@ -64,8 +64,8 @@ def test_a_layer_that_computes_in_less_still_counts_in_float32() -> None:
     """To it `value` is no variable, but a copy in float16."""
     count = keras.Variable(1.0)
     with AutocastScope("float16"):
-        guards._assign_add(count, 4097.0)
-        guards._assign_sub(count, 1.0)
+        keras_compat._assign_add(count, 4097.0)
+        keras_compat._assign_sub(count, 1.0)
     assert ("float32", 4097.0) == (count.dtype, float(count.numpy()))
 
 
@@ -105,7 +105,7 @@ def test_the_scale_doubles_after_many_good_steps() -> None:
 def governed(name: str, **settings: Any) -> tuple[Any, tf.Variable]:
     """Return an optimizer of tf_keras as `--loop fit` on several tasks has it, and a weight."""
     optimizer = getattr(tf_keras.optimizers, name)(0.5)
-    descent.govern(optimizer, **settings)
+    gradients.govern(optimizer, **settings)
     weight = tf.Variable([3.0, 4.0])
     optimizer.build([weight])
     return optimizer, weight
@@ -124,9 +124,9 @@ def test_tf_keras_skips_a_step_that_overflows() -> None:
     optimizer, weight = governed("Adam", clip_norm=0.0, scaled=True)
     optimizer.apply_gradients([(tf.constant([np.inf, 1.0]), weight)])
     assert ([3, 4], 0) == (weight.numpy().tolist(), int(optimizer.iterations))
-    scale = descent.loss_scale(optimizer)
+    scale = gradients.loss_scale(optimizer)
     assert scale is not None
-    assert {"loss_scale": descent.FIRST_SCALE / 2, "skipped_steps": 1} == scale.shown()
+    assert {"loss_scale": gradients.FIRST_SCALE / 2, "skipped_steps": 1} == scale.shown()
 
 
 # Learning rates

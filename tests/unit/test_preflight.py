@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster import configuration
 from cluster.errors import TimedOut, UsageError
+from cluster.launch import configuration
 from train.config import TrainConfig
-from train.data import prepare
+from train.data.prepare import arrays
 
 PARTS = """
 import sys, time
@@ -41,7 +41,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "own_tried.py").write_text(PARTS)
     monkeypatch.syspath_prepend(tmp_path / "own")
-    prepare.prepare("own_tried:data", tmp_path / "data")
+    arrays.prepare("own_tried:data", tmp_path / "data")
 
     def of(model: str, loss: str = "own_tried:each") -> None:
         config = TrainConfig(dataset="own_tried:data", model=model, loss=loss).to_json()

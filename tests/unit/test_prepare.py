@@ -17,8 +17,9 @@ import pytest
 
 from cluster.errors import PrerequisiteError, RunFailed, UsageError
 from tests import fast
-from train.data import arrays, prepare
-from train.data.download import SourceFile
+from train.data import arrays
+from train.data.prepare import arrays as prepare
+from train.data.prepare.download import SourceFile
 
 ROOT = Path(__file__).parents[2]
 CONTENT = b"the original file"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import processes
+from cluster.system import processes
 from tests.waiting import wait_for
 
 SLEEP = ["sleep", "60"]

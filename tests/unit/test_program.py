@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from cluster.program import Script, Trainer
+from cluster.agent.program import Script, Trainer
 
 PRINTS = """
 print("WARNING: All log messages before absl::InitializeLog() is called are written to STDERR")

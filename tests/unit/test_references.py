@@ -161,7 +161,15 @@ def test_the_folder_of_a_package_is_the_one_it_is_in(write: Callable[..., Path])
 
 @pytest.mark.parametrize(
     "reference",
-    ["two_conv_cnn", "", "json:loads", "numpy.linalg:norm", "sys:exit", "train.models:two_conv_cnn", "tests.unit.x:y"],
+    [
+        "two_conv_cnn",
+        "",
+        "json:loads",
+        "numpy.linalg:norm",
+        "sys:exit",
+        "train.model.models:two_conv_cnn",
+        "tests.unit.x:y",
+    ],
 )
 def test_what_every_task_has_anyway_needs_no_folder(
     reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,7 +16,7 @@ def test_a_rehearsal_leaves_nothing_behind_that_changes_the_training() -> None:
 
 
 def test_a_gpu_belongs_to_the_program_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    from train import rehearsal
+    from train.startup import rehearsal
 
     assert rehearsal.can_rehearse(TrainConfig())
     assert not rehearsal.can_rehearse(replace(TrainConfig(), loop="fit"))

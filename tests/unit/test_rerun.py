@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from cluster import launch, rerun, startup, watch
+from cluster.checks import rerun
+from cluster.control import watch
 from cluster.errors import UsageError
-from cluster.files import read_json, write_json
-from cluster.journal import append_json
-from cluster.runs import RunFolder
+from cluster.launch import planning, startup
+from cluster.run.folder import RunFolder
+from cluster.system.files import read_json, write_json
+from cluster.system.journal import append_json
 
 MakeRun = Callable[..., RunFolder]
 LOSSES = {1: 2.3, 2: 2.2, 3: 2.0}
@@ -110,7 +112,7 @@ def test_a_rerun_that_is_interrupted_has_stopped(
         raise KeyboardInterrupt
 
     first, second = made("one"), make_run("two", workers=0)
-    monkeypatch.setattr(launch, "plan", lambda asked: SimpleNamespace(run=second))
+    monkeypatch.setattr(planning, "plan", lambda asked: SimpleNamespace(run=second))
     monkeypatch.setattr(startup, "start", lambda *_, **__: None)
     monkeypatch.setattr(watch, "follow", interrupt)
     with pytest.raises(KeyboardInterrupt):

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from cluster import restarts, summary
-from cluster.files import read_json, write_json
-from cluster.journal import append_json
-from cluster.runs import RunFolder
+from cluster.recovery import restarts
+from cluster.results import summary
+from cluster.run.folder import RunFolder
 from cluster.spec import Role
+from cluster.system.files import read_json, write_json
+from cluster.system.journal import append_json
 from tests.unit.ending import end
 
 MakeRun = Callable[..., RunFolder]

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
-from cluster import launch, seal, spec
+from cluster import spec
 from cluster.errors import EXIT_USAGE, UsageError
-from cluster.files import read_json, write_json
-from cluster.journal import append_json
-from cluster.request import Request
-from cluster.resuming import check
-from cluster.runs import RunFolder
+from cluster.launch import planning
+from cluster.launch.request import Request
+from cluster.launch.resuming import check
+from cluster.run import provenance
+from cluster.run.folder import RunFolder
+from cluster.system.files import read_json, write_json
+from cluster.system.journal import append_json
 from train.config import TrainConfig
 
 MakeRun = Callable[..., RunFolder]
@@ -138,10 +140,10 @@ def test_a_run_that_has_nothing_left_to_do_says_so(
 def test_a_plan_checks_it_and_starts_nothing(trained: Callable[..., RunFolder]) -> None:
     run = trained()
     write_json(run.summary, {"state": "stopped"})
-    seal.write(run)
+    provenance.write(run)
     for overrides in (("--global-batch", "384"), ("--seed=7",)):
         with pytest.raises(UsageError):
-            launch.plan(Request(resume="demo", runtime="local", overrides=overrides))
-    planned = launch.plan(Request(resume="demo", runtime="local", overrides=("--max-steps", "600")))
+            planning.plan(Request(resume="demo", runtime="local", overrides=overrides))
+    planned = planning.plan(Request(resume="demo", runtime="local", overrides=("--max-steps", "600")))
     assert planned.about_resuming
     assert planned.about_resuming[0] in planned.notes

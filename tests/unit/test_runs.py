@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from cluster import heartbeat
 from cluster.errors import PrerequisiteError
-from cluster.files import RESERVE, read_json, write_json
-from cluster.heartbeat import Heartbeat
-from cluster.runs import RunFolder
+from cluster.run import heartbeat
+from cluster.run.folder import RunFolder
+from cluster.run.heartbeat import Heartbeat
+from cluster.system.files import RESERVE, read_json, write_json
 from tests.unit.together import together
 from tests.waiting import wait_for
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from cluster.files import write_json
-from cluster.runs import RunFolder
-from train.save_timer import (
+from cluster.run.folder import RunFolder
+from cluster.system.files import write_json
+from train.saving.timer import (
     CALM_MTBF_S,
     EXPECTED_COST_S,
     LEAST_SECONDS,

@@ -12,9 +12,10 @@ import pytest
 from invoke import Exit, MockContext
 
 import tasks
-from cluster import contents, engine, images, sbom
-from cluster.engine import Answer
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE
+from cluster.image import contents, images, sbom
+from cluster.runtime import engine
+from cluster.runtime.engine import Answer
 from tests.unit.saved_image import archive
 
 Json = dict[str, Any]

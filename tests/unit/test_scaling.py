@@ -14,10 +14,15 @@ import pytest
 from invoke import Exit, MockContext
 
 import tasks
-from cluster import configuration, launch, local, processes, scaling, seal, spec, startup, watch
+from cluster import spec
+from cluster.control import scaling, watch
 from cluster.errors import EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_USAGE, ClusterError, TimedOut
-from cluster.files import read_json, write_json
-from cluster.runs import LOST_AFTER_S, SCALE, RunFolder
+from cluster.launch import configuration, planning, startup
+from cluster.run import provenance
+from cluster.run.folder import LOST_AFTER_S, SCALE, RunFolder
+from cluster.runtime import local
+from cluster.system import processes
+from cluster.system.files import read_json, write_json
 from tests.unit.gang import Gang, StartGang
 from tests.waiting import wait_for
 
@@ -47,7 +52,7 @@ def training(make_run: MakeRun) -> Callable[..., RunFolder]:
     def make(config: dict[str, Any] | None = None, **topology: Any) -> RunFolder:
         run = make_run(**topology)
         write_json(run.config, {"global_batch": 96, "loop": "custom"} | (config or {}))
-        seal.write(run)
+        provenance.write(run)
         beats(run)
         return run
 
@@ -194,7 +199,7 @@ def end_of(gang: Gang) -> dict[str, Any]:
     return gang.summary()
 
 
-def fake_plan(run: RunFolder, lines: str, data: Path, **asked: str) -> launch.Plan:
+def fake_plan(run: RunFolder, lines: str, data: Path, **asked: str) -> planning.Plan:
     """Return a plan whose tasks run the given lines instead of the training program."""
     planned = scaling.plan(run, asked.get("workers", ""), asked.get("ps", ""))
     program = [sys.executable, "-c", f"from tests.unit.trainer import *\n{lines}"]
@@ -322,7 +327,7 @@ def test_a_stop_that_comes_between_the_clusters_is_not_lost(
 ) -> None:
     go_on = startup.go_on
 
-    def stopped_by_then(planned: launch.Plan, sh: startup.Shell) -> None:
+    def stopped_by_then(planned: planning.Plan, sh: startup.Shell) -> None:
         planned.run.insist_on_stop("invoke stop")
         go_on(planned, sh)
 
@@ -391,7 +396,7 @@ def test_watchers_end_a_run_whose_scaling_was_given_up(training: Callable[..., R
     assert (
         "every task saved and ended to be scaled, but `invoke scale` did not go on in 180 s" == ended["cause"]["error"]
     )
-    assert launch.plan(launch.Request(resume="run", runtime="local")).resumes
+    assert planning.plan(planning.Request(resume="run", runtime="local")).resumes
 
 
 @pytest.mark.usefixtures("hurried")

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
-from cluster import local, script_agent, view, watch
-from cluster.files import write_json
-from cluster.payload import Payload, lay_out
-from cluster.runs import RunFolder
+from cluster.agent import script as script_agent
+from cluster.control import view, watch
+from cluster.launch.payload import Payload, lay_out
+from cluster.run.folder import RunFolder
+from cluster.runtime import local
+from cluster.system.files import write_json
 from tests import fast
 from tests.unit.gang import Gang
 from tests.waiting import wait_for

@@ -14,11 +14,15 @@ import pytest
 from invoke import Exit, MockContext
 
 import tasks
-from cluster import compose, launch, local, rerun, scaling, seal, startup, teardown
+from cluster.checks import rerun
+from cluster.control import scaling
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, PrerequisiteError, UsageError
-from cluster.files import read_json, write_json
-from cluster.request import Request
-from cluster.runs import RunFolder
+from cluster.launch import planning, startup, teardown
+from cluster.launch.request import Request
+from cluster.run import provenance
+from cluster.run.folder import RunFolder
+from cluster.runtime import compose, local
+from cluster.system.files import read_json, write_json
 from tests.unit.launching import WORKING_ENGINE, Commands, refusal
 
 MakeRun = Callable[..., RunFolder]
@@ -34,7 +38,7 @@ def started(resolved: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ru
     def start(name: str = "mine", **asked: Any) -> RunFolder:
         options = {"runtime": "local", "tensorboard_port": "0"} | asked
         named = {} if "resume" in asked else {"name": name, "workers": "1"}
-        planned = launch.plan(Request(**named, **options))
+        planned = planning.plan(Request(**named, **options))
         startup.start(planned, Commands(), began=time.time())
         planned.run.end("stopped")
         write_json(planned.run.summary, {"state": "stopped"})
@@ -54,16 +58,16 @@ def another_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_run_that_was_started_here_is_gone_on_with_again_and_again(started: Callable[..., RunFolder]) -> None:
     run = started()
     for _ in range(2):
-        seal.check(run)
+        provenance.check(run)
         started(resume="mine", workers="2")
-    seal.check(run)
+    provenance.check(run)
 
 
 def test_what_the_tasks_write_is_not_sealed(started: Callable[..., RunFolder]) -> None:
     run = started()
     write_json(run.manifest, read_json(run.manifest) | {"data": {"name": "x"}, "environment": {"python": "3"}})
     write_json(run.checkpoints / "ckpt-1.json", {"step": 1, "files": {}})
-    seal.check(run)
+    provenance.check(run)
 
 
 @pytest.mark.parametrize("record", RECORDS)
@@ -84,7 +88,7 @@ def test_nor_is_one_that_is_no_record_any_more(started: Callable[..., RunFolder]
     else:
         run.manifest.write_text({"broken": "{", "no object": "[]"}[how])
     with pytest.raises(UsageError, match=r"manifest.json changed"):
-        seal.check(run)
+        provenance.check(run)
 
 
 def test_a_run_of_another_user_or_machine_is_refused_and_of_whoever_moved_it_is_not(
@@ -93,7 +97,7 @@ def test_a_run_of_another_user_or_machine_is_refused_and_of_whoever_moved_it_is_
     runs_dir = started().path.parent
     runs_dir.rename(tmp_path / "moved")
     monkeypatch.setenv("RUNS_DIR", str(tmp_path / "moved"))
-    assert launch.plan(Request(resume="mine", runtime="local")).resumes
+    assert planning.plan(Request(resume="mine", runtime="local")).resumes
     another_user(monkeypatch, tmp_path)
     told = "run 'mine' has no seal of yours: it was copied, renamed or started by somebody else, "
     assert str(refusal(Request(resume="mine", runtime="local"))).startswith(told)
@@ -105,10 +109,10 @@ def test_a_run_that_was_copied_here_or_has_another_s_seal_is_refused(started: Ca
         shutil.copytree(mine.path, mine.path.with_name(name))
     theirs, named = RunFolder(mine.path.with_name("theirs")), RunFolder(mine.path.with_name("named"))
     with pytest.raises(UsageError, match="has no seal of yours"):
-        seal.check(theirs)
+        provenance.check(theirs)
     shutil.copy(mine.seal, named.seal)
     with pytest.raises(UsageError, match="has no seal of yours"):
-        seal.check(named)
+        provenance.check(named)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"records": {}, "hmac": ""}', '{"records": 1, "hmac": null}'])
@@ -116,16 +120,16 @@ def test_what_is_no_seal_seals_nothing(make_run: MakeRun, text: str) -> None:
     run = make_run()
     run.seal.write_text(text)
     with pytest.raises(UsageError, match="has no seal of yours"):
-        seal.check(run)
+        provenance.check(run)
 
 
 def test_a_seal_with_other_digests_seals_nothing(started: Callable[..., RunFolder]) -> None:
     run = started()
     write_json(run.config, {"preset": "theirs:preset"})
     forged = read_json(run.seal)
-    write_json(run.seal, forged | {"records": dict(seal._digests(run))})
+    write_json(run.seal, forged | {"records": dict(provenance._digests(run))})
     with pytest.raises(UsageError, match="has no seal of yours"):
-        seal.check(run)
+        provenance.check(run)
 
 
 def test_no_task_can_write_a_seal_and_no_run_is_hidden_by_one(make_run: MakeRun) -> None:
@@ -197,7 +201,7 @@ def test_what_is_trusted_and_gone_on_with_is_sealed_from_then_on(
     run = started()
     another_user(monkeypatch, tmp_path)
     started(resume="mine", trust=True)
-    seal.check(run)
+    provenance.check(run)
 
 
 def test_trust_is_for_runs_that_are_there(resolved: None) -> None:
@@ -208,7 +212,7 @@ def test_a_run_is_scaled_only_if_its_tasks_left_its_records_alone(
     started: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = started()
-    planned = launch.plan(Request(resume="mine", runtime="local", tensorboard_port="0"))
+    planned = planning.plan(Request(resume="mine", runtime="local", tensorboard_port="0"))
     write_json(run.config, read_json(run.config) | {"preset": "theirs:preset"})  # before the last of them ended
     before = read_json(run.seal)
     with pytest.raises(UsageError, match="config.json changed"):
@@ -242,27 +246,27 @@ def test_ending_a_run_obeys_nothing_that_its_tasks_can_write(
 
 def test_a_key_is_made_once_and_for_its_user_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     another_user(monkeypatch, tmp_path)
-    first = seal.key()
-    path = seal._key_path()
-    assert (32, first) == (len(first), seal.key())
+    first = provenance.key()
+    path = provenance._key_path()
+    assert (32, first) == (len(first), provenance.key())
     assert [0o600, 0o700] == [path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777]
     assert [path] == list(path.parent.iterdir())
-    seal._make_key(path)  # another command's, which came second
-    assert first == seal.key()
+    provenance._make_key(path)  # another command's, which came second
+    assert first == provenance.key()
 
 
 def test_a_key_is_with_the_user_s_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for ignored in ("", "relative"):
         monkeypatch.setenv("XDG_STATE_HOME", ignored)
-        assert tmp_path / ".local" / "state" / "tf-cluster" / "key" == seal._key_path()
+        assert tmp_path / ".local" / "state" / "tf-cluster" / "key" == provenance._key_path()
 
 
 @pytest.mark.parametrize("how", ["readable", "short", "a link", "another's"])
 def test_a_key_that_others_could_know_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str) -> None:
     another_user(monkeypatch, tmp_path)
-    seal.key()
-    path = seal._key_path()
+    provenance.key()
+    path = provenance._key_path()
     if how == "readable":
         path.chmod(0o640)
     elif how == "short":
@@ -273,7 +277,7 @@ def test_a_key_that_others_could_know_is_refused(monkeypatch: pytest.MonkeyPatch
     else:
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(PrerequisiteError, match=r"the key with which runs are sealed: .*; ") as refused:
-        seal.key()
+        provenance.key()
     assert (EXIT_PREREQUISITE, 1) == (refused.value.exit_code, len(str(refused.value).splitlines()))
 
 
@@ -282,7 +286,7 @@ def test_where_no_key_can_be_made_nothing_is_started(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    planned = launch.plan(Request(name="one", runtime="local", tensorboard_port="0"))
+    planned = planning.plan(Request(name="one", runtime="local", tensorboard_port="0"))
     with pytest.raises(PrerequisiteError, match="set XDG_STATE_HOME to a folder that you own"):
         startup.start(planned, Commands(), began=time.time())
     assert not planned.run.path.exists()
@@ -309,7 +313,7 @@ def test_no_container_sees_the_key(
     error = refusal(Request(**asked))
     assert (EXIT_USAGE, True) == (error.exit_code, str(error).startswith(told))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    launch.plan(Request(**asked))
+    planning.plan(Request(**asked))
 
 
 def test_scaling_believes_the_records_as_little(ready: Callable[[str], RunFolder]) -> None:

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from cluster import launch, seal, settings
+from cluster import settings
 from cluster.errors import PrerequisiteError, UsageError
-from cluster.payload import check_script
-from cluster.request import Request
+from cluster.launch import planning
+from cluster.launch.payload import check_script
+from cluster.launch.request import Request
+from cluster.paths import ROOT
+from cluster.run import provenance
 from tests.unit.launching import refusal
 
 
@@ -45,7 +48,7 @@ def test_without_a_folder_it_is_this_checkout_s(
         monkeypatch.delenv(name)
         if value is not None:
             monkeypatch.setenv(name, value)
-    assert (launch.ROOT / "runs", launch.ROOT / "data") == (launch.runs_dir(), launch.data_dir())
+    assert (ROOT / "runs", ROOT / "data") == (planning.runs_dir(), planning.data_dir())
 
 
 @pytest.mark.parametrize("value", [None, "", "not/absolute"])
@@ -64,7 +67,7 @@ def test_a_user_may_have_no_home_folder(value: str | None, monkeypatch: pytest.M
     assert script == check_script(str(script), tmp_path / "runs")
     monkeypatch.delenv("XDG_STATE_HOME")
     with pytest.raises(PrerequisiteError, match="XDG_STATE_HOME"):
-        seal.key()
+        provenance.key()
 
 
 def test_a_home_folder_that_nobody_knows_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

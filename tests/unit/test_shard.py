@@ -14,8 +14,9 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from cluster.errors import PrerequisiteError, RunFailed, UsageError
-from train.data import arrays, download, sharding, shards
+from train.data import arrays, shards
 from train.data.__main__ import main
+from train.data.prepare import download, sharding
 
 ROOT = Path(__file__).parents[2]
 IMAGES = np.arange(11 * 12, dtype=np.uint8).reshape(11, 2, 2, 3)

@@ -11,12 +11,12 @@ import pytest
 import tensorflow as tf
 
 from cluster.errors import PrerequisiteError, RunFailed
-from cluster.files import read_json
-from cluster.runs import RunFolder
+from cluster.run.folder import RunFolder
+from cluster.system.files import read_json
 from tests.unit.measured import measured
-from train import sources
 from train.config import TrainConfig
-from train.data import arrays, memory, sharding
+from train.data import arrays, memory, sources
+from train.data.prepare import sharding
 
 ARRAYS = TrainConfig(dataset="own:numbers")
 SHARDS = TrainConfig(dataset="numbers", source="stream")

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster import local, processes, spare
+from cluster.agent import standby
+from cluster.runtime import local
+from cluster.system import processes
 from tests.unit.gang import StartGang
 from tests.waiting import wait_for
 
@@ -63,8 +65,8 @@ def test_a_spare_that_died_is_not_used(start_gang: StartGang) -> None:
 
 
 def test_where_memory_is_short_there_is_no_spare(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spare, "available_bytes", lambda: spare.RESERVE_BYTES)
-    kept = spare.Spare(lambda environment: pytest.fail("a spare was started"), 0, 1)
+    monkeypatch.setattr(standby, "available_bytes", lambda: standby.RESERVE_BYTES)
+    kept = standby.Spare(lambda environment: pytest.fail("a spare was started"), 0, 1)
     kept.keep(training=True)
     kept.keep(training=True)
     assert kept.take() is None

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster import step_record
-from cluster.runs import RunFolder
-from cluster.step_record import Done, StepRecord
+from cluster.recovery import step_record
+from cluster.recovery.step_record import Done, StepRecord
+from cluster.run.folder import RunFolder
 
 MakeRun = Callable[..., RunFolder]
 

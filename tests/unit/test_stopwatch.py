@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from train import objectives, pace, steps, stopwatch
 from train.data.memory import Batch
-from train.elastic import ElasticTrainee
-from train.sources import Feed
-from train.virtual_shards import VirtualShards
+from train.data.sources import Feed
+from train.elastic.train_step import ElasticTrainee
+from train.elastic.virtual_shards import VirtualShards
+from train.loops import steps
+from train.model import objectives
+from train.telemetry import pace, stopwatch
 
 STEPS = 4
 BATCH = 4

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from cluster import chaos, storm
-from cluster.chaos import Fault, Result
+from cluster.control import chaos, storm
+from cluster.control.chaos import Fault, Result
 from cluster.errors import UsageError
-from cluster.files import write_json
-from cluster.runs import RunFolder
+from cluster.run.folder import RunFolder
+from cluster.system.files import write_json
 
 MakeRun = Callable[..., RunFolder]
 LONG = 10**9

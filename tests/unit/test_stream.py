@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import UsageError
-from train.data import arrays, blocks, sharding, shards, stream
+from train.data import arrays, blocks, shards, stream
+from train.data.prepare import sharding
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("DATA_DIR", ROOT / "data"))

@@ -18,28 +18,20 @@ from invoke.exceptions import ThreadException
 from invoke.util import ExceptionWrapper
 
 import tasks
-from cluster import (
-    compose,
-    configuration,
-    doctor,
-    engine,
-    images,
-    launch,
-    local,
-    locks,
-    owner,
-    startup,
-    teardown,
-    watch,
-)
-from cluster import tensorboard as board
-from cluster.command_line import told
+from cluster.checks import doctor
+from cluster.cli.command_line import told
+from cluster.control import watch
 from cluster.errors import PrerequisiteError, TimedOut
-from cluster.files import write_json
 from cluster.findings import Finding
-from cluster.launch import ROOT
-from cluster.request import Request
-from cluster.runs import RunFolder
+from cluster.image import images, locks
+from cluster.launch import configuration, planning, startup, teardown
+from cluster.launch.request import Request
+from cluster.paths import ROOT
+from cluster.run import owner
+from cluster.run.folder import RunFolder
+from cluster.runtime import compose, engine, local
+from cluster.runtime import tensorboard as board
+from cluster.system.files import write_json
 
 MakeRun = Callable[..., RunFolder]
 
@@ -152,7 +144,7 @@ def test_options_and_overrides_reach_the_request(monkeypatch: pytest.MonkeyPatch
         asked.append(request)
         raise PrerequisiteError("enough")
 
-    monkeypatch.setattr(launch, "plan", plan)
+    monkeypatch.setattr(planning, "plan", plan)
     refusal("up", context("--epochs 1 --model 'a b'"), workers="3", checkpoint_every="5", evaluator=True)
     overrides = ("--epochs", "1", "--model", "a b")
     assert [Request(workers="3", checkpoint_every="5", evaluator=True, overrides=overrides)] == asked
@@ -165,7 +157,7 @@ def test_words_reach_a_script_as_they_were_typed(monkeypatch: pytest.MonkeyPatch
         asked.append(request.overrides)
         raise PrerequisiteError("enough")
 
-    monkeypatch.setattr(launch, "plan", plan)
+    monkeypatch.setattr(planning, "plan", plan)
     monkeypatch.setattr(sys, "argv", ["invoke", "up", "--script", "s.py", "--", "two words", "--", "'"])
     refusal("up", context("two words -- '"), script="s.py")  # as invoke joins them
     assert [("two words", "--", "'")] == asked
@@ -292,7 +284,7 @@ def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(request: Request, *, installs: bool) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launch, "plan", interrupt)
+    monkeypatch.setattr(planning, "plan", interrupt)
     assert (130, "interrupted") == refusal("up")
 
 
@@ -477,5 +469,5 @@ def test_down_ends_every_run_that_is_left_and_tensorboard(
     monkeypatch.setattr(local, "kill", stopped.append)
     monkeypatch.setattr(board, "stop", lambda runs_dir, sh: stopped.append(runs_dir) is None)
     assert (0, "") == refusal("down")
-    assert [left, launch.runs_dir()] == stopped
+    assert [left, planning.runs_dir()] == stopped
     assert "TensorBoard is down" == capsys.readouterr().out.splitlines()[-1]

@@ -13,11 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from cluster import claim, local, owner, scaling, teardown, watch
+from cluster.control import scaling, watch
 from cluster.errors import EXIT_DONE, EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_USAGE, PrerequisiteError
-from cluster.files import read_json
-from cluster.launch import ROOT
-from cluster.runs import RunFolder
+from cluster.launch import teardown
+from cluster.paths import ROOT
+from cluster.run import claim, owner
+from cluster.run.folder import RunFolder
+from cluster.runtime import local
+from cluster.system.files import read_json
 from tests.unit.gang import StartGang
 from tests.unit.launching import Commands
 from tests.waiting import wait_for
@@ -247,7 +250,8 @@ def test_what_ended_is_not_removed_under_somebody_who_goes_on(start_gang: StartG
 def test_a_claim_ends_with_its_process(make_run: MakeRun) -> None:
     run = make_run()
     lines = (
-        "import sys, time; from pathlib import Path; from cluster import claim; from cluster.runs import RunFolder\n"
+        "import sys, time; from pathlib import Path\n"
+        "from cluster.run import claim; from cluster.run.folder import RunFolder\n"
         "with claim.hold(RunFolder(Path(sys.argv[1])), 'started'):\n print('held', flush=True)\n time.sleep(600)"
     )
     command = [sys.executable, "-c", lines, str(run.path)]

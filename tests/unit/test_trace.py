@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from cluster import digest, tensorboard, trace
+from cluster.control import trace
 from cluster.errors import RunFailed, TimedOut, UsageError
-from cluster.files import read_json, write_json
-from cluster.heartbeat import Heartbeat
-from cluster.runs import RunFolder
+from cluster.run.folder import RunFolder
+from cluster.run.heartbeat import Heartbeat
+from cluster.runtime import tensorboard
+from cluster.system import digest
+from cluster.system.files import read_json, write_json
 from tests.waiting import wait_for
 
 MakeRun = Callable[..., RunFolder]

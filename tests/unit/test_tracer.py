@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cluster.files import read_json, write_json
-from cluster.runs import RunFolder
-from train.steps import LoopResult, Signals
-from train.trace import Tracer
+from cluster.run.folder import RunFolder
+from cluster.system.files import read_json, write_json
+from train.loops.steps import LoopResult, Signals
+from train.telemetry.trace import Tracer
 
 
 @pytest.fixture

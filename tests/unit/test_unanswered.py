@@ -13,11 +13,16 @@ import pytest
 from invoke import Config, Context, Exit
 
 import tasks
-from cluster import command_line, compose, configuration, engine, local, owner, processes, startup, tensorboard, watch
+from cluster.cli import command_line
+from cluster.control import watch
 from cluster.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREREQUISITE, PrerequisiteError, RunFailed, TimedOut
-from cluster.files import read_json, write_json
-from cluster.launch import ROOT
-from cluster.runs import RunFolder
+from cluster.launch import configuration, startup
+from cluster.paths import ROOT
+from cluster.run import owner
+from cluster.run.folder import RunFolder
+from cluster.runtime import compose, engine, local, tensorboard
+from cluster.system import processes
+from cluster.system.files import read_json, write_json
 from tests.unit.ending import end
 from tests.unit.gang import StartGang
 from tests.unit.launching import Commands

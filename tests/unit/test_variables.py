@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from train import variables
+from train.model import variables
 
 ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 

@@ -17,10 +17,11 @@ import pytest
 from invoke import Exit, MockContext, Result
 
 import tasks
-from cluster import documents as places
-from cluster import processes, verify
+from cluster.checks import documents as places
+from cluster.checks import verify
+from cluster.checks.verify import CASES, FAILED, OK, UNVERIFIED, Case, Ended
 from cluster.errors import ClusterError, RunFailed
-from cluster.verify import CASES, FAILED, OK, UNVERIFIED, Case, Ended
+from cluster.system import processes
 
 FAKE_UP = """
 import json, os, pathlib, sys

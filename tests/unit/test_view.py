@@ -10,10 +10,14 @@ from typing import Any
 
 import pytest
 
-from cluster import health, rerun, summary, tensorboard, trace, view, watch
+from cluster.agent import health
+from cluster.checks import rerun
+from cluster.control import trace, view, watch
 from cluster.errors import TimedOut
-from cluster.files import read_json, write_json
-from cluster.runs import RunFolder
+from cluster.results import summary
+from cluster.run.folder import RunFolder
+from cluster.runtime import tensorboard
+from cluster.system.files import read_json, write_json
 from tests.unit.ending import end
 
 MakeRun = Callable[..., RunFolder]

@@ -6,7 +6,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.virtual_shards import VirtualShards
+from train.elastic.virtual_shards import VirtualShards
 
 
 @st.composite

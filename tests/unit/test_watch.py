@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from cluster import engine, liveness, watch
-from cluster.files import write_json
-from cluster.liveness import LONGEST_LOOK_S, Pulse, look_once, silent
-from cluster.runs import LOST_AFTER_S, RunFolder
+from cluster.control import watch
+from cluster.run import liveness
+from cluster.run.folder import LOST_AFTER_S, RunFolder
+from cluster.run.liveness import LONGEST_LOOK_S, Pulse, look_once, silent
+from cluster.runtime import engine
+from cluster.system.files import write_json
 from tests.unit.ending import end
 
 

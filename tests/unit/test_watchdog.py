@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from cluster import watchdog
-from cluster.files import read_json, write_json
-from cluster.heartbeat import Heartbeat
-from cluster.runs import RunFolder
+from cluster.agent import watchdog
+from cluster.run.folder import RunFolder
+from cluster.run.heartbeat import Heartbeat
+from cluster.system.files import read_json, write_json
 from tests.unit.gang import StartGang
 from tests.waiting import wait_for
 

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 from invoke import Exit
 
-from cluster import caller, command_line, watch
+from cluster.cli import caller, command_line
+from cluster.control import watch
 from cluster.errors import UsageError
-from cluster.request import Request
-from cluster.words import described, system_error
+from cluster.launch.request import Request
+from cluster.messages import described, system_error
 from tests.unit.launching import refusal
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cluster.files import read_json, write_json
-from cluster.heartbeat import Heartbeat
-from cluster.runs import RunFolder
-from cluster.step_record import StepRecord
+from cluster.recovery.step_record import StepRecord
+from cluster.run.folder import RunFolder
+from cluster.run.heartbeat import Heartbeat
+from cluster.system.files import read_json, write_json
 from tests.doors import GREETING
 
 __all__ = [

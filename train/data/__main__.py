@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from cluster import answers
 from cluster.errors import EXIT_DONE, EXIT_INTERRUPTED, ClusterError, PrerequisiteError, UsageError
-from cluster.words import plain
+from cluster.messages import plain
+from cluster.system import answers
 from train.data import arrays, shards
-from train.data.prepare import prepare, say
+from train.data.prepare.arrays import prepare, say
 from train.data.ready import in_words
 
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "verify":
             _verify(name, data_dir)
         elif arguments.command == "shard":
-            from train.data.sharding import shard  # imports TensorFlow
+            from train.data.prepare.sharding import shard  # imports TensorFlow
 
             say(
                 in_words(shard(name, data_dir, num_shards=arguments.shards, size=arguments.size, fresh=arguments.fresh))

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.errors import PrerequisiteError, RunFailed, UsageError, nearest
-from cluster.files import sha256
-from train.data import store
+from cluster.system.files import sha256
+from train.data.prepare import store
 
 if TYPE_CHECKING:
     import numpy as np

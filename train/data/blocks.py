@@ -17,9 +17,9 @@ from typing import Any
 import tensorflow as tf
 
 from cluster.errors import RunFailed
-from cluster.files import sha256
+from cluster.system.files import sha256
 from train.data import arrays, shards
-from train.data.store import BLOCK_BYTES
+from train.data.prepare.store import BLOCK_BYTES
 
 _DAMAGE = re.compile(r"damaged prepared data: block (\d+) of ([^\]\n]+)")
 

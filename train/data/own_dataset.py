@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from cluster.errors import ClusterError, UsageError, nearest
-from cluster.words import described
+from cluster.messages import described
 from train.data import arrays
 
 SPLITS = ("train", "test")

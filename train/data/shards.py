@@ -9,7 +9,7 @@ Example i is in shard i modulo the number of shards, so shards differ by at most
 and not PNG: a whole batch of bytes is decoded in one operation, where each PNG takes a tenth of a millisecond and more
 at every epoch, and disks are cheaper than that.
 
-`train.data.sharding` writes shards, `train.data.stream` reads them. Standard library only.
+`train.data.prepare.sharding` writes shards, `train.data.stream` reads them. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import PrerequisiteError, RunFailed
-from train.data import store
 from train.data.arrays import ITEM_BYTES
+from train.data.prepare import store
 
 INDEX = "shards.json"
 

@@ -26,10 +26,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from train import guards, loops, sources, steps
-from train.elastic import ElasticTrainee
-from train.exact_sum import exact_sum
-from train.virtual_shards import VirtualShards
+from train.data import sources
+from train.elastic.exact_sum import exact_sum
+from train.elastic.train_step import ElasticTrainee
+from train.elastic.virtual_shards import VirtualShards
+from train.loops import outer, steps
+from train.model import keras_compat
 
 SHARDS, STEPS = 4, 6
 WHERES = ("one", "central-2", "mirrored-3")
@@ -77,7 +79,7 @@ def trained(where: str, kind: str, source: sources.Source, virtual: bool = True)
         "losses": result.losses.tolist(),
         "scores": result.scores.tolist(),
         "weights": [variable.numpy().tolist() for variable in model.trainable_variables],
-        "weights_sha256": loops.weights_sha256(model),
+        "weights_sha256": outer.weights_sha256(model),
         "others_sha256": hashlib.sha256(b"".join(others)).hexdigest(),
         "averages": [v.numpy().tolist() for v in fixed if "moving" in v.path],
         "fixed": [v.numpy().tolist() for v in fixed if v.shape == (2,) and v.dtype == "float32"],
@@ -99,7 +101,7 @@ def summed(where: str, numbers_VN: np.ndarray) -> list[str]:
 def main(result: Path, everywhere: bool) -> None:
     """Measure."""
     tf.config.experimental.enable_op_determinism()
-    guards.install()
+    keras_compat.install()
     random = np.random.default_rng(1)
     numbers_VN = (random.normal(size=(7, 50)) * 10.0 ** random.integers(-12, 12, (7, 50))).astype(np.float32)
     with tempfile.TemporaryDirectory() as folder:

@@ -25,15 +25,19 @@ strategies.configure_devices(2)
 import tensorflow as tf  # noqa: E402
 from tensorflow import keras  # noqa: E402
 
-from cluster.files import read_json  # noqa: E402
-from cluster.heartbeat import Heartbeat  # noqa: E402
-from cluster.journal import read_json_lines  # noqa: E402
-from cluster.runs import RunFolder  # noqa: E402
+from cluster.run.folder import RunFolder  # noqa: E402
+from cluster.run.heartbeat import Heartbeat  # noqa: E402
 from cluster.spec import build  # noqa: E402
-from train import fit, guards, legacy_guards, objectives, sources  # noqa: E402
-from train.assignment import Assignment  # noqa: E402
+from cluster.system.files import read_json  # noqa: E402
+from cluster.system.journal import read_json_lines  # noqa: E402
 from train.config import Optimizer, TrainConfig  # noqa: E402
-from train.data import arrays  # noqa: E402
+from train.context import Assignment  # noqa: E402
+from train.data import (  # noqa: E402
+    arrays,
+    sources,
+)
+from train.loops import fit  # noqa: E402
+from train.model import keras_compat, legacy_compat, objectives  # noqa: E402
 
 EXAMPLES, FEATURES, CLASSES, STEPS = 40, 6, 3, 13
 CONFIG = TrainConfig(
@@ -141,14 +145,14 @@ def dropped(strategy: tf.distribute.Strategy) -> list[Any]:
         model = keras.Sequential(
             [keras.Input((16,)), layers.Dropout(0.5), layers.Dropout(0.5), layers.GaussianNoise(1.0)]
         )
-        legacy_guards.install(model, 7)
+        legacy_compat.install(model, 7)
     ones = tf.ones([1, 16])
 
     @tf.function
     def run(step: tf.Tensor) -> Any:
         def replica() -> tf.Tensor:
             number = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
-            with guards.random_place(step, number):
+            with keras_compat.random_place(step, number):
                 return tf.concat([layer(ones, training=True) for layer in model.layers], 0)
 
         return strategy.run(replica)

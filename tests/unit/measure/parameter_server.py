@@ -13,11 +13,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from cluster import local
-from train import guards, objectives, optimizers, parameter_server, program, sources, steps
-from train.assignment import Assignment
+from cluster.runtime import local
+from train import program
 from train.config import TrainConfig
-from train.data import arrays
+from train.context import Assignment
+from train.data import arrays, sources
+from train.loops import parameter_server, steps
+from train.model import keras_compat, objectives, optimizers
 
 EXAMPLES = 10
 SLICES = 4
@@ -163,7 +165,7 @@ def main(result: Path) -> None:
     """Measure: without the guards, then with them."""
     found: dict[str, Any] = {"updates": SLICES * UPDATES}
     found |= {"slots_without_build": slots_without_build(), "slots": slots(), "counted_without_guard": counted()}
-    guards.install()
+    keras_compat.install()
     found |= {"counted": counted()}
     with tempfile.TemporaryDirectory() as folder:
         source = data(Path(folder))

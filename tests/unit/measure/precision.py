@@ -26,11 +26,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from train import descent, guards, loops, optimizers, sources, steps
 from train import strategy as strategies
 from train.config import Optimizer, TrainConfig
-from train.elastic import ElasticTrainee
-from train.virtual_shards import VirtualShards
+from train.data import sources
+from train.elastic.train_step import ElasticTrainee
+from train.elastic.virtual_shards import VirtualShards
+from train.loops import outer, steps
+from train.model import gradients as descent
+from train.model import keras_compat, optimizers
 
 SHARDS, STEPS, CLIP = 4, 4, 0.05
 OTHERS = ("central-2", "mirrored-3")
@@ -82,7 +85,7 @@ def described(done: Trained, result: steps.LoopResult) -> dict[str, Any]:
     return {
         "losses": result.losses.tolist(),
         "weights": weights_of(model),
-        "weights_sha256": loops.weights_sha256(model),
+        "weights_sha256": outer.weights_sha256(model),
         "dtypes": sorted({variable.dtype for variable in model.trainable_variables}),
         "computes": sorted({layer.compute_dtype for layer in model.layers}),
     }
@@ -179,7 +182,7 @@ def fitted(where: str, optimizer: Optimizer, precision: str) -> list[float]:
 def main(result: Path) -> None:
     """Measure."""
     tf.config.experimental.enable_op_determinism()
-    guards.install()
+    keras_compat.install()
     with tempfile.TemporaryDirectory() as folder:
         source = prepare(Path(folder))["own:weighted"]
         kinds: dict[str, tuple[Any, ...]] = {

@@ -10,11 +10,13 @@ from pathlib import Path
 import tensorflow as tf
 from tensorflow import keras
 
-from cluster import local
-from train import guards, loops, models, objectives, optimizers, rehearsal, steps
+from cluster.runtime import local
 from train.config import TrainConfig
 from train.data import memory
-from train.sources import Feed
+from train.data.sources import Feed
+from train.loops import outer, steps
+from train.model import keras_compat, models, objectives, optimizers
+from train.startup import rehearsal
 
 
 def main(result: Path, rehearses: bool) -> None:
@@ -27,7 +29,7 @@ def main(result: Path, rehearses: bool) -> None:
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     keras.utils.set_random_seed(7)
     tf.config.experimental.enable_op_determinism()
-    guards.install()
+    keras_compat.install()
     with strategy.scope():
         model = models.build("two_conv_cnn", (28, 28, 1), 10)
         optimizer = optimizers.build(TrainConfig())
@@ -46,7 +48,7 @@ def main(result: Path, rehearses: bool) -> None:
     losses = steps.synchronous(strategy, trainee, Feed(lambda: (), batch), 2)(0, 2, False).losses
     told = {
         "losses": losses.tolist(),
-        "weights_sha256": loops.weights_sha256(model),
+        "weights_sha256": outer.weights_sha256(model),
         "names": [weight.path for weight in model.trainable_variables],
         "tasks": strategy.cluster_resolver.cluster_spec().as_dict(),
     }

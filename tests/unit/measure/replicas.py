@@ -24,9 +24,15 @@ strategies.configure_devices(DEVICES)  # before anything else of TensorFlow
 import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
-from train import guards, objectives, sources, steps  # noqa: E402
 from train.config import TrainConfig  # noqa: E402
-from train.data import arrays, memory, sharding  # noqa: E402
+from train.data import (  # noqa: E402
+    arrays,
+    memory,
+    sources,
+)
+from train.data.prepare import sharding  # noqa: E402
+from train.loops import steps  # noqa: E402
+from train.model import keras_compat, objectives  # noqa: E402
 
 SEED, GLOBAL_BATCH, STEPS, RATE = 7, 12, 3, 0.1
 NUM_TRAIN, NUM_TEST = 40, 1003  # neither a multiple of the global batch
@@ -273,7 +279,7 @@ def normalized(name: str, guarded: bool, found: dict[str, sources.Source]) -> di
         model = keras.Sequential(
             [keras.Input((FEATURES,)), layers.BatchNormalization(momentum=0.5), layers.Dense(4), inner, Block()]
         )
-        changed = guards.synchronize_batch_normalization(model, strategy.num_replicas_in_sync) if guarded else 0
+        changed = keras_compat.synchronize_batch_normalization(model, strategy.num_replicas_in_sync) if guarded else 0
         optimizer = keras.optimizers.SGD(RATE)
         optimizer.build(model.trainable_variables)
     trainee = steps.Trainee(model, optimizer, OBJECTIVE, GLOBAL_BATCH, strategy.num_replicas_in_sync)
@@ -298,7 +304,7 @@ def dropped(name: str) -> dict[str, Any]:
     state = [layer.seed_generator.state.numpy().tolist() for layer in (first, second)]
 
     def draw(replica: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
-        with guards.random_place(step, replica):
+        with keras_compat.random_place(step, replica):
             return tf.concat([layer(ones, training=True) for layer in (first, second, second)], 0) > 0
 
     run = per_replica(strategy, draw)
@@ -370,7 +376,7 @@ def guarded(found: dict[str, sources.Source]) -> dict[str, Any]:
         "dropout": {name: dropped(name) for name in ("mirrored-2", "central-2")},
         "normalized": {name: normalized(name, False, found) for name in ("mirrored-2", "central-2")},
     }
-    guards.install()
+    keras_compat.install()
     held = {
         "counters": counters(),
         "dropout": {name: dropped(name) for name in ("one", "mirrored-2", "central-2")},

@@ -32,9 +32,14 @@ NO_TPU = without_a_tpu()  # before anything else of TensorFlow, as in a task
 import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
-from train import guards, models, objectives, sources, steps  # noqa: E402
 from train.config import TrainConfig  # noqa: E402
-from train.data import arrays, memory  # noqa: E402
+from train.data import (  # noqa: E402
+    arrays,
+    memory,
+    sources,
+)
+from train.loops import steps  # noqa: E402
+from train.model import keras_compat, models, objectives  # noqa: E402
 
 GLOBAL_BATCH, REPLICAS = 8, 2
 OBJECTIVE = objectives.build("sparse_categorical_crossentropy", classifies=True)
@@ -133,7 +138,7 @@ def in_bfloat16(source: sources.Source) -> dict[str, Any]:
 
 def main(result: Path) -> None:
     """Measure."""
-    guards.install()
+    keras_compat.install()
     with tempfile.TemporaryDirectory() as folder:
         source = prepare(Path(folder))
         found = {"shapes": shapes(source), "compiled": compiled(source), "bfloat16": in_bfloat16(source)}

@@ -1,0 +1,41 @@
+"""The first process of every task: reads the environment, and runs the task's agent.
+
+python -m cluster.agent [-- COMMAND ...]               RUN_DIR, TASK and TF_CONFIG in the environment
+python -m cluster.agent --script FILE [ARGUMENT ...]   the same for a script, see cluster/agent/script.py
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from cluster import settings, tf_config
+from cluster.agent.agent import Agent
+from cluster.agent.script import ScriptAgent
+from cluster.errors import ClusterError, UsageError
+from cluster.run.folder import RunFolder
+
+
+def main(arguments: list[str]) -> int:
+    """Run the task that the environment names."""
+    try:
+        missing = [name for name in ("RUN_DIR", "TASK") if name not in os.environ]
+        if missing:
+            raise UsageError(f"{' and '.join(missing)} not set: an agent is started by `invoke up`, which sets them")
+        run_dir, task = os.environ["RUN_DIR"], os.environ["TASK"]
+        if text := os.environ.get("TF_CONFIG"):
+            tf_config.parse(text)
+        timeout_s = settings.seconds("BARRIER_TIMEOUT_S")
+        run = RunFolder(Path(run_dir))
+        if arguments[:1] == ["--script"]:
+            return ScriptAgent(run, task, [sys.executable, *arguments[1:]], timeout_s).main()
+        command = arguments[1:] if arguments[:1] == ["--"] else [sys.executable, "-m", "train", "--run-dir", run_dir]
+        return Agent(run, task, command, timeout_s).main()
+    except ClusterError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,27 @@
+"""The container health check: whether this task's heartbeat is fresh. Exit code 0 or 1, one line.
+
+python -m cluster.agent.health     RUN_DIR and TASK in the environment
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from cluster.run.folder import RunFolder
+from cluster.run.liveness import look_once
+
+
+def check(run: RunFolder, task: str) -> tuple[bool, str]:
+    """Return whether the task is healthy, and its state in words."""
+    beat = look_once(run, task).get(task)
+    if beat is None:
+        return False, f"{task} has no heartbeat yet"
+    return beat["state"] not in ("lost", "failed"), f"{task} is {beat['state']} at step {beat['step']}"
+
+
+if __name__ == "__main__":
+    healthy, told = check(RunFolder(Path(os.environ["RUN_DIR"])), os.environ["TASK"])
+    print(told)
+    sys.exit(0 if healthy else 1)

@@ -1,0 +1,180 @@
+"""The process that a task's agent watches: the training program behind its gate, or a script that knows of none."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+from cluster.messages import NOISE
+from cluster.recovery import ends
+from cluster.run import logs
+from cluster.system import fork_server, processes
+
+
+class Program(ABC):
+    """One life of the task's program: its process and the last lines that it printed."""
+
+    can_wait = False
+    """Whether it can be started long before its life begins."""
+    noise: tuple[bytes, ...] = ()
+    """What is in lines that are neither logged nor shown."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
+        self._command = command
+        # TensorFlow leaves files in its temporary folder when it is ended without its own teardown, as here.
+        self._scratch = tempfile.TemporaryDirectory(prefix="tf-cluster-", ignore_cleanup_errors=True)
+        self._environment = environment | {"TMPDIR": self._scratch.name}
+        self._log = log
+        self._process: subprocess.Popen[bytes] | fork_server.Copy | None = None
+        self._pump: threading.Thread | None = None
+        self._lines: list[str] = []
+        self._asked_to_end = False
+
+    def _start(self, folder: Path | None = None, descriptors: tuple[int, ...] = ()) -> None:
+        """Start the process, its output appended to its log and passed on."""
+        self._process = fork_server.start(
+            self._command,
+            cwd=folder,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=descriptors,
+            process_group=0,  # a Ctrl-C in the terminal is for `invoke up` to handle
+            preexec_fn=processes.die_with_parent,
+        )
+        assert self._process.stdout is not None
+        copied = (self._process.stdout, self._log, self._lines, self.noise)
+        self._pump = threading.Thread(target=logs.copy, args=copied, daemon=True)
+        self._pump.start()
+
+    @abstractmethod
+    def open_gate(self, life: dict[str, str]) -> None:
+        """Let the program form its cluster.
+
+        Args:
+            life: environment variables of this life: a program that was started as a spare does not know them yet.
+        """
+
+    @property
+    def pid(self) -> int:
+        """Its process id; 0 before it was started."""
+        return self._process.pid if self._process else 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether it was started and is no more."""
+        return self._process is not None and self._process.poll() is not None
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Return the code that it ended with, negative for a signal.
+
+        Raises:
+            subprocess.TimeoutExpired: it goes on.
+        """
+        assert self._process is not None
+        return processes.wait(self._process, timeout_s)
+
+    def _signal(self, number: int) -> None:
+        """Send a signal to the program and whatever it started."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+    def ask_to_end(self) -> None:
+        """Ask once: a second SIGTERM would cut short what the program does about the first."""
+        if not self._asked_to_end:
+            self._asked_to_end = True
+            self._signal(signal.SIGTERM)
+
+    def show_stacks(self) -> None:  # noqa: B027  # a script shows none
+        """Have the program print its stacks, where it knows how to; only the first call does."""
+
+    def end(self, grace_s: float) -> int:
+        """End the program, politely first; return its exit code, 0 for one that was never started."""
+        if self._process is None:
+            return 0
+        if not self.ended and grace_s > 0:
+            self.ask_to_end()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.wait(grace_s)
+        self._signal(signal.SIGKILL)
+        code = self._process.wait()
+        self._await_log(5.0)
+        self._scratch.cleanup()
+        return code
+
+    def error(self, code: int) -> str | None:
+        """Return the error that the program reported before it ended with this code.
+
+        Where it named none, that is the last line it printed, called so; None after a signal, which says it all.
+        """
+        self._await_log(1.0)
+        if (found := ends.error_in(self._lines, code)) or code < 0 or not self._lines:
+            return found
+        return f"{processes.describe_exit(code)}, last line: {self._lines[-1].strip()}"
+
+    def _await_log(self, timeout_s: float) -> None:
+        if self._pump is not None:
+            self._pump.join(timeout_s)
+
+
+class Trainer(Program):
+    """The training program: started at once, it waits at its gate, the pipe whose descriptor is `GATE_FD`."""
+
+    can_wait = True
+    noise = NOISE
+
+    def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
+        gate_read, gate_write = os.pipe()
+        super().__init__(command, environment | {"GATE_FD": str(gate_read)}, log)
+        self._gate: int | None = gate_write
+        self._stacks_shown = False
+        self._start(descriptors=(gate_read,))
+        os.close(gate_read)
+
+    def show_stacks(self) -> None:
+        """Have every thread's Python stack printed to the log, once the program can: not before its gate."""
+        if not self._stacks_shown and processes.handles(self.pid, signal.SIGUSR1):
+            assert self._process is not None
+            self._stacks_shown = True
+            self._process.send_signal(signal.SIGUSR1)
+
+    def open_gate(self, life: dict[str, str]) -> None:
+        """Let the program form its cluster."""
+        if self._gate is not None:
+            with contextlib.suppress(BrokenPipeError):
+                os.write(self._gate, json.dumps(life).encode() + b"\n")
+            self._close_gate()
+
+    def end(self, grace_s: float) -> int:
+        """End the program, politely first; return its exit code."""
+        code = super().end(grace_s)
+        self._close_gate()
+        return code
+
+    def _close_gate(self) -> None:
+        if self._gate is not None:
+            os.close(self._gate)
+            self._gate = None
+
+
+class Script(Program):
+    """Somebody's script, which knows of no gate: it is started when its cluster is complete, in a folder of its own."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], log: Path, folder: Path) -> None:
+        super().__init__(command, environment, log)
+        self._folder = folder
+
+    def open_gate(self, life: dict[str, str]) -> None:
+        """Start the script."""
+        self._environment |= life
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._start(self._folder)

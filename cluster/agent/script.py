@@ -1,0 +1,142 @@
+"""The agent of a task that runs somebody's script: what a script cannot do for itself, its agent does.
+
+A script knows nothing of gates, heartbeats and exit codes with a meaning. So it is started when its cluster is
+complete, its agent writes the heartbeat until the end, and how it ends is read thus:
+
+    exit code 0                     its work is done; the run succeeds when every script that trains has ended so
+    any other exit code             its own fault, which trying again would only repeat: the run fails, naming it
+    a signal                        it was killed, or crashed: started again, as the failure policy says
+    an exit code because of others  when a task is killed, the scripts of the others end with an error; so each waits a
+                                    moment for the task that really died to say so, and is then started again with it
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+from pathlib import Path
+
+from cluster import settings
+from cluster.agent.agent import PEER_LOST_PATIENCE_S, Agent
+from cluster.agent.program import Program, Script
+from cluster.errors import EXIT_FAILED
+from cluster.paths import ROOT
+from cluster.recovery.attempts import LOST_CONTACT
+from cluster.recovery.ends import End
+from cluster.run.heartbeat import Heartbeat
+from cluster.spec import Role, Task
+from cluster.system.processes import as_exit_code
+
+SILENT_S = 2.0
+"""A task without a heartbeat for so long may be dead, agent and all, and not yet brought back. Less than the patience
+that it is looked for with."""
+LONE_RESTART_S = 60.0
+"""How long after a worker's restart another script's error is taken for its consequence."""
+OTHERS_POLL_S = 0.2
+
+
+class ScriptAgent(Agent):
+    """Runs one task's script from its start to the run's outcome."""
+
+    grace_s = settings.seconds("SCRIPT_GRACE_S")
+    """Seconds that a script gets to end by itself after SIGTERM, as many as `docker stop` gives. TensorFlow takes
+    SIGTERM for a notice of preemption, so a script that trains on several tasks does not hear of it unless it asks
+    TensorFlow."""
+    grace_ends = 0.0
+    """When a script that was asked to end is killed."""
+    _script_began_s = 0.0
+
+    def _program(self, environment: dict[str, str]) -> Program:
+        folder = self.run.work(self.task.name)
+        return Script(self.command, script_environment(environment), self.run.log(self.task.name), folder)
+
+    def _begin(self, program: Program, heartbeat: Heartbeat, life: dict[str, str]) -> None:
+        program.open_gate(life)
+        self.heartbeat = heartbeat
+        self._script_began_s = time.monotonic()
+        heartbeat.update(state="training")
+        self.run.event(self.task.name, "script started")
+
+    def _ask_to_end(self, program: Program) -> None:
+        super()._ask_to_end(program)
+        self.grace_ends = self.grace_ends or time.monotonic() + self.grace_s
+        if time.monotonic() > self.grace_ends:
+            self.run.end("stopped", task=self.task.name)
+
+    def _grace_s(self) -> float:
+        left_s = max(0.0, self.grace_ends - time.monotonic()) if self.grace_ends else self.grace_s
+        return min(left_s, super()._grace_s())
+
+    @property
+    def _listener(self) -> Task:
+        """On all addresses of a container: it is on two networks, and its name may mean its address on either."""
+        return self.task if self.task.host == "127.0.0.1" else dataclasses.replace(self.task, host="0.0.0.0")  # noqa: S104
+
+    def _act_on_exit(self, program: Program, generation: int) -> None:
+        ended_at = time.time()
+        code = program.wait()
+        if self.run.outcome:
+            return
+        others_had_failed = self._others_failed(generation)
+        self.heartbeat.update(state="done" if code == 0 else "failed", exit_code=as_exit_code(code))
+        end = self._end_of(program, code, generation)
+        # An abort is TensorFlow's own when it hears that another task failed.
+        killed = code < 0 and not (code == -signal.SIGABRT and others_had_failed)
+        if self.run.stop_requested:
+            self.run.end("stopped", task=self.task.name)
+        elif code == 0:
+            self._await_outcome(generation)
+        elif killed and self.alone:
+            self._restart_alone(end)
+        elif killed:
+            self._restart_gang(generation, end)
+        elif self._another_failed(generation, PEER_LOST_PATIENCE_S * (2 if others_had_failed else 1)):
+            return
+        elif self._worker_restarted(generation, ended_at):
+            cause = f"{end.cause}, after a worker had died"
+            self.recovery.restart_gang(generation, dataclasses.replace(end, kind=LOST_CONTACT, cause=cause))
+        else:
+            self.run.end("failed", task=self.task.name, exit_code=EXIT_FAILED, error=_reported(end))
+
+    @property
+    def _lived_s(self) -> float:
+        return time.monotonic() - self._script_began_s
+
+    def _await_outcome(self, generation: int) -> None:
+        """Wait until every script that trains has ended with 0, however long that takes; the chief's agent says so."""
+        if self.task.role != Role.CHIEF:
+            self._wait_until_over(generation, float("inf"))
+            return
+        training = {task.name for task in self.spec.tasks if not self.spec.serves(task)}
+        while not self._over(generation):
+            beats = self.run.heartbeats().values()
+            done = {b["task"] for b in beats if (b["state"], b["generation"]) == ("done", generation)}
+            if training <= done:
+                self.run.end("stopped" if self.run.stop_requested else "succeeded", task=self.task.name)
+            else:
+                time.sleep(OTHERS_POLL_S)
+
+    def _others_failed(self, generation: int) -> bool:
+        beats = self.run.heartbeats().values()
+        mine = self.task.name
+        return any(b["task"] != mine and b["generation"] == generation and b["state"] == "failed" for b in beats)
+
+    def _worker_restarted(self, generation: int, ended_at: float) -> bool:
+        """Whether a worker was started again alone shortly before: not every script goes on without one."""
+        times = [e["time"] for e in self.run.events() if (e["event"], e["generation"]) == ("restarted", generation)]
+        return any(moment > ended_at - LONE_RESTART_S for moment in times)
+
+
+def _reported(end: End) -> str:
+    """Return how a script ended, its exit code first: what it means is the script's own affair."""
+    return end.reported if not end.error or end.error.startswith(end.cause) else f"{end.cause}: {end.error}"
+
+
+def script_environment(environment: dict[str, str]) -> dict[str, str]:
+    """Return what a script is started with: modules of this checkout must not stand before the ones it means."""
+    entries = environment.get("PYTHONPATH", "").split(os.pathsep)
+    kept = [entry for entry in entries if entry and Path(entry).resolve() != ROOT]
+    rest = {name: value for name, value in environment.items() if name != "PYTHONPATH"}
+    return rest | ({"PYTHONPATH": os.pathsep.join(kept)} if kept else {})

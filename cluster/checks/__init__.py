@@ -1,0 +1,1 @@
+"""Checks of the machine, of strategies and of finished runs."""

@@ -1,0 +1,105 @@
+"""How fast a plan's GPUs sum a tensor among all of them: the program that measures it, and what it told."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from cluster import spec
+from cluster.checks import gpu_host
+from cluster.errors import ClusterError, PrerequisiteError, UsageError
+from cluster.findings import Finding
+from cluster.gpu import devices, placement
+from cluster.gpu.devices import Machine
+from cluster.gpu.placement import Placement
+from cluster.image import images
+from cluster.launch import planning
+from cluster.paths import ROOT
+from cluster.runtime import engine, local, toolkit
+
+CHECK = "gpu bandwidth"
+TIMEOUT_S = 300.0
+"""Importing TensorFlow, connecting NCCL and 4 sizes take a minute, also on GPUs that must wake first."""
+
+
+def examine(asked: str = "") -> Finding:
+    """Measure the all-reduce between the GPUs that `up --workers 0 --gpus ASKED` would train on.
+
+    Raises:
+        UsageError: `asked` is not understood.
+    """
+    wanted = placement.parse(asked or "all", "")
+    if wanted is None:
+        raise UsageError(f"--bandwidth with --gpus {asked}: nothing to measure; use --gpus all, or leave it out")
+    try:
+        machine = devices.machine("--bandwidth", with_instances=any(name.startswith("MIG-") for name in wanted.ids))
+        placed = placement.place(wanted, machine, spec.build(workers="0"), planning.busy())
+    except ClusterError as error:  # what it says holds the fix
+        return Finding(CHECK, "failed", str(error))
+    ids = placed.of("chief")
+    if len(ids) == 1:
+        return Finding(CHECK, "ok", f"GPU {ids[0]} alone: nothing to all-reduce")
+    try:
+        code, text = _run(placed)
+    except PrerequisiteError as error:
+        return Finding(CHECK, "failed", f"nothing here can measure it: {error}", gpu_host.BUILD)
+    return judge(code, text, machine, ids)
+
+
+def judge(code: int, text: str, machine: Machine, ids: tuple[str, ...]) -> Finding:
+    """Judge what `train.bandwidth` told of these GPUs."""
+    last = text.splitlines()[-1] if text else "no output"
+    fix = "see NCCL's own words: NCCL_DEBUG=INFO, and `nvidia-smi topo -m`"
+    if code:
+        return Finding(CHECK, "failed", f"all-reduce between GPU {','.join(ids)} fails: {last}", fix)
+    try:
+        # NCCL warns on the same stream.
+        told = json.loads(next((line for line in reversed(text.splitlines()) if line.startswith("{")), last))
+        used, measured = told["devices"], [(size["mib"], size["bus_gb_s"]) for size in told["sizes"]]
+        shown = ", ".join(f"{speed:.1f} at {mib} MiB" for mib, speed in measured)
+    except (ValueError, KeyError, TypeError):
+        return Finding(CHECK, "failed", f"train.bandwidth printed {last[:100]!r} instead of what it measured", fix)
+    if not measured or used != [f"GPU:{index}" for index in range(len(ids))]:
+        return Finding(CHECK, "failed", f"it was measured on {', '.join(used)} instead of {len(ids)} GPUs", fix)
+    way = _farthest(machine, ids)
+    return Finding(CHECK, "ok", f"GPU {','.join(ids)}{f' over {way}' if way else ''}: bus GB/s {shown}")
+
+
+def _farthest(machine: Machine, ids: tuple[str, ...]) -> str:
+    """Return how the two farthest of these are connected, which bounds all; empty where it is not known."""
+    pairs = [(one, other) for at, one in enumerate(ids) for other in ids[at + 1 :]]
+    return machine.links.get(min(pairs, key=lambda pair: machine.closeness(*pair)), "")
+
+
+def _run(placed: Placement) -> tuple[int, str]:
+    """Run the program in the GPU image, or here where that is not to be had; return its exit code and output.
+
+    Raises:
+        PrerequisiteError: it can run nowhere.
+    """
+    ids = placed.of("chief")
+    words = ["-m", "train.bandwidth", "--devices", str(len(ids))]
+    ways = gpu_host.ways() if engine.probe().ready else []
+    if ways and gpu_host.has_image():
+        return gpu_host.run(ways[0], ids, placed.environment("chief"), *words, timeout_s=TIMEOUT_S)
+    missing = f"{images.train_image('gpu')} is not built" if ways else "no engine hands over GPUs"
+    try:
+        toolkit.check_here()
+    except PrerequisiteError as error:
+        raise PrerequisiteError(f"{missing}, and this environment has no TensorFlow with CUDA") from error
+    environment = os.environ | local.visible(placed, "chief")
+    try:
+        done = subprocess.run(
+            [sys.executable, *words],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env=environment,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return 124, f"it did not end in {TIMEOUT_S:g} s"
+    return done.returncode, (done.stderr if done.returncode else done.stdout).strip()

@@ -1,0 +1,128 @@
+"""Prerequisite checks, each with its fix."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from cluster.checks import bandwidth as allreduce
+from cluster.checks import gpu_host
+from cluster.errors import ClusterError, UsageError
+from cluster.findings import Finding
+from cluster.image import locks
+from cluster.launch import planning
+from cluster.runtime import engine, local, network, tensorboard
+
+LOCKS = ("host", "train-cpu", "tensorboard")
+
+
+def examine(port: int = tensorboard.PORT) -> list[Finding]:
+    """Return what this machine has and lacks. Changes nothing; starts nothing but `gpu_host`'s container."""
+    machine = [_python(), _packages(), _processor(), _memory(), _disk(), _data()]
+    return [*machine, _port(port), network.examine(), _engine(), *gpu_host.examine()]
+
+
+def look(*, bandwidth: bool = False, gpus: str = "") -> dict[str, Any]:
+    """Return what this machine has and lacks, as `invoke doctor --json` shows it.
+
+    Args:
+        bandwidth: whether the all-reduce between GPUs is measured, too.
+        gpus: between which; empty for all.
+
+    Raises:
+        UsageError: GPUs are named, and nothing is measured between them.
+    """
+    if gpus and not bandwidth:
+        raise UsageError(
+            f"--gpus {gpus} without --bandwidth: it says between which to measure; add it, or leave both out"
+        )
+    measured = [allreduce.examine(gpus)] if bandwidth else []
+    return report([*examine(), *measured])
+
+
+def report(findings: list[Finding]) -> dict[str, Any]:
+    """Return the findings, and whether none must be mended."""
+    return {"ok": all(f.state != "failed" for f in findings), "findings": [asdict(f) for f in findings]}
+
+
+def _python() -> Finding:
+    version = platform.python_version()
+    if (3, 11) <= sys.version_info[:2] <= (3, 13):
+        return Finding("python", "ok", version)
+    return Finding("python", "failed", version, "install Python 3.11 to 3.13, delete .venv and run `make setup`")
+
+
+def _packages() -> Finding:
+    wrong = []
+    for name, version in locked():
+        try:
+            installed = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            installed = "missing"
+        if installed != version:
+            wrong.append(f"{name} {installed} instead of {version}")
+    if wrong:
+        return Finding("packages", "failed", ", ".join(wrong[:5]), "make setup")
+    return Finding("packages", "ok", f"as locked in requirements/ ({', '.join(LOCKS)})")
+
+
+def locked() -> list[tuple[str, str]]:
+    """Return the packages and versions that the locks ask for on this machine."""
+    return sorted({(pin.name, pin.version) for lock in LOCKS for pin in locks.pins(lock) if pin.applies()})
+
+
+def _processor() -> Finding:
+    cores = len(os.sched_getaffinity(0))
+    if cores >= 2:
+        return Finding("processor", "ok", f"{cores} cores, {platform.machine()}")
+    return Finding("processor", "warning", "1 core", "a cluster of several tasks is slow on one core")
+
+
+def _memory() -> Finding:
+    try:
+        local.check_memory(3)
+    except ClusterError as error:
+        return Finding("memory", "failed", str(error), "free memory, or start fewer tasks: --workers 0")
+    return Finding("memory", "ok", "enough for a chief and 2 workers")
+
+
+def _disk() -> Finding:
+    folder = planning.runs_dir()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    writable = os.access(folder, os.W_OK)
+    if free >= planning.MIN_FREE_BYTES and writable:
+        return Finding("disk", "ok", f"{free / 2**30:.1f} GiB free for {planning.shown(planning.runs_dir())}")
+    detail = f"{free / 2**20:.0f} MiB free" if writable else f"{folder} cannot be written"
+    return Finding("disk", "failed", detail, "free space, or set RUNS_DIR to another folder")
+
+
+def _data() -> Finding:
+    folder = planning.data_dir() / "arrays"
+    ready = sorted(path.parent.name for path in folder.glob("*/arrays.json"))
+    if ready:
+        return Finding("data", "ok", ", ".join(ready))
+    return Finding(
+        "data", "warning", f"nothing is prepared in {planning.shown(planning.data_dir())}", "invoke data.prepare"
+    )
+
+
+def _port(port: int) -> Finding:
+    try:
+        tensorboard.check_port(planning.runs_dir(), port)
+    except ClusterError as error:
+        return Finding("tensorboard port", "failed", str(error), "--tensorboard-port 6007")
+    return Finding("tensorboard port", "ok", f"127.0.0.1:{port} is free or ours")
+
+
+def _engine() -> Finding:
+    answer = engine.probe()
+    if answer.ready:
+        return Finding("docker", "ok", answer.detail)
+    return Finding("docker", "warning", answer.detail, f"{engine.fix(answer.detail)}; until then runs are local")

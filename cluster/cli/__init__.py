@@ -1,0 +1,1 @@
+"""The command line: what every task of `tasks.py` shares, and the task collections."""

@@ -1,0 +1,185 @@
+"""What every task needs of invoke: positional arguments that may be left out, errors told in one line, shown values."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from invoke import Context, Exit
+from invoke.exceptions import CommandTimedOut, ThreadException, UnexpectedExit
+from invoke.parser.parser import ParseMachine
+
+from cluster.cli import caller
+from cluster.cli.runner import Runner
+from cluster.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_PREREQUISITE,
+    EXIT_TIMEOUT,
+    EXIT_UNREAD,
+    EXIT_USAGE,
+    ClusterError,
+    TimedOut,
+)
+from cluster.launch import planning
+from cluster.launch.request import Request
+from cluster.messages import plain, system_error
+from cluster.paths import ROOT
+from cluster.runtime import engine
+from cluster.system.files import DISK_FULL
+
+JSON_HELP = "print as JSON (default: no)"
+KNOWN_CODES = (EXIT_USAGE, EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_INTERRUPTED)
+
+DOES_MORE = ("bench", "chaos", "down", "profile", "rerun", "scale", "stop", "tensorboard", "verify")
+"""Tasks that change something by themselves. `up` takes invoke's own --dry for its own."""
+
+_handle, _complete_context = ParseMachine.handle, ParseMachine.complete_context
+
+
+def _leave_out(machine: ParseMachine) -> None:
+    for argument in machine.context.positional_args if machine.context else ():
+        if argument.optional and argument.value is None:
+            argument.set_value("")
+
+
+def _complete_leniently(machine: ParseMachine) -> None:
+    _leave_out(machine)
+    _complete_context(machine)
+
+
+def _handle_leniently(machine: ParseMachine, token: str) -> None:
+    if token in ("--help", "-h"):
+        _leave_out(machine)
+    _handle(machine, token)
+
+
+# invoke demands every positional argument, but `logs` and `logs worker-0` both make sense: those marked optional may be
+# left out, and `logs --help` asks for help.
+ParseMachine.handle, ParseMachine.complete_context = _handle_leniently, _complete_leniently
+
+
+def told(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Tell an expected error in one line with its exit code, instead of a traceback."""
+
+    @functools.wraps(body)
+    def wrapped(*arguments: Any, **options: Any) -> None:
+        ended = _refuse_dry(body.__name__, arguments[0]) or _ended(body, arguments, options)
+        if _unread() and not (ended and ended.message):
+            ended = Exit(code=EXIT_UNREAD)
+        if ended:
+            raise ended
+
+    return wrapped
+
+
+def _refuse_dry(task: str, c: Context) -> Exit | None:
+    """Refuse invoke's own --dry, which keeps only commands from being run, where a task does more than run them."""
+    if task not in DOES_MORE or not c.config.run.dry:
+        return None
+    return Exit(f"error: invoke --dry {task}: there is no dry run of it; leave out --dry", code=EXIT_USAGE)
+
+
+def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Exit | None:
+    """Run a task; return how it ended, if it says so."""
+    said = None
+    try:
+        caller.settle()
+        body(*arguments, **options)
+        return None
+    except Exit as ended:
+        return ended
+    except ClusterError as error:
+        said, code = f"error: {plain(str(error))}", error.exit_code
+    except UnexpectedExit as error:
+        code = error.result.exited if error.result.exited in KNOWN_CODES else EXIT_FAILED
+        if not error.result.stderr.strip().rpartition("\n")[2].startswith("error: "):  # ours tell theirs themselves
+            said = f"error: {error.result.command!r} ended with exit code {error.result.exited}"
+    except BrokenPipeError:
+        code = EXIT_UNREAD
+    except ThreadException as error:  # from what shows a command's output
+        if any(each.type is not BrokenPipeError for each in error.exceptions):
+            raise
+        code = EXIT_UNREAD
+    except OSError as error:
+        said, code = f"error: {_explained(error)}", EXIT_FAILED
+    except KeyboardInterrupt:
+        said, code = "interrupted", EXIT_INTERRUPTED
+    return Exit(said, code=code)
+
+
+def _explained(error: OSError) -> str:
+    """Return what the system refused and what to do about it; which file that was is not always told."""
+    if error.errno in DISK_FULL and not error.filename:
+        where = planning.shown(planning.runs_dir())
+        return (
+            f"{where}, or a temporary folder: {error.strerror}; free space, or set RUNS_DIR or TMPDIR to another disk"
+        )
+    return f"{system_error(error)}; mend that and try again"
+
+
+def _unread() -> bool:
+    """Return whether nobody reads what is printed; then the rest goes nowhere, or Python would complain at its end."""
+    unread = False
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            unread = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return unread
+
+
+def request(c: Context, options: dict[str, Any]) -> Request:
+    """Return what a task's options and the words after `--` ask for."""
+    asked = {
+        name: value for name, value in options.items() if name in Request.__dataclass_fields__ and value is not None
+    }
+    typed = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
+    # invoke joins the words and loses their quotes.
+    words = typed if " ".join(typed) == c.remainder else shlex.split(c.remainder)
+    return Request(**asked, overrides=tuple(words))
+
+
+def show(value: Any, lines: Callable[[Any], Sequence[str]], *, as_json: bool) -> None:
+    """Print a value for programs, or as lines of text."""
+    if as_json:
+        print(json.dumps(value, indent=2))
+    elif text := lines(value):
+        print("\n".join(text))
+
+
+def in_checkout(c: Context) -> AbstractContextManager[None]:
+    """Have commands run in the checkout, whatever its folder is called: invoke's own `cd` quotes spaces alone."""
+    found: AbstractContextManager[None] = c.prefix(f"cd {shlex.quote(str(ROOT))}")
+    return found
+
+
+def shell(c: Context, *, aside: bool = False, quiet: bool = False) -> Callable[[str], object]:
+    """Return what runs a command in the checkout and shows what it prints.
+
+    Args:
+        c: the task's.
+        aside: show it on stderr, because a program reads stdout.
+        quiet: show what it prints alone, and not the command, because a program may read that.
+    """
+    c.config.runners.local = Runner
+
+    def sh(command: str) -> object:
+        bound_s = engine.patience_s(command)
+        how: dict[str, Any] = {} if bound_s is None else {"timeout": bound_s}
+        how |= {"echo": False, "out_stream": sys.stderr} if aside else {"echo": False} if quiet else {}
+        try:
+            with in_checkout(c):
+                return c.run(command, **how)
+        except CommandTimedOut as error:
+            message = f"{command!r} did not end in {bound_s:g} s and was killed; see whether `docker info` answers"
+            raise TimedOut(message) from error
+
+    return sh

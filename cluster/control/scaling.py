@@ -1,0 +1,226 @@
+"""`invoke scale`: a run goes on with other workers or parameter servers, at the step where it was stopped for that.
+
+The request to stop says what follows (`control/stop.json`). So the chief's agent writes no summary, and whoever watches
+the run waits for its next generation, which this module begins: at most `runs.SCALE_PATIENCE_S`, should it die.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+
+from cluster import spec
+from cluster.control import view, watch
+from cluster.errors import EXIT_DONE, TimedOut, UsageError
+from cluster.launch import planning, startup, teardown
+from cluster.launch.request import Request, topology
+from cluster.messages import counted
+from cluster.results import summary
+from cluster.run import claim
+from cluster.run.folder import SCALE, RunFolder
+from cluster.spec import ClusterSpec, Role
+
+BY = "invoke scale"
+SHOWN_COUNTS = 3
+"""How many numbers of workers that would fit are named."""
+
+
+def scale(run: RunFolder, workers: str, ps: str, sh: startup.Shell, *, trust: bool = False) -> int:
+    """Bring a run to another size and return once every task trains again, or with how the run ended instead.
+
+    Args:
+        run: in progress.
+        workers: worker tasks beside the chief, as typed; empty: as many as now.
+        ps: parameter servers, as typed; empty: as many as now.
+        sh: runs commands.
+        trust: whether the run's records may be other than this user left them.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UsageError: the run cannot be brought to that size. It goes on undisturbed.
+        PrerequisiteError: this machine has no room for that. It goes on undisturbed.
+        TimedOut: it did not stop, and goes on as it was.
+    """
+    before = run.load_cluster()
+    with claim.hold(run, "scaled"):
+        planned = plan(run, workers, ps, trust=trust)
+        startup.check_machine(planned, ending=len(before.tasks))
+        if planned.contained:
+            startup.require_image(sh, planned.gpus.accelerator)
+        print(f"{run.name}: every task saves at the same step and ends, then it goes on", flush=True)
+        began = time.monotonic()
+        stopped = stop(run)
+        step, told = _reached(run)
+        swapped = stopped and _swap(planned, sh)
+    if not swapped:
+        return _tell_end(run, sh, "ended before it was scaled")
+    run.event("chief", "scaled", step=step, **_counts(before, "before"), **_counts(planned.cluster, "after"))
+    told = f"scaled {_sizes(before, planned.cluster)} at {told}"
+    if not watch.until_training(run, lambda value: None):
+        return _tell_end(run, sh, f"was {told}, and ended before every task trained again")
+    print(f"{told}; every task trains again after {time.monotonic() - began:.1f} s")
+    return EXIT_DONE
+
+
+def plan(run: RunFolder, workers: str, ps: str, *, trust: bool = False) -> planning.Plan:
+    """Check that a run can be brought to a size and return what would be started. Changes nothing.
+
+    Raises:
+        UsageError: it cannot.
+        PrerequisiteError: something that this machine must have is missing.
+    """
+    options = f"{f' --workers {workers}' if workers else ''}{f' --ps {ps}' if ps else ''}"
+    if not options:
+        raise UsageError("--workers is missing: say how many, such as --workers 1")
+    if run.script:
+        raise UsageError(
+            f"run {run.name!r} is one of a script, which keeps its own state; `invoke stop {run.name}`, then "
+            f"`invoke up --resume {run.name}{options}`"
+        )
+    if not teardown.in_progress(run):
+        raise UsageError(
+            f"run {run.name!r} is not in progress; `invoke up --resume {run.name}{options}` goes on with it"
+        )
+    had = run.load_cluster()
+    asked = Request(
+        resume=run.name,
+        workers=workers,
+        ps=ps,
+        runtime=str(run.load_started().get("runtime", "auto")),
+        tensorboard_port="0",
+        trust=trust,
+    )
+    _check_size(run, had, spec.build(**topology(asked, had)))
+    return planning.plan(asked, stops_first=True)
+
+
+def stop(run: RunFolder) -> bool:
+    """Have every task save and end, to go on elsewhere; return False where the run has come to its end instead.
+
+    Raises:
+        UsageError: somebody else is stopping it.
+        TimedOut: it did not stop, and goes on.
+    """
+    if not run.request_stop(BY, then=SCALE):
+        what = "scaled" if run.scaling else "stopped"
+        raise UsageError(f"run {run.name!r} is being {what} already; `invoke status --watch` shows it")
+    try:
+        _await_outcome(run)
+    except BaseException:
+        run.withdraw_stop()
+        raise
+    return run.goes_on
+
+
+def _swap(planned: planning.Plan, sh: startup.Shell) -> bool:
+    """Take down the cluster that has ended and start the planned one; return False where the run was ended instead."""
+    run = planned.run
+    try:
+        summary.await_last_words(run, summary.SETTLE_S)
+        teardown.remove(run, sh)
+        if run.goes_on:
+            startup.go_on(planned, sh)
+            return True
+    except BaseException:
+        _end_here(run)
+        raise
+    if not run.ended:  # somebody stopped it for good when no agent was left to tell how it ended
+        summary.write(run, settle_s=0)
+    return False
+
+
+def _await_outcome(run: RunFolder) -> None:
+    deadline = time.monotonic() + watch.STOP_TIMEOUT_S
+    while not run.outcome:
+        if time.monotonic() > deadline:
+            raise TimedOut(
+                f"run {run.name} did not stop in {watch.STOP_TIMEOUT_S:g} s, so it was not scaled; once its tasks have "
+                "saved it goes on as it was, see `invoke status --watch`"
+            )
+        time.sleep(watch.POLL_S)
+
+
+def _check_size(run: RunFolder, had: ClusterSpec, asked: ClusterSpec) -> None:
+    """Check that the run can go on from its checkpoint on this cluster.
+
+    Raises:
+        UsageError: it cannot, or is that large already.
+    """
+    if had.strategy == "tpu":
+        raise UsageError(f"run {run.name!r} trains on the cores of a TPU, whose number is fixed")
+    if [task.name for task in asked.tasks] == [task.name for task in had.tasks]:
+        raise UsageError(f"run {run.name!r} has {_size(had)} already")
+    config = run.load_config()
+    if not config.get("bitwise_elastic", 0):  # whether replicas can share virtual shards is checked with the plan
+        _check_batch(config.get("global_batch", 0), had, asked)
+    if config.get("loop") == "fit" and spec.needs_tf_keras(had.strategy) != spec.needs_tf_keras(asked.strategy):
+        raise UsageError(
+            f"--workers {_workers(asked)}: with --loop fit one process trains with Keras 3 and several with tf_keras, "
+            "which cannot read each other's checkpoints; only runs of --loop custom scale between them"
+        )
+
+
+def _check_batch(batch: int, had: ClusterSpec, asked: ClusterSpec) -> None:
+    """Check that the global batch, which stays, can be shared out.
+
+    Raises:
+        UsageError: it cannot; the message names the nearest numbers of workers with which it can.
+    """
+    if batch % asked.batch_divisor == 0:
+        return
+    counts = range(spec.MAX_TASKS + 1)
+    fitting = [n for n in counts if batch % ((1 + n) * asked.devices) == 0 and n != _workers(had)]
+    near = [str(n) for n in sorted(sorted(fitting, key=lambda n: abs(n - _workers(asked)))[:SHOWN_COUNTS])]
+    shown = [", ".join(near[:-1]), near[-1]] if len(near) > 1 else near
+    use = f"use {' or '.join(shown)} workers" if near else "no other number fits"
+    raise UsageError(
+        f"--workers {_workers(asked)}: global batch {batch} is not divisible by {asked.batch_divisor} replicas; {use}"
+    )
+
+
+def _reached(run: RunFolder) -> tuple[int, str]:
+    """Return the step to go on from, and what is told of it."""
+    step, done = max(run.saved_steps, default=0), run.newest_step  # an evaluator tells only steps that were saved
+    if done <= step:
+        return step, f"step {step}"
+    return step, f"step {step} ({counted(done - step, 'step')} done again: a task ended before all had saved)"
+
+
+def _end_here(run: RunFolder) -> None:
+    """Record that a run has stopped which could not be started again, for whoever watches it."""
+    with contextlib.suppress(Exception):  # what went wrong first is what is told
+        run.end("stopped", task="chief")
+        summary.write(run, settle_s=0)
+        print(f"{run.name} is stopped; `invoke up --resume {run.name}` goes on from its newest checkpoint", flush=True)
+
+
+def _tell_end(run: RunFolder, sh: startup.Shell, how: str) -> int:
+    """Tell of a run that ended while it was being scaled; return the exit code."""
+    ended = watch.follow(run, lambda value: None)
+    left = teardown.finish(run, sh)
+    print("\n".join([f"{run.name} {how}", *view.ended(run, planning.shown(run.path))]))
+    if left:
+        print(left, file=sys.stderr)
+    return watch.exit_code(ended)
+
+
+def _workers(cluster: ClusterSpec) -> int:
+    return len(cluster.of(Role.WORKER))
+
+
+def _counts(cluster: ClusterSpec, when: str) -> dict[str, int]:
+    return {f"workers_{when}": _workers(cluster), f"ps_{when}": len(cluster.of(Role.PS))}
+
+
+def _size(cluster: ClusterSpec) -> str:
+    servers = len(cluster.of(Role.PS))
+    return counted(_workers(cluster), "worker") + (f" and {counted(servers, 'parameter server')}" if servers else "")
+
+
+def _sizes(before: ClusterSpec, after: ClusterSpec) -> str:
+    if before.of(Role.PS) or after.of(Role.PS):
+        return f"from {_size(before)} to {_size(after)}"
+    return f"from {_workers(before)} to {_workers(after)} workers"

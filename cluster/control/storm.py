@@ -1,0 +1,103 @@
+"""One fault after the other until the run ends: `invoke chaos storm`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from cluster.control import chaos, view, watch
+from cluster.errors import EXIT_DONE, EXIT_FAILED, UsageError
+from cluster.launch import planning
+from cluster.launch.teardown import is_docker
+from cluster.messages import counted
+from cluster.results import reference
+from cluster.run.folder import RunFolder
+from cluster.spec import Role
+
+STEPS_BETWEEN = (5, 40)
+"""Fewest and most new steps between two faults."""
+
+
+def main(run: RunFolder, count: int, seed: int, kinds: Sequence[str]) -> int:
+    """Deal the faults, wait for the run's end, tell how it went; return the exit code.
+
+    Raises:
+        UsageError: this run cannot have such a storm.
+    """
+    check(run, kinds)
+    results = deal(run, count, seed, kinds, lambda line: print(line, flush=True))
+    print(f"{counted(len(results), 'fault')} inflicted; waiting for the run's end", flush=True)
+    ended = watch.follow(run, lambda value: None)
+    print("\n".join(view.ended(run, planning.shown(run.path))))
+    if ended["state"] != "succeeded":
+        cause = ended.get("cause")
+        why = f": {cause['task'] or 'the run'}: {cause['error']}" if cause else ""
+        print(f"the run {ended['state']} after {len(results)} of {counted(count, 'fault')}{why}")
+    elif len(results) < count:
+        print(f"the run had no room for {count} faults: train for longer (-- --max-steps), or ask for fewer (--faults)")
+    well = ended["state"] == "succeeded" and len(results) == count and reference.same_bits(run) is not False
+    return EXIT_DONE if well else EXIT_FAILED
+
+
+def deal(
+    run: RunFolder, count: int, seed: int, kinds: Sequence[str], tell: Callable[[str], None]
+) -> list[chaos.Result]:
+    """Inflict one fault after the other, some steps apart, until there were enough or the run has no room for more.
+
+    Args:
+        run: in progress, and long enough.
+        count: of the faults.
+        seed: the same faults come again with the same seed; when, is up to the run.
+        kinds: to draw from; none: those that fit the run.
+        tell: told of each in a line.
+    """
+    draw = random.Random(seed)  # noqa: S311  # chaos needs to be repeated, not to be secret
+    results: list[chaos.Result] = []
+    for number in range(1, count + 1):
+        fault = _drawn(run, draw, kinds)
+        if run.ended or run.newest_step + STEPS_BETWEEN[1] >= _last_step(run):
+            break  # there is no room for another one
+        tell(f"fault {number}/{count}: {fault} at step {fault.at_step}")
+        try:
+            results.append(chaos.inflict(run, fault))
+        except UsageError:
+            break  # it ended meanwhile
+        tell(f"  {results[-1].told}")
+        if results[-1].ended:
+            break
+    return results
+
+
+def check(run: RunFolder, kinds: Sequence[str]) -> None:
+    """Check that a storm can be had.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    for kind in kinds or ("kill",):
+        if kind in ("stop", "diskfull"):
+            raise UsageError(f"--kinds {kind}: it ends the run, and the storm with it; inflict it by itself")
+        chaos.check(run, chaos.Fault(kind, "chief"))
+    if run.script:
+        raise UsageError(
+            "storm with a script: a script tells no steps to deal the faults by; kill its tasks one by one"
+        )
+
+
+def _drawn(run: RunFolder, draw: random.Random, kinds: Sequence[str]) -> chaos.Fault:
+    spec = run.load_cluster()
+    tasks = [task.name for task in spec.tasks if task.role != Role.EVALUATOR]
+    if kinds:
+        kind, whole = draw.choice(kinds), False
+    else:
+        choices = [("kill", False)] * 6 + [("kill", True)] * 2 + [("pause", False), ("slow", False)]
+        # A damaged checkpoint costs the steps since the one before it; the asynchronous strategy cannot repeat those.
+        choices += [] if spec.strategy == "ps" else [("corrupt", False)]
+        choices += [("partition", False), ("oom", False)] if is_docker(run) else []
+        kind, whole = draw.choice(choices)
+    return chaos.Fault(kind, draw.choice(tasks), run.newest_step + draw.randint(*STEPS_BETWEEN), whole)
+
+
+def _last_step(run: RunFolder) -> float:
+    """Return the step that the run ends with; without end where no task has told it yet."""
+    return float(run.heartbeats().get("chief", {}).get("steps_total") or "inf")

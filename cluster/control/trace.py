@@ -1,0 +1,130 @@
+"""`invoke profile`: asks a task that trains for the TensorFlow profiler's trace of its next steps, and waits for it.
+
+One request at a time lies in the run folder. The task answers between two calls of its training loop
+(`train/telemetry/trace.py`).
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+from cluster.errors import RunFailed, TimedOut, UsageError
+from cluster.messages import counted, plain
+from cluster.run import records
+from cluster.run.folder import FINAL_STATES, RunFolder
+from cluster.run.liveness import look_once
+from cluster.runtime import tensorboard
+from cluster.spec import Role
+from cluster.system import digest
+from cluster.system.files import create_json, refuse_links, remove
+
+PATIENCE_S = 120.0
+"""Longest wait for a trace: the calls that it holds, their trace's end, and a restart meanwhile."""
+POLL_S = 0.1
+WORKING = frozenset({"training", "saving", "evaluating"})
+
+
+def trace(run: RunFolder, name: str, steps: int, timeout_s: float = PATIENCE_S) -> list[str]:
+    """Have a task trace its next steps; return what is told of it.
+
+    Raises:
+        UsageError: the task cannot be traced, or is being traced.
+        RunFailed: the run ended before, or the task could not.
+        TimedOut: no trace after `timeout_s`.
+    """
+    check(run, name)
+    request = {"id": uuid.uuid4().hex, "task": name, "steps": steps, "until": time.time() + timeout_s}
+    _ask(run, request)
+    try:
+        answer = _await(run, request, timeout_s)
+    finally:
+        if records.read(run.trace_request, records.asked, {}).get("id") == request["id"]:
+            remove(run.trace_request)
+    if "error" in answer:
+        raise RunFailed(f"{name} cannot be traced: {answer['error']}; end the other trace, then try again")
+    refuse_links(run.tensorboard(name))
+    prepared = [digest.digest(folder) for folder in run.traces(name) if not (folder / digest.VERSION).exists()]
+    note = (
+        []
+        if all(prepared)
+        else ["note         not prepared for the Profile tab in a container; `make setup` renews .venv"]
+    )
+    return [*told(run, answer, steps), *note]
+
+
+def check(run: RunFolder, name: str) -> None:
+    """Check that a task is one that trains, in a run that goes on.
+
+    Raises:
+        UsageError: it is not.
+    """
+    spec = run.load_cluster()
+    task = spec.task(name)
+    if run.script:
+        raise UsageError(
+            f"run {run.name!r} is one of a script, which takes its own steps; call tf.profiler.experimental in it, or "
+            "give its TensorBoard callback profile_batch"
+        )
+    if run.outcome or run.ended:
+        raise UsageError(
+            f"run {run.name!r} has ended, so nothing trains in it; `invoke up --resume {run.name}` goes on"
+        )
+    if spec.serves(task):
+        raise UsageError(f"{name} takes no steps of its own, it does what the chief asks; `invoke profile chief`")
+    if task.role == Role.EVALUATOR:
+        raise UsageError(f"{name} takes no training steps; name one that does: `invoke profile chief`")
+    if spec.strategy == "ps" and run.load_config().get("loop") == "fit":
+        raise UsageError(
+            "Keras's fit under parameter servers tells of no single step; there only --loop custom can be traced"
+        )
+    state = look_once(run, name).get(name, {}).get("state", "not started")
+    if state not in WORKING:
+        then = f"`invoke logs {name}` tells more" if state in {*FINAL_STATES, "lost"} else "try again once it trains"
+        raise UsageError(f"{name} is {state}, expected one that trains; {then} (`invoke status` shows it)")
+
+
+def told(run: RunFolder, answer: dict[str, Any], steps: int) -> list[str]:
+    """Return what is told of a trace."""
+    held = answer["last"] - answer["first"] + 1
+    more = f", {counted(steps, 'step')} asked for: whole calls of the training are traced" if held != steps else ""
+    port = tensorboard.running(run.path.parent)
+    where = f"{tensorboard.address(port)}/#profile" if port else "invoke tensorboard, then its Profile tab"
+    return [
+        f"{plain(answer['task'])}: steps {answer['first']} to {answer['last']} traced ({held}{more})",
+        f"trace        {run.name}/tensorboard/{plain(answer['task'])}/plugins/profile",
+        f"TensorBoard  {where}",
+    ]
+
+
+def _ask(run: RunFolder, request: dict[str, Any]) -> None:
+    if create_json(run.trace_request, request, records.asked):
+        return
+    other = records.read(run.trace_request, records.asked, {"until": 0.0})
+    if other["until"] > time.time():
+        raise UsageError(
+            f"{other['task']} of run {run.name!r} is being traced; wait until that is done, then try again"
+        )
+    remove(run.trace_request)  # whoever asked was killed
+    if not create_json(run.trace_request, request, records.asked):
+        raise UsageError(f"somebody else has just asked run {run.name!r} for a trace; wait until that is done")
+
+
+def _await(run: RunFolder, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        ended = run.outcome is not None  # before reading: what was answered until then counts
+        answer: dict[str, Any] = records.read(run.trace_answer, records.answer, {})
+        if answer.get("id") == request["id"]:
+            return answer
+        if ended:
+            raise RunFailed(
+                f"run {run.name!r} ended before {request['task']} had traced its steps; nothing was written"
+            )
+        if time.monotonic() > deadline:
+            raise TimedOut(
+                f"no trace of {request['task']} in {timeout_s:g} s; it may be restarting or in a long call, see "
+                "`invoke status`, then try again"
+            )
+        time.sleep(POLL_S)

@@ -1,0 +1,226 @@
+"""Waiting for a run on the host: until it trains, until it ends, until it has stopped. Nothing here waits for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from cluster.control import view
+from cluster.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_HUNG_UP,
+    EXIT_INTERRUPTED,
+    EXIT_PREREQUISITE,
+    EXIT_TIMEOUT,
+    TimedOut,
+)
+from cluster.launch import planning, startup, teardown
+from cluster.results import summary
+from cluster.run import claim, records
+from cluster.run.folder import LOST_AFTER_S, SCALE_PATIENCE_S, RunFolder
+from cluster.run.liveness import Pulse
+from cluster.runtime import tensorboard
+from cluster.system import interrupts
+from cluster.system.files import write_json
+
+POLL_S = 0.2
+START_TIMEOUT_S = 90.0
+"""Longest time without any heartbeat after a start: pulling images and preparing data come before it."""
+STOP_TIMEOUT_S = 75.0
+"""Longest time for a graceful stop; the engine's grace period and the agents' are shorter."""
+
+
+def follow(
+    run: RunFolder, on_status: Callable[[dict[str, Any]], None], timeout_s: float = float("inf")
+) -> dict[str, Any]:
+    """Watch a run until it has a summary; return that.
+
+    Raises:
+        TimedOut: it has none after `timeout_s`.
+    """
+    deadline, pulse = time.monotonic() + timeout_s, Pulse(run)
+    while (ended := run.ended) is None:
+        on_status(view.status(run, pulse.look(), with_board=False))
+        _notice_silence(run, pulse)
+        if time.monotonic() > deadline:
+            raise TimedOut(f"run {run.name} has not ended after {timeout_s:g} s; it goes on, see `invoke status`")
+        time.sleep(POLL_S)
+    return ended
+
+
+def until_training(run: RunFolder, on_status: Callable[[dict[str, Any]], None]) -> bool:
+    """Watch a run until every task trains; return False where it ended before."""
+    pulse = Pulse(run)
+    while not run.ended:
+        names = {task.name for task in run.load_cluster().tasks}  # anew: it may be scaled meanwhile
+        value = view.status(run, pulse.look(), with_board=False)
+        on_status(value)
+        under_way = {"training", "saving", "evaluating", "done"}
+        all_train = {beat["task"] for beat in value["tasks"] if beat["state"] in under_way} == names
+        if all_train and (value["step"] or run.script):  # a script tells no steps
+            return True
+        _notice_silence(run, pulse)
+        time.sleep(POLL_S)
+    return False
+
+
+def stop(run: RunFolder, by: str, timeout_s: float = STOP_TIMEOUT_S) -> dict[str, Any]:
+    """Ask a run to save and stop; return its summary.
+
+    Raises:
+        TimedOut: it did not stop.
+    """
+    run.insist_on_stop(by)
+    try:
+        return follow(run, lambda value: None, timeout_s)
+    except TimedOut:
+        raise TimedOut(f"run {run.name} did not stop in {timeout_s:g} s; `invoke down` ends it at once") from None
+
+
+def end(run: RunFolder, by: str, timeout_s: float, sh: startup.Shell, *, contained: bool | None = None) -> None:
+    """Ask a run to save and stop if it is in progress, and end whatever is left of it, however damaged its folder is.
+
+    Args:
+        run: the run.
+        by: who asks.
+        timeout_s: in which it may save and stop.
+        sh: runs commands.
+        contained: whether the engine has something of it; by default that is what its record says.
+
+    Raises:
+        Taken: another command is at work on the run, and did not come to an end.
+        PrerequisiteError: it is in containers, and no engine answers.
+    """
+    try:
+        if teardown.in_progress(run):
+            stop(run, by, timeout_s)
+    except TimedOut:  # a run that cannot stop is ended all the same
+        pass
+    except Exception as error:
+        print(f"{run.name} cannot be asked to stop: {' '.join(str(error).split())}", file=sys.stderr)
+    with claim.hold(run, "ended", wait_s=claim.WAIT_S):
+        teardown.remove(run, sh, contained=contained)
+        teardown.record_end(run)
+
+
+def attend(run: RunFolder, runtime: str, port: int, detach: bool, sh: startup.Shell) -> int:
+    """Show a run that was started until it ends or, detached, until it trains; return the exit code.
+
+    However this is left, it says what becomes of the run.
+    """
+    live = view.Live()
+    try:
+        try:
+            ended = _watch(run, runtime, port, detach, sh, live)
+        except KeyboardInterrupt:
+            live.clear()
+            how = "every script gets a SIGTERM" if run.script else "every task saves at the same step"
+            print(f"stopping: {how}; Ctrl-C again kills", flush=True)
+            ended = stop(run, "Ctrl-C")
+    except KeyboardInterrupt:
+        ended = kill(run, sh)
+    except interrupts.HungUp:
+        run.event("chief", "unattended", cause="SIGHUP")
+        print(f"the terminal is gone; {_goes_on(run)}", flush=True)
+        return EXIT_HUNG_UP
+    except BaseException:
+        _tell_that_it_goes_on(run)
+        raise
+    if ended is None:
+        return EXIT_DONE
+    live.clear()
+    left = teardown.finish(run, sh)
+    print("\n".join(view.ended(run, planning.shown(run.path))), flush=True)
+    if left:
+        print(left, file=sys.stderr)
+    return exit_code(ended)
+
+
+def _watch(
+    run: RunFolder, runtime: str, port: int, detach: bool, sh: startup.Shell, live: view.Live
+) -> dict[str, Any] | None:
+    """Show a run until it ends; return its summary, or None where it goes on as it should."""
+
+    def show(value: dict[str, Any]) -> None:
+        interrupts.check()
+        live.show(value)
+
+    stops = "stops every script" if run.script else "saves and stops"
+    print(f"run folder {planning.shown(run.path)}; Ctrl-C {stops}, a second one kills", flush=True)
+    if until_training(run, show):
+        live.clear()
+        if port:
+            print(_start_tensorboard(run, port, runtime, sh), flush=True)
+        if detach:
+            what = "every script runs" if run.script else "training"
+            print(f"{what} in the background; next: invoke status --watch, invoke wait, invoke stop")
+            return None
+    return follow(run, show)
+
+
+def _start_tensorboard(run: RunFolder, port: int, runtime: str, sh: startup.Shell) -> str:
+    """Start TensorBoard; return where it is, or why there is none: the run goes on without it."""
+    try:
+        tensorboard.start(run.path.parent, port, runtime, sh)
+    except Exception as error:
+        told = " ".join(str(error).split())
+        again = f"invoke tensorboard{'' if port == tensorboard.PORT else f' --port {port}'}"
+        return f"TensorBoard is not up, the run goes on without it; `{again}` starts it: {told}"
+    return f"TensorBoard {tensorboard.address(port)}"
+
+
+def kill(run: RunFolder, sh: startup.Shell) -> dict[str, Any]:
+    """End every task at once; return the summary."""
+    print("killing every task", flush=True)
+    with interrupts.ignored("ending every task"):
+        run.end("stopped", task="user")  # before the claim: whoever scales the run gives it back then
+        try:
+            with claim.hold(run, "ended", wait_s=claim.WAIT_S):
+                teardown.kill(run, sh)
+        finally:
+            teardown.record_end(run)  # no agent is left to write it
+    ended: dict[str, Any] = records.read(run.summary, records.summary)
+    return ended
+
+
+def _tell_that_it_goes_on(run: RunFolder) -> None:
+    """Say that a run is not over because nobody watches it any more; what went wrong is told besides."""
+    with contextlib.suppress(Exception):
+        if teardown.in_progress(run):
+            print(_goes_on(run), file=sys.stderr, flush=True)
+
+
+def _goes_on(run: RunFolder) -> str:
+    return f"{run.name} goes on in the background; next: invoke status --watch, invoke stop, invoke down"
+
+
+def exit_code(ended: dict[str, Any]) -> int:
+    """Return the exit code that tells how a run ended."""
+    if ended["state"] == "failed":
+        code = ended.get("cause", {}).get("exit_code")
+        return code if code in (EXIT_PREREQUISITE, EXIT_TIMEOUT) else EXIT_FAILED  # never 2: something was started
+    return EXIT_INTERRUPTED if ended["state"] == "stopped" else EXIT_DONE
+
+
+def _notice_silence(run: RunFolder, pulse: Pulse) -> None:
+    """End a run in whose place nothing lives any more: its engine stopped, or somebody killed everything.
+
+    Args:
+        run: which is watched.
+        pulse: what this watcher has seen of it. The times that others wrote would end runs that only seem silent.
+    """
+    patience_s = LOST_AFTER_S if pulse.begun else START_TIMEOUT_S
+    if run.scale_requested:
+        patience_s = SCALE_PATIENCE_S
+    if pulse.silence_s <= patience_s:
+        return
+    cause = "no task gives a sign of life: the engine or the supervisor stopped"
+    if run.goes_on:
+        cause = f"every task saved and ended to be scaled, but `invoke scale` did not go on in {SCALE_PATIENCE_S:.0f} s"
+        write_json(run.control / "outcome.json", {"state": "failed", "time": time.time(), "error": cause})
+    if run.end("failed", error=cause, exit_code=EXIT_FAILED) or run.outcome:
+        summary.write(run, settle_s=0)

@@ -1,0 +1,1 @@
+"""This machine's GPUs, and which task gets which."""

@@ -1,0 +1,345 @@
+"""Which task gets which GPUs: the chief and the workers get neighbours, all tasks equally many, the others none."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cluster.errors import UsageError, nearest
+from cluster.gpu.devices import Gpu, Machine
+from cluster.messages import counted
+from cluster.spec import MAX_DEVICES, ClusterSpec, Role, parse_count
+
+HANDOVER = "reserve"
+HANDOVERS = (HANDOVER, "cdi", "nvidia")
+"""How containers get GPUs: a device reservation, the Container Device Interface, or the older `nvidia` runtime."""
+
+NCCL_LEVEL = "WARN"
+NCCL_LEVELS = ("VERSION", NCCL_LEVEL, "INFO", "TRACE")
+MAX_GPUS = 1024
+RECORD = "x-gpus"
+"""Its key in `compose.json`; Compose ignores keys that begin so."""
+NO_DEVICE = "-1"
+"""What CUDA takes for no device at all."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The GPUs that were asked for, checked as far as words can be."""
+
+    told: str
+    """The options, as messages repeat them."""
+    ids: tuple[str, ...] = ()
+    """Those to choose from; empty: all of this machine's."""
+    count: int = 0
+    """How many in all; 0: as many as there are, or as `per_task` makes."""
+    per_task: int = 0
+    partial: bool = False
+    """Whether some of `ids` may be left over, as when a run goes on with fewer tasks."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The GPUs of a run's tasks, and how they are handed over."""
+
+    ids: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Each task's; a task that is not in it gets none."""
+    asked: str = ""
+    """`--gpus` as typed, for when the run goes on."""
+    handover: str = HANDOVER
+    nccl_debug: str = NCCL_LEVEL
+    notes: tuple[str, ...] = ()
+
+    @property
+    def accelerator(self) -> str:
+        """Which training image the tasks need: all the same, so that all compute with one TensorFlow."""
+        return "gpu" if self.ids else "cpu"
+
+    def of(self, task: str) -> tuple[str, ...]:
+        """Return the ids of a task's GPUs."""
+        return self.ids.get(task, ())
+
+    def shown(self, task: str) -> list[int | str]:
+        """Return the same for programs: indices as numbers."""
+        return [int(gpu) if gpu.isdigit() else gpu for gpu in self.of(task)]
+
+    def environment(self, task: str) -> dict[str, str]:
+        """Return the variables that give a task its GPUs, wherever it runs."""
+        if not (ids := self.of(task)):
+            return {}
+        return {
+            "GPUS_GIVEN": str(len(ids)),  # the training program checks that TensorFlow sees as many
+            "NCCL_DEBUG": self.nccl_debug,
+            "TF_FORCE_GPU_ALLOW_GROWTH": "true",  # also for scripts, and for workers that only serve
+        }
+
+    def lines(self) -> list[str]:
+        """Return who gets which, as text; nothing where nobody gets any."""
+        told = "; ".join(f"{task} {','.join(ids)}" for task, ids in self.ids.items())
+        return [f"GPUs: {told}"] if told else []
+
+    def record(self) -> dict[str, Any]:
+        """Return what `compose.json` says of it, so that other runs leave these GPUs alone: see `ids_in`."""
+        return {RECORD: {task: list(ids) for task, ids in self.ids.items()}} if self.ids else {}
+
+    def to_json(self) -> dict[str, str]:
+        """Return what a run that goes on keeps; empty where it has no GPUs."""
+        return {"gpus": self.asked, "runtime": self.handover, "nccl_debug": self.nccl_debug} if self.ids else {}
+
+
+def ids_in(compose: Mapping[str, Any]) -> list[str]:
+    """Return the ids of all GPUs that a run's `compose.json` hands out."""
+    return [gpu for ids in compose.get(RECORD, {}).values() for gpu in ids]
+
+
+def parse(gpus: str, per_task: str) -> Wanted | None:
+    """Return what `--gpus` and `--gpus-per-task` ask for; None where it is no GPU at all.
+
+    Raises:
+        UsageError: they are not understood, or contradict each other.
+    """
+    words = [f"--gpus {gpus}"] * bool(gpus) + [f"--gpus-per-task {per_task}"] * bool(per_task)
+    each = parse_count("gpus-per-task", per_task, 1, MAX_DEVICES) if per_task else 0
+    wanted = Wanted(" ".join(words), per_task=each)
+    if gpus in ("", "none"):
+        if gpus and per_task:
+            raise UsageError(f"{wanted.told}: none is none for each task; leave one of them out")
+        return wanted if per_task else None
+    if gpus == "all":
+        return wanted
+    if re.fullmatch(r"[1-9][0-9]{0,3}", gpus) and int(gpus) <= MAX_GPUS:
+        return replace(wanted, count=int(gpus))
+    ids = gpus.removesuffix(",").split(",")
+    if not all(re.fullmatch(r"0|[1-9][0-9]{0,3}|MIG-[0-9A-Za-z/-]+", part) for part in ids) or gpus == "0":
+        raise UsageError(
+            f"--gpus {gpus!r}: expected none, all, how many such as 4, or ids such as 0,1; one id ends with a comma, "
+            "such as 0,"
+        )
+    if twice := [part for part, times in Counter(ids).items() if times > 1]:
+        raise UsageError(f"--gpus {gpus}: GPU {twice[0]} is named more than once; name each GPU once")
+    return replace(wanted, ids=tuple(ids))
+
+
+def inherit(recorded: Mapping[str, str], per_task: int) -> Wanted | None:
+    """Return what a run that goes on had: as many for each task, from among the same where it named them."""
+    if not recorded:
+        return None
+    had = parse(recorded["gpus"], "")
+    told = f"--gpus {recorded['gpus']}" if recorded["gpus"] else f"--gpus-per-task {per_task}"
+    return Wanted(f"{told} of the run", had.ids if had else (), per_task=per_task, partial=True)
+
+
+def handling(runtime: str, nccl_debug: str) -> tuple[str, str]:
+    """Return `--gpu-runtime` and `--nccl-debug`, or their defaults.
+
+    Raises:
+        UsageError: there is no such value.
+    """
+    asked = {
+        "gpu-runtime": (runtime or HANDOVER, HANDOVERS),
+        "nccl-debug": ((nccl_debug or NCCL_LEVEL).upper(), NCCL_LEVELS),
+    }
+    for name, (value, known) in asked.items():
+        if value not in known:
+            raise UsageError(f"--{name} {value!r}: expected one of {', '.join(known)}{nearest(value, known)}")
+    return asked["gpu-runtime"][0], asked["nccl-debug"][0]
+
+
+def place(wanted: Wanted, machine: Machine, cluster: ClusterSpec, busy: Mapping[str, str] | None = None) -> Placement:
+    """Return which task of the cluster gets which GPUs; the cluster's own number of devices does not matter.
+
+    Args:
+        wanted: what was asked for.
+        machine: what there is.
+        cluster: the tasks.
+        busy: the GPUs that other runs train on, each with the name of its run.
+
+    Raises:
+        UsageError: this machine's GPUs cannot be shared out as asked.
+    """
+    tasks = [task.name for task in (*cluster.of(Role.CHIEF), *cluster.of(Role.WORKER))]
+    pool = _named(wanted, machine) if wanted.ids else _free(wanted, machine, len(tasks), busy or {})
+    _refuse_busy(wanted, pool, busy or {})
+    count = _count(wanted, len(pool), len(tasks))
+    if any(gpu.id.startswith("MIG-") for gpu in pool):
+        _check_instances(wanted, count // len(tasks), cluster)
+    groups = _groups([gpu.id for gpu in pool], len(tasks), count // len(tasks), machine)
+    return Placement(dict(zip(tasks, groups, strict=True)), notes=tuple(_notes(pool, groups, machine)))
+
+
+def _named(wanted: Wanted, machine: Machine) -> list[Gpu]:
+    """Return the GPUs that were named."""
+    known = {gpu.id: gpu for gpu in (*machine.gpus, *machine.instances)}
+    for name in wanted.ids:
+        if name not in known:
+            there = ", ".join(known)
+            raise UsageError(
+                f"{wanted.told}: there is no GPU {name} here; this machine has {there}: name some of these"
+            )
+    named = [gpu for gpu in known.values() if gpu.id in wanted.ids]
+    _refuse_mig(wanted, [gpu for gpu in named if gpu.mig])
+    return named
+
+
+def _free(wanted: Wanted, machine: Machine, num_tasks: int, busy: Mapping[str, str]) -> list[Gpu]:
+    """Return GPUs of one model to choose from, where none were named."""
+    takes_all = not wanted.count and not wanted.per_task
+    whole = [gpu for gpu in machine.gpus if not gpu.mig]
+    usable = [gpu for gpu in whole if gpu.id not in busy]
+    if takes_all or not whole:
+        _refuse_mig(wanted, [gpu for gpu in machine.gpus if gpu.mig])
+    if takes_all or not usable:
+        _refuse_busy(wanted, whole, busy)
+    models: dict[str, list[Gpu]] = {}
+    for gpu in usable:
+        models.setdefault(gpu.model, []).append(gpu)
+    if takes_all and len(models) > 1:
+        one = ",".join(gpu.id for gpu in max(models.values(), key=len))
+        raise UsageError(
+            f"{wanted.told}: this machine's GPUs are of {len(models)} models ({_models(usable)}), and every step would "
+            f"wait for the slowest; use those of one, such as --gpus {one}, or name all of them to have it so"
+        )
+    pool = max(models.values(), key=len)  # the first of two equally many: that of the lowest id
+    count = wanted.per_task * num_tasks or wanted.count
+    if count > len(usable):
+        others = {"in MIG mode": len(machine.gpus) - len(whole), "in use by other runs": len(whole) - len(usable)}
+        besides = " and ".join(f"{number} {what}" for what, number in others.items() if number)
+        raise UsageError(
+            f"{wanted.told}: {counted(count, 'GPU')} for {counted(num_tasks, 'task')}, and this machine has "
+            f"{len(usable)}{f' besides {besides}' if besides else ''}; ask for fewer, or use fewer workers"
+        )
+    if len(pool) < count:
+        raise UsageError(
+            f"{wanted.told}: {count} GPUs are needed, and at most {len(pool)} are of one model ({_models(usable)}); "
+            "ask for fewer, or name them to mix models"
+        )
+    return pool
+
+
+def _count(wanted: Wanted, available: int, num_tasks: int) -> int:
+    """Return how many GPUs are used in all: equally many for each task."""
+    tasks = "the chief alone" if num_tasks == 1 else f"{num_tasks} tasks (the chief and the workers)"
+    exact = wanted.count or (len(wanted.ids) if wanted.ids and not wanted.partial else 0)
+    count = wanted.per_task * num_tasks or exact or available
+    if exact and exact != count:
+        raise UsageError(
+            f"{wanted.told}: {tasks} with {wanted.per_task} each make {count}, not {exact}; leave one of the two out"
+        )
+    if count > available:
+        raise UsageError(
+            f"{wanted.told}: {tasks} would need {count}, and there are {available} to choose from; ask for fewer, or "
+            "use fewer workers"
+        )
+    if count % num_tasks:
+        fewer, more = count // num_tasks * num_tasks, (count // num_tasks + 1) * num_tasks
+        fits = " or ".join(
+            str(number) for number in (fewer, more) if 0 < number and (number <= available or wanted.ids)
+        )
+        use = ("name " if wanted.ids else "use --gpus ") + fits if fits else "use fewer workers"
+        raise UsageError(
+            f"{wanted.told}: {tasks} cannot share {counted(count, 'GPU')} evenly, and would wait for each other; {use}"
+        )
+    return count
+
+
+def _refuse_mig(wanted: Wanted, gpus: Sequence[Gpu]) -> None:
+    if gpus:
+        one = gpus[0].id
+        raise UsageError(
+            f"{wanted.told}: GPU {one} is in MIG mode, so only its instances can be used; name one by the UUID "
+            f"that `nvidia-smi -L` shows, name other GPUs, or end the mode with `nvidia-smi -i {one} -mig 0`"
+        )
+
+
+def _refuse_busy(wanted: Wanted, gpus: Sequence[Gpu], busy: Mapping[str, str]) -> None:
+    if taken := [gpu.id for gpu in gpus if gpu.id in busy]:
+        run = busy[taken[0]]
+        raise UsageError(
+            f"{wanted.told}: run {run!r} trains on GPU {taken[0]}; use others, or `invoke stop {run}` before this"
+        )
+
+
+def _check_instances(wanted: Wanted, per_task: int, cluster: ClusterSpec) -> None:
+    """Check what MIG instances can do: a process sees one of them at most, and NCCL does not connect them.
+
+    Raises:
+        UsageError: they would have to do more.
+    """
+    if per_task > 1 or cluster.strategy == "multiworker":
+        raise UsageError(
+            f"{wanted.told}: MIG instances cannot train together (a process sees one, and NCCL connects none); use one "
+            "with --workers 0, whole GPUs, or parameter servers"
+        )
+
+
+def _groups(ids: Sequence[str], num_groups: int, size: int, machine: Machine) -> list[tuple[str, ...]]:
+    """Return disjoint groups of neighbours, the groups near each other, too; in the order of their ids.
+
+    Greedy from every GPU as the first: machines have few GPUs, in islands, and there that finds the islands.
+    """
+    order = {gpu: at for at, gpu in enumerate(ids)}
+    best: tuple[list[int], list[list[str]]] = ([], [])
+    for first in ids:
+        taken: list[list[str]] = []
+        while len(taken) < num_groups:
+            left = [gpu for gpu in ids if not any(gpu in group for group in taken)]
+            outside = [gpu for group in taken for gpu in group]
+            starts = left if taken else [first]
+            groups = [_grow(start, left, size, outside, machine) for start in starts]
+            taken.append(max(groups, key=lambda group: _worth(group, outside, machine)))
+        worth = _total(taken, machine)
+        if not best[1] or worth > best[0]:
+            best = worth, taken
+    ordered = [tuple(sorted(group, key=order.__getitem__)) for group in best[1]]
+    return sorted(ordered, key=lambda group: order[group[0]])
+
+
+def _grow(start: str, left: Sequence[str], size: int, outside: Sequence[str], machine: Machine) -> list[str]:
+    """Return a group that begins with `start`, each further GPU the nearest to it, then to those outside."""
+    group = [start]
+    while len(group) < size:
+        rest = [gpu for gpu in left if gpu not in group]
+        group.append(max(rest, key=lambda gpu: _sum([gpu], group, machine) + _sum([gpu], outside, machine)))
+    return group
+
+
+def _worth(group: Sequence[str], outside: Sequence[str], machine: Machine) -> list[int]:
+    return _sum(group, group, machine) + _sum(group, outside, machine)
+
+
+def _total(groups: Sequence[Sequence[str]], machine: Machine) -> list[int]:
+    """Return how near the GPUs are in the groups, then those of all groups: the larger, the better."""
+    everything = [gpu for group in groups for gpu in group]
+    inside = [_sum(group, group, machine) for group in groups]
+    return [sum(part) for part in zip(*inside, strict=True)] + _sum(everything, everything, machine)
+
+
+def _sum(some: Sequence[str], others: Sequence[str], machine: Machine) -> list[int]:
+    """Return the sums of NVLinks and of the other closeness; lists compare by the first that differs."""
+    near = [machine.closeness(one, other) for one in some for other in others if one != other]
+    return [sum(links for links, _ in near), sum(path for _, path in near)]
+
+
+def _notes(pool: Sequence[Gpu], groups: Sequence[Sequence[str]], machine: Machine) -> Iterator[str]:
+    used = [gpu for gpu in pool if any(gpu.id in group for group in groups)]
+    if len({gpu.model for gpu in used}) > 1:
+        yield f"the GPUs are of several models ({_models(used)}): every synchronous step waits for the slowest"
+    if len(used) > 1 and not machine.links:
+        yield "`nvidia-smi topo -m` gave no answer: the tasks get GPUs in the order of their ids, not by NVLink"
+
+
+def _models(gpus: Sequence[Gpu]) -> str:
+    found: dict[str, list[str]] = {}
+    for gpu in gpus:
+        found.setdefault(gpu.model, []).append(gpu.id)
+    return "; ".join(f"{model}: {','.join(ids)}" for model, ids in found.items())
+
+
+def wish(gpus: str, per_task: str, recorded: Mapping[str, Any], had_devices: int) -> Wanted | None:
+    """Return what is wanted: what was asked for now, or else what the run that goes on had."""
+    if gpus or per_task:
+        return parse(gpus, per_task)
+    return inherit(recorded, had_devices)

@@ -1,0 +1,1 @@
+"""The container images: what they are made of, how they are built and compared."""

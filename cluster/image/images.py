@@ -1,0 +1,257 @@
+"""The images: their names, what they are built from, and the shell commands that build them.
+
+Nothing here builds. `invoke image.build` and `invoke up` run the commands; `--dry` prints them to be pasted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import stat
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from cluster.errors import PrerequisiteError, UsageError, nearest
+from cluster.image import checkout
+from cluster.paths import ROOT
+from cluster.runtime import engine
+from cluster.system.files import files_sha256
+
+ACCELERATORS = ("cpu", "gpu")
+IMAGES = ("train", "tensorboard")
+"""As the stages of the Dockerfile that make them are called."""
+
+PYTHON_BASE = "python:3.11-slim-bookworm"
+DEBIAN_BASE = "tf-cluster/base:bookworm"
+"""Stands in for `PYTHON_BASE` where no image can be pulled: made on the spot from Debian's packages."""
+
+INPUTS_LABEL = "tf-cluster.inputs"
+"""What an image was made of, in one hash: as long as it is what it would be made of now, `up` builds nothing."""
+
+_OCI = "org.opencontainers.image."
+
+REGISTRY_TIMEOUT_S = 20.0
+_REFERENCE = r"[A-Za-z0-9][A-Za-z0-9._:/@-]*"
+_BASE_TAR = ".build/base.tar"
+_CA_BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
+_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
+
+
+@dataclass(frozen=True)
+class Base:
+    """The image that the others are built from."""
+
+    name: str
+    digest: str = ""
+    """Its digest in a registry; empty for one that was made on this machine."""
+    layers: tuple[str, ...] = ()
+    """The hashes of its content, for one that is on this engine."""
+    missing: bool = False
+    """Whether `base_commands` must run first."""
+
+
+def name(image: str, accelerator: str) -> str:
+    """Return the name of one of `IMAGES`.
+
+    Raises:
+        UsageError: there is no such image, or none for this accelerator.
+    """
+    if image not in IMAGES:
+        raise UsageError(f"--image {image!r} is no image{nearest(image, IMAGES)}")
+    return train_image(accelerator) if image == "train" else tensorboard_image()
+
+
+def namespace() -> str:
+    """Return what the images' names begin with: IMAGE_NAMESPACE, or `tf-cluster`."""
+    return os.environ.get("IMAGE_NAMESPACE") or "tf-cluster"
+
+
+def tensorboard_image() -> str:
+    """Return the name of the image that TensorBoard runs in."""
+    return f"{namespace()}/tensorboard:latest"
+
+
+def train_image(accelerator: str) -> str:
+    """Return the name of the image that tasks run in.
+
+    Raises:
+        UsageError: there is none for this accelerator.
+    """
+    if accelerator not in ACCELERATORS:
+        raise UsageError(f"accelerator {accelerator!r} has no image{nearest(accelerator, ACCELERATORS)}")
+    return f"{namespace()}/train:{accelerator}"
+
+
+def default_base(asked: str = "") -> Base:
+    """Return what to build from: the image asked for, $BASE_IMAGE, or else the first of these that there is.
+
+    Images on this engine come first, so that a machine without a registry waits for one only once; then the official
+    Python image, pinned to the digest that its tag has now; then a Debian base that `base_commands` makes.
+
+    Raises:
+        UsageError: what is asked for is no image's name.
+        PrerequisiteError: the image asked for cannot be had, or a base must be made and mmdebstrap is not installed.
+    """
+    asked = asked or os.environ.get("BASE_IMAGE", "")
+    if asked and not re.fullmatch(_REFERENCE, asked):
+        raise UsageError(f"base image {asked!r}: expected an image's name, such as {PYTHON_BASE}; name one, or none")
+    for name in [asked] if asked else [PYTHON_BASE, DEBIAN_BASE]:
+        if found := _on_engine(name):
+            return found
+    name = asked or PYTHON_BASE
+    code, answer = engine.ask(
+        "buildx", "imagetools", "inspect", "--format={{.Manifest.Digest}}", name, timeout_s=REGISTRY_TIMEOUT_S
+    )
+    if code == 0:
+        return Base(f"{name.partition('@')[0]}@{answer}", answer)
+    reason = _last_line(answer)
+    if asked:
+        raise PrerequisiteError(
+            f"base image {asked} is neither on this engine nor in a registry that answers ({reason}); "
+            "name one with Python 3.11, or none for the default"
+        )
+    if shutil.which("mmdebstrap") is None:
+        raise PrerequisiteError(
+            f"{PYTHON_BASE} cannot be pulled ({reason}) and mmdebstrap, which makes a base from "
+            "Debian's packages, is not installed; install it, or set BASE_IMAGE to an image with Python 3.11"
+        )
+    return Base(DEBIAN_BASE, missing=True)
+
+
+def base_commands() -> list[str]:
+    """Return the commands that make `DEBIAN_BASE`, and say how its packages differ from those on record.
+
+    The same packages make the same bytes.
+    """
+    left_out = ["path-exclude=/usr/share/doc/*", "path-include=/usr/share/doc/*/copyright"]
+    left_out += ["path-exclude=/usr/share/man/*", "path-exclude=/usr/share/locale/*"]
+    bootstrap = ["mmdebstrap", "--quiet", "--variant=minbase", "--include=python3,python3-venv,ca-certificates"]
+    bootstrap += [f"--dpkgopt={rule}" for rule in left_out]
+    return [
+        f"mkdir -p {Path(_BASE_TAR).parent}",
+        f"umask 022 && SOURCE_DATE_EPOCH={checkout.commit_time_s()} {shlex.join([*bootstrap, 'bookworm', _BASE_TAR])}",
+        shlex.join(["docker", "import", '--change=CMD ["python3"]', _BASE_TAR, DEBIAN_BASE]),
+        f"rm {_BASE_TAR}",
+        shlex.join([sys.executable, "-m", "cluster.image.base_packages"]),
+    ]
+
+
+def build_commands(accelerator: str, base: Base) -> list[str]:
+    """Return the commands that build both images, after the base where it is missing; run them from the root.
+
+    Raises:
+        UsageError: there is no image for this accelerator.
+    """
+    build = [build_command(image, accelerator, base, f"--tag={name(image, accelerator)}") for image in IMAGES]
+    return [*(base_commands() if base.missing else []), *build]
+
+
+def build_command(image: str, accelerator: str, base: Base, *options: str) -> str:
+    """Return the command that builds one of `IMAGES`; run it from the root.
+
+    Raises:
+        UsageError: there is no such image, or none for this accelerator.
+    """
+    name(image, accelerator)
+    date_s = checkout.commit_time_s()
+    labels = _labels(base, date_s) | {INPUTS_LABEL: inputs_sha256(base)}
+    words = ["docker", "build", "--file=docker/Dockerfile", f"--build-arg=BASE_IMAGE={base.name}"]
+    # BuildKit dates the image with it, so that the same commit on the same base makes the same image.
+    words += [f"--build-arg=SOURCE_DATE_EPOCH={date_s}"]
+    # Without a value: passed on from the environment, and neither printed nor kept in the image.
+    words += [f"--build-arg={proxy}" for proxy in _PROXIES if proxy in os.environ]
+    words += [f"--label={key}={value}" for key, value in labels.items()]
+    bundle = os.environ.get("SSL_CERT_FILE", _CA_BUNDLE)
+    if Path(bundle).is_file():
+        quoted = bundle.replace('"', '""')  # the engine reads the value as a line of CSV
+        words += [f'--secret=id=ca,"src={quoted}"' if set(',"\r\n') & set(bundle) else f"--secret=id=ca,src={bundle}"]
+    words += [f"--build-arg=ACCELERATOR={accelerator}"] if image == "train" else []
+    return shlex.join([*words, f"--target={image}", *options, "."])
+
+
+def inputs_sha256(base: Base) -> str:
+    """Return a hash of all that images are built from: files, base, date and labels, as they are now.
+
+    Which image it is, and for which accelerator, its name tells. Of a file's mode only counts what git keeps, whether
+    it is a program: the build sets the others.
+    """
+    asked = [json.dumps(_labels(base, checkout.commit_time_s())), *([] if base.digest else base.layers)]
+    files = [ROOT / "docker" / "Dockerfile", *_context()]
+    names = [str(path.relative_to(ROOT)) for path in files]
+    programs = [name for name, path in zip(names, files, strict=True) if path.stat().st_mode & stat.S_IXUSR]
+    return files_sha256(ROOT, names, "\0".join([*asked, *programs]).encode())
+
+
+def are_current(accelerator: str) -> bool:
+    """Return whether both images are on this engine, and a build on the base that they stand on would change nothing.
+
+    No registry is asked for a newer base, and $BASE_IMAGE must name the same one if it is set.
+    """
+    names = [name(image, accelerator) for image in IMAGES]
+    code, told = engine.ask("image", "inspect", "--format={{json .Config.Labels}}", *names)
+    labels = [json.loads(line) or {} for line in told.splitlines()] if code == 0 else [{}]
+    recorded = [labels[0].get(f"{_OCI}base.{key}", "") for key in ("name", "digest")]
+    asked, _, asked_digest = os.environ.get("BASE_IMAGE", "").partition("@")
+    if not recorded[0] or asked not in ("", recorded[0]) or asked_digest not in ("", recorded[1]):
+        return False
+    base = Base(*recorded) if recorded[1] else _on_engine(recorded[0])
+    return base is not None and {each.get(INPUTS_LABEL) for each in labels} == {inputs_sha256(base)}
+
+
+def _on_engine(name: str) -> Base | None:
+    """Return an image of this engine."""
+    code, told = engine.ask("image", "inspect", "--format=[{{json .RepoDigests}}, {{json .RootFS.Layers}}]", name)
+    if code:
+        return None
+    digests, layers = json.loads(told)
+    return Base(name, digests[0].partition("@")[2] if digests else "", tuple(layers))
+
+
+def _context() -> list[Path]:
+    """Return the files that a build is sent, which `.dockerignore` lists."""
+    rules = (ROOT / ".dockerignore").read_text().splitlines()
+    found = [path for rule in rules if rule.startswith("!") for path in ROOT.glob(rule[1:])]
+    inside = [path for top in found for path in ([top] if top.is_file() else top.rglob("*"))]
+    return sorted(path for path in inside if path.is_file() and "__pycache__" not in path.parts)
+
+
+def _labels(base: Base, date_s: int) -> dict[str, str]:
+    """Return the OCI annotations that are known only when building; the Dockerfile has the others."""
+    labels = {
+        "revision": checkout.revision(),
+        "created": datetime.fromtimestamp(date_s, UTC).isoformat(),
+        "base.name": base.name.partition("@")[0],
+        "base.digest": base.digest,
+    }
+    return {f"{_OCI}{key}": value for key, value in labels.items() if value}
+
+
+def inspect(image: str) -> dict[str, str]:
+    """Return what the manifest records of an image: its name, id, revision, base and the base's digest.
+
+    A base that was never in a registry has no digest there; the digest of its content stands for it.
+
+    Raises:
+        PrerequisiteError: the image is not on this engine.
+    """
+    code, text = engine.ask("image", "inspect", "--format={{json .}}", image)
+    if code != 0:
+        raise PrerequisiteError(f"image {image} is not on this engine ({_last_line(text)}); run `invoke image.build`")
+    details = json.loads(text)
+    labels = details["Config"]["Labels"] or {}
+    return {
+        "image": image,
+        "id": details["Id"],
+        "revision": labels.get(f"{_OCI}revision", ""),
+        "base": labels.get(f"{_OCI}base.name", ""),
+        "base_digest": labels.get(f"{_OCI}base.digest", details["RootFS"]["Layers"][0]),
+    }
+
+
+def _last_line(text: str) -> str:
+    return text.splitlines()[-1] if text else "no output"

@@ -1,0 +1,80 @@
+"""The hash-locked requirements: which environments there are and the commands that renew their locks.
+
+`requirements/TARGET.in` says what a target needs and why, `constraints.txt` holds the one version of every package that
+all targets share, and `TARGET.lock` holds the hashes that pip checks. A lock is complete, so pip installs what it holds
+and looks up no dependencies (`--no-deps`). No file names a package index: pip's own settings choose it.
+"""
+
+from __future__ import annotations
+
+import operator
+import platform
+import re
+import sys
+from dataclasses import dataclass
+
+from cluster.paths import ROOT
+
+DIRECTORY = "requirements"
+TARGETS = ("build", "host", "train-cpu", "train-gpu", "tensorboard", "dev", "peer-ray")
+CONSTRAINTS = f"{DIRECTORY}/constraints.txt"
+
+# Universal: one lock for every platform and every Python from 3.11 on.
+_COMPILE = [
+    "uv", "pip", "compile", "--quiet", f"--config-file={DIRECTORY}/uv.toml", "--universal", "--python-version=3.11",
+    "--no-emit-index-url", "--custom-compile-command=invoke requirements.lock",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One locked package."""
+
+    name: str
+    version: str
+    marker: str
+    """The environments that want it, as in PEP 508; empty for all."""
+
+    def applies(self) -> bool:
+        """Return whether this Python on this machine wants it."""
+        # uv writes a marker as alternatives of comparisons: `or` binds last, and brackets add nothing.
+        alternatives = [each.split(" and ") for each in self.marker.split(" or ") if each]
+        return not alternatives or any(all(map(_holds, comparisons)) for comparisons in alternatives)
+
+
+def _holds(comparison: str) -> bool:
+    """Return whether a comparison such as `python_full_version < '3.12'` is true here."""
+    name, sign, quoted = comparison.strip("() ").split()
+    compare = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, ">=": operator.ge}[sign]
+    value = quoted.strip("'")
+    if name == "python_full_version":
+        return bool(compare(sys.version_info[:3], tuple(map(int, value.split(".")))))
+    here = {
+        "sys_platform": sys.platform,
+        "platform_machine": platform.machine(),
+        "platform_python_implementation": platform.python_implementation(),
+    }
+    return bool(compare(here[name], value))
+
+
+def pins(target: str) -> list[Pin]:
+    """Return the packages that a target's lock asks for."""
+    text = (ROOT / DIRECTORY / f"{target}.lock").read_text()
+    found = re.findall(r"^([\w.-]+)==(\S+)(?: ; (.+?))? \\$", text, re.MULTILINE)
+    return [Pin(name, version, marker) for name, version, marker in found]
+
+
+def lock_commands(*, upgrade: bool = False) -> list[list[str]]:
+    """Return the commands that renew every lock, in order; run them from the repository root.
+
+    All targets are resolved together first, then each is locked under that result. So any of them can share an
+    environment, and the machine that tests runs the versions that the images hold. Versions stay as they are unless a
+    requirement changed or `upgrade` is set.
+    """
+    sources = [f"{DIRECTORY}/{target}.in" for target in TARGETS]
+    resolve = [*_COMPILE, "--no-annotate", *(["--upgrade"] if upgrade else []), f"--output-file={CONSTRAINTS}"]
+    lock = [*_COMPILE, "--annotation-style=line", "--generate-hashes", f"--constraints={CONSTRAINTS}"]
+    return [
+        [*resolve, *sources],
+        *([*lock, f"--output-file={DIRECTORY}/{target}.lock", f"{DIRECTORY}/{target}.in"] for target in TARGETS),
+    ]

@@ -1,0 +1,88 @@
+"""The training configuration, resolved by the training program itself: it knows it, and this side never imports it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cluster.launch.request import PRESET, Request
+from cluster.paths import ROOT
+from cluster.runtime import inherited
+from cluster.system import answers
+
+
+def resolve(
+    request: Request, base: Path | None, packages: Path | None, data_dir: Path
+) -> tuple[dict[str, Any], tuple[Path, ...], str]:
+    """Return the checked configuration, the folders that its own modules come from, and what data is prepared for it.
+
+    The last is in words, and empty where its data must be prepared first.
+
+    Args:
+        request: what was asked for.
+        base: the `config.json` of a run that is resumed, instead of the preset.
+        packages: extra packages that those modules import.
+        data_dir: where prepared data lies.
+
+    Raises:
+        UsageError: a preset, an option or a value is wrong.
+    """
+    command = [f"--data-dir={data_dir}", *([f"--base={base}"] if base else [])]
+    value: dict[str, Any] = _ask(request.preset or PRESET, [*command, "--", *request.training()], packages)
+    return value["config"], tuple(Path(folder) for folder in value["code_dirs"]), value["data"]
+
+
+def check(config: dict[str, Any], strategy: str, path: Sequence[str], data_dir: Path) -> None:
+    """Check that a configuration's data, model and loss fit together, once the data is prepared.
+
+    Where all are ours they do. Otherwise this takes as long as TensorFlow's import.
+
+    Args:
+        config: what `resolve` returned.
+        strategy: which it is trained with, a key of `spec.CLASS_NAMES`.
+        path: where modules of the user's own are found.
+        data_dir: where prepared data lies.
+
+    Raises:
+        UsageError: they do not fit.
+    """
+    named = [str(config.get(part, "")) for part in ("dataset", "model", "loss")]
+    if not any(":" in name and not name.startswith("train.") for name in named):
+        return
+    words = ["--config", json.dumps(config), "--strategy", strategy, "--data-dir", str(data_dir)]
+    answers.ask(
+        [sys.executable, "-m", "train.startup.preflight", *words],
+        f"--model {config['model']!r} or --loss {config['loss']!r}",
+        "PRESET_TIMEOUT_S",
+        cwd=ROOT,
+        environment=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+    )
+
+
+def options(request: Request) -> str:
+    """Return the help of the training options.
+
+    Raises:
+        UsageError: there is no such preset.
+    """
+    return str(_ask(request.preset or PRESET, ["--", "-h"], None))
+
+
+def _ask(preset: str, words: list[str], packages: Path | None) -> Any:
+    # The caller's modules are looked for where the caller is, although the program runs in the checkout.
+    here = [] if Path.cwd() == ROOT else [str(Path.cwd())]
+    path = [*here, *inherited.python_path(), *([str(packages)] if packages else [])]
+    return answers.ask(
+        [sys.executable, "-m", "train", "--print-config", f"--preset={preset}", *words],
+        f"--preset {preset!r}",
+        "PRESET_TIMEOUT_S",
+        cwd=ROOT,
+        # For presets that import TensorFlow: no start-up messages, and no GPU taken from whoever trains on it.
+        environment={"TF_CPP_MIN_LOG_LEVEL": "3"}
+        | os.environ
+        | {"CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": os.pathsep.join(path)},
+    )

@@ -1,0 +1,92 @@
+"""What a run was made of: `manifest.json` in its folder, enough to make it again elsewhere and to say what differed.
+
+No host path, user name or secret goes into it. Written when the run starts; the chief adds the data that it found and
+the environment that it computes in (`train/telemetry/environment.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cluster import tf_config
+from cluster.image import checkout, images, locks
+from cluster.launch.payload import Payload
+from cluster.launch.planning import Plan
+from cluster.paths import ROOT
+from cluster.run import records
+from cluster.run.folder import RunFolder
+from cluster.system.files import files_sha256, sha256, write_json
+
+SCHEMA = 1
+CODE = ("cluster", "train")
+"""The folders whose files run; others may hold anything."""
+
+
+def write(plan: Plan) -> None:
+    """Write the manifest of a run that is about to start."""
+    value = {
+        "schema": SCHEMA,
+        "run": plan.run.name,
+        "code": _code(),
+        "locks": {f"{target}.lock": sha256(ROOT / locks.DIRECTORY / f"{target}.lock") for target in locks.TARGETS},
+        "runtime": plan.runtime,
+        "network": plan.network.name,
+        "image": images.inspect(images.train_image(plan.gpus.accelerator)) if plan.contained else None,
+        "config": _config(plan),
+        "own_code": _own_code(plan.payload),
+        "cluster": plan.cluster.to_json(),
+        "tf_config": {task.name: tf_config.render(plan.cluster, task) for task in plan.cluster.tasks},
+    }
+    write_json(plan.run.manifest, value)
+
+
+def read(run: RunFolder) -> dict[str, Any]:
+    """Return a run's manifest.
+
+    Raises:
+        DamagedError: there is none, or it holds none.
+    """
+    return records.read(run.manifest, records.manifest)
+
+
+def _code() -> dict[str, Any]:
+    """Return which code runs: a hash of each folder's files and, in a git checkout, where they come from."""
+    hashes = {f"{part}_sha256": _tree(ROOT / part) for part in CODE}
+    if not (commit := checkout.commit()):
+        return {"commit": None, **hashes}
+    return {"commit": commit, "changes_sha256": checkout.changes_sha256(*CODE), **hashes}
+
+
+def _config(plan: Plan) -> dict[str, Any]:
+    """Return the configuration; of a script its name and contents, not where it lies."""
+    script = plan.payload.script
+    if script is None:
+        return plan.config
+    return plan.config | {"script": script.name, "script_sha256": sha256(script)}
+
+
+def _own_code(payload: Payload) -> dict[str, str]:
+    """Return a hash of each folder with modules of the user's own, by its place and name, and of their requirements."""
+    found = {f"{at}/{folder.name}": _tree(folder) for at, folder in enumerate(payload.code_dirs)}
+    if payload.requirements:
+        found[payload.requirements.name] = sha256(payload.requirements)
+    return found
+
+
+def _tree(folder: Path) -> str:
+    """Return a hash over the Python files of a folder: their names and contents."""
+    return files_sha256(folder, _modules(folder))
+
+
+def _modules(folder: Path) -> Iterator[str]:
+    """Yield the names of the Python files of a folder, which may be a whole project or a home folder.
+
+    What is hidden and virtual environments are left out, and so is a link to nothing: an editor locks a file with one.
+    """
+    for at, inside, files in os.walk(folder):
+        inside[:] = [name for name in inside if not name.startswith(".") and not Path(at, name, "pyvenv.cfg").exists()]
+        paths = (Path(at, name) for name in files if name.endswith(".py"))
+        yield from (str(path.relative_to(folder)) for path in paths if path.is_file())

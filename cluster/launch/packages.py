@@ -1,0 +1,230 @@
+"""Extra packages for one's own code: `--requirements FILE` -> a folder for PYTHONPATH, made once and kept.
+
+    python -m cluster.launch.packages FILE PYTHON
+
+Neither .venv nor the image changes: what they have stays as locked, and only what the file needs beyond that is put
+into `.build/packages/`, every file checked against the hash that it was resolved with. Wheels alone are taken, so that
+nothing is built with packages that no hash pins; what the file names with `--no-binary`, or as an archive, is built
+with the locked setuptools.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from cluster.errors import ClusterError, PrerequisiteError, UsageError
+from cluster.image import locks
+from cluster.paths import ROOT
+from cluster.system.files import let_all_read, sha256
+
+FOLDER = ROOT / ".build" / "packages"
+LOCK = ROOT / "requirements" / "train-cpu.lock"
+IMAGE_PYTHON = "3.11"
+RESOLVED = "requirements.txt"
+"""In the folder of packages: what was installed there, each with its hash."""
+
+_PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries=1"]
+_LOCKED_BUILDS = ["--only-binary=:all:", "--use-pep517", "--no-build-isolation"]
+"""A requirements file may name exceptions to the first; the others have those built with what `.venv` holds."""
+_TENSORFLOW = ("tensorflow", "tensorflow-cpu")
+_OURS = (*_TENSORFLOW, "tf-keras")
+_NO_NETWORK = ("NewConnectionError", "ConnectTimeoutError", "ProxyError", "ReadTimeoutError", "NameResolutionError")
+
+
+def host_python() -> str:
+    """Return the version of the Python that local processes run with."""
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def folder(requirements: Path, python: str) -> Path:
+    """Return where the packages that a file asks for are kept, for one version of Python.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    try:
+        text = requirements.read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"--requirements {str(requirements)!r}: {error.strerror}; expected a file as `pip install -r` reads it"
+        ) from error
+    digest = hashlib.sha256()
+    parts = [python.encode(), LOCK.read_bytes(), text, *_files_named_in(text.decode(errors="replace"), requirements)]
+    for part in parts:
+        digest.update(hashlib.sha256(part).digest())
+    return FOLDER / digest.hexdigest()[:16]
+
+
+def prepare(requirements: Path, python: str) -> Path:
+    """Return the folder with the packages that a file asks for, filling it unless it is there.
+
+    Raises:
+        UsageError: the file cannot be read, or asks for what does not exist or does not go with our own packages.
+        PrerequisiteError: no package index can be reached.
+    """
+    target = folder(requirements, python)
+    if target.exists():
+        return target
+    print(f"getting the packages of {requirements} (once)", file=sys.stderr, flush=True)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".filling-", dir=FOLDER) as scratch:
+        filled = _fill(requirements, python, Path(scratch))
+        try:
+            filled.rename(target)  # whole or not at all, and the first of two wins
+        except OSError:
+            if not target.exists():
+                raise
+    return target
+
+
+def check(requirements: Path, python: str) -> Path:
+    """Return the folder that `prepare` would return; resolve the packages unless it is there, and install nothing.
+
+    Raises:
+        UsageError, PrerequisiteError: as `prepare`.
+    """
+    target = folder(requirements, python)
+    if not target.exists():
+        print(f"resolving the packages of {requirements}", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory(prefix="packages-") as scratch:
+            _resolve(requirements, python, Path(scratch))
+    return target
+
+
+@contextmanager
+def importable(requirements: Path, *, installs: bool) -> Iterator[Path]:
+    """Yield a folder with the packages for this Python; without `installs` one that is deleted in the end.
+
+    Raises:
+        UsageError, PrerequisiteError: as `prepare`.
+    """
+    target = folder(requirements, host_python())
+    if installs or target.exists():
+        yield prepare(requirements, host_python())
+        return
+    with tempfile.TemporaryDirectory(prefix="packages-") as scratch:
+        yield _fill(requirements, host_python(), Path(scratch))
+
+
+def command(requirements: Path, python: str) -> str:
+    """Return the command that calls `prepare`; run it from the root."""
+    return shlex.join([sys.executable, "-m", "cluster.launch.packages", str(requirements), python])
+
+
+def _fill(requirements: Path, python: str, scratch: Path) -> Path:
+    """Return a new folder in `scratch` with the packages."""
+    filled = scratch / "packages"
+    filled.mkdir()
+    lines = _resolve(requirements, python, scratch)
+    (filled / RESOLVED).write_text("".join(line + "\n" for line in lines))
+    if lines:
+        pip = [*_PIP, "install", "--no-deps", "--require-hashes", "--target", str(filled), "-r"]
+        _run([*pip, str(filled / RESOLVED), *_for_python(python)], requirements)
+    let_all_read(filled)
+    return filled
+
+
+def _resolve(requirements: Path, python: str, scratch: Path) -> list[str]:
+    """Return what must be installed beyond our own packages, a line of a requirements file each."""
+    own = locks.pins("train-cpu")
+    (scratch / "constraints.txt").write_text("".join(_constraint(pin, python) for pin in own))
+    words = ["install", "--dry-run", "--ignore-installed", "--report", str(scratch / "report.json")]
+    words += ["--target", str(scratch / "unused"), "-r", str(requirements), "-c", str(scratch / "constraints.txt")]
+    _run([*_PIP, *words, *_for_python(python)], requirements)
+    found: list[dict[str, Any]] = json.loads((scratch / "report.json").read_text())["install"]
+    known = {_normal(name) for name in (*(pin.name for pin in own), *_OURS)}
+    return sorted(_line(each, requirements) for each in found if _normal(each["metadata"]["name"]) not in known)
+
+
+def _constraint(pin: locks.Pin, python: str) -> str:
+    """Return the line that keeps a package of ours as it is."""
+    marker = "" if pin.name in _TENSORFLOW else pin.marker  # one is installed here, but it is as good as the other
+    if python != host_python() and "python_full_version" in marker:
+        # pip reads markers as this Python's. The image's is the oldest that locks are made for.
+        if ">=" in marker:
+            return ""
+        marker = ""
+    return f"{pin.name}=={pin.version}" + (f" ; {marker}" if marker else "") + "\n"
+
+
+def _line(found: dict[str, Any], requirements: Path) -> str:
+    """Return a package as a requirement that only its very file meets."""
+    name, origin = found["metadata"]["name"], found["download_info"]
+    digest = origin.get("archive_info", {}).get("hashes", {}).get("sha256")
+    if not digest and origin["url"].startswith("file://"):  # pip 23.0 tells none of a file
+        path = Path(unquote(urlsplit(origin["url"]).path))
+        digest = sha256(path) if path.is_file() else None
+    if not digest:
+        raise UsageError(
+            f"--requirements {str(requirements)!r}: {name} comes from {origin['url']}, which has no hash; name a "
+            "release or a wheel, or put its code beside the script"
+        )
+    return f"{name} @ {origin['url']} --hash=sha256:{digest}"
+
+
+def _for_python(python: str) -> list[str]:
+    """Return pip's options for a version of Python; for another than this one wheels alone will do."""
+    if python == host_python():
+        return _LOCKED_BUILDS
+    return ["--python-version", python, "--only-binary=:all:", "--no-compile"]
+
+
+def _run(command: list[str], requirements: Path) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode == 0:
+        return
+    said = done.stdout.strip()
+    if "No module named pip" in said:
+        raise PrerequisiteError(f"--requirements needs pip, and {sys.executable} has none; `make setup` installs it")
+    told = f"--requirements {str(requirements)!r}: "
+    if any(word in said for word in _NO_NETWORK):
+        raise PrerequisiteError(
+            f"{told}the package index cannot be reached; connect, or set PIP_INDEX_URL or PIP_FIND_LINKS"
+        )
+    raise UsageError(told + _gist(said))
+
+
+def _gist(said: str) -> str:
+    """Return what pip says of a failure in one line."""
+    errors = [line.removeprefix("ERROR: ") for line in said.splitlines() if line.startswith("ERROR: ")]
+    gist = next((line for line in reversed(errors) if not line.startswith("ResolutionImpossible")), "")
+    if gist.startswith("No matching distribution"):
+        gist += "; only wheels are taken: a line such as `--no-binary NAME` has that package built from its source"
+    wanted = re.findall(r"^ +((?:The user requested|.* depends on) .*)$", said, re.MULTILINE)
+    clash = "; ".join(dict.fromkeys(line.replace("The user requested (constraint)", "tasks have") for line in wanted))
+    return f"{gist} ({clash})" if clash else gist or (said.splitlines()[-1] if said else "pip failed")
+
+
+def _files_named_in(text: str, requirements: Path) -> list[bytes]:
+    """Return the contents of the files that a requirements file names: they count as much as its own text."""
+    found = []
+    for word in re.findall(r"[^\s=@]+", text):
+        for base in (Path.cwd(), requirements.absolute().parent):
+            path = base / word.removeprefix("file://")
+            if path.is_file():
+                found.append(path.read_bytes())
+                break
+    return found
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+if __name__ == "__main__":
+    try:
+        print(prepare(Path(sys.argv[1]), sys.argv[2]))
+    except ClusterError as failure:
+        print(f"error: {failure}", file=sys.stderr)
+        sys.exit(failure.exit_code)

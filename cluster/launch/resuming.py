@@ -1,0 +1,96 @@
+"""What a run keeps when it goes on: its checkpoint fits one model, and its step one order of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cluster import spec
+from cluster.errors import UsageError
+from cluster.run.folder import RunFolder
+from cluster.system.journal import read_json_lines
+
+ORDER = ("dataset", "source", "seed", "global_batch")
+"""What decides, with the step, which examples a step reads."""
+STATE = ("model", "optimizer.name")
+"""What decides which variables a checkpoint has."""
+NEXT_TO_NOTHING = 1e-3
+"""Of an epoch: rows in `metrics/` are rounded."""
+
+
+def check(run: RunFolder, preset: str, config: Mapping[str, Any], cluster: spec.ClusterSpec) -> list[str]:
+    """Check that a run can go on with a configuration and a cluster; return what the caller should know of that.
+
+    Args:
+        run: to go on with.
+        preset: as asked for; empty: the run's own.
+        config: that it shall have from now on.
+        cluster: that it shall have from now on.
+
+    Raises:
+        UsageError: it would skip or repeat data, could not read its checkpoint, or has gone further than it is to go.
+    """
+    before = run.load_config()
+    if preset and preset != before.get("preset", preset):
+        raise UsageError(f"--preset {preset}: run {run.name!r} has {before['preset']}; {_way_out(run)}")
+    if not (done := max(run.saved_steps, default=0)):
+        return []
+    for names, why in ((ORDER, "it would skip or repeat data"), (STATE, "its checkpoint would not fit")):
+        for name in names:
+            had, wanted = _value(before, name), _value(config, name)
+            if had != wanted and None not in (had, wanted):
+                option = f"--{name.replace('_', '-')} {wanted}"
+                raise UsageError(
+                    f"{option}: run {run.name!r} has trained {done} steps with {had}, and {why}; {_way_out(run)}"
+                )
+    _check_keras(run, before, config, cluster)
+    return _check_length(run, before, config, done)
+
+
+def _check_keras(
+    run: RunFolder, before: Mapping[str, Any], config: Mapping[str, Any], cluster: spec.ClusterSpec
+) -> None:
+    had, wanted = (
+        of.get("loop") == "fit" and spec.needs_tf_keras(trained.strategy)
+        for of, trained in ((before, run.load_cluster()), (config, cluster))
+    )
+    if had != wanted:
+        names = {True: "tf_keras", False: "Keras 3"}
+        raise UsageError(
+            f"--loop {config.get('loop')} on {len(cluster.members) or 1} tasks trains with {names[wanted]}: run "
+            f"{run.name!r} has trained with {names[had]}, whose checkpoints it cannot read; {_way_out(run)}"
+        )
+
+
+def _check_length(run: RunFolder, before: Mapping[str, Any], config: Mapping[str, Any], done: int) -> list[str]:
+    """Return a note where nothing is left to do."""
+    most = config.get("max_steps")
+    if most is not None and most < done:
+        raise UsageError(f"--max-steps {most}: run {run.name!r} has done {done} steps already; ask for more")
+    epochs, done_epochs = config.get("epochs"), _epochs(run, done)
+    if epochs is None or done_epochs is None:
+        return []
+    # An epoch's last step runs into the next one, so a run that kept its epochs may have done a little more.
+    if epochs != before.get("epochs") and epochs < done_epochs - NEXT_TO_NOTHING:
+        raise UsageError(f"--epochs {epochs:g}: run {run.name!r} has done {done_epochs:.2f} already; ask for more")
+    if most != done and epochs > done_epochs:
+        return []
+    limit = "--max-steps" if most == done else "--epochs"
+    return [f"run {run.name} has done all of its {done} steps; a larger {limit} trains on"]
+
+
+def _epochs(run: RunFolder, step: int) -> float | None:
+    """Return how many epochs a number of steps are in this run; None where no row tells."""
+    rows = [row for row in read_json_lines(run.metrics("chief")) if row.get("step") and row.get("epoch")]
+    return step * rows[-1]["epoch"] / rows[-1]["step"] if rows else None
+
+
+def _value(config: Mapping[str, Any], name: str) -> Any:
+    value: Any = config
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _way_out(run: RunFolder) -> str:
+    return f"leave it out, or start a new run (`--name {run.name} --fresh` starts this one again)"

@@ -1,0 +1,321 @@
+"""Starting what was planned: data, images, the run folder, and then every task."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import PrerequisiteError
+from cluster.image import images
+from cluster.launch import configuration, manifest, packages, planning, teardown
+from cluster.launch.payload import lay_out
+from cluster.launch.planning import MIN_FREE_BYTES, Plan, data_dir, runs_dir, shown
+from cluster.launch.request import Request
+from cluster.messages import counted
+from cluster.run import claim, owner, provenance
+from cluster.run.folder import SCALE
+from cluster.runtime import compose, engine, local, tensorboard, toolkit
+from cluster.system import files, interrupts
+
+Shell = Callable[[str], object]
+"""Runs a shell command and shows it; raises where it fails."""
+
+
+def begin(request: Request, sh: Shell, *, began: float, tell: Callable[[Plan], None] = lambda _: None) -> Plan:
+    """Plan a run and start every task of it; return the plan.
+
+    A name that the run was not given is replaced by the next one where another command takes it meanwhile.
+
+    Args:
+        request: what was asked for.
+        sh: runs commands.
+        began: when `up` was called, for the summary's times.
+        tell: is called with the plan before anything is started.
+    """
+    while True:
+        plan = planning.plan(request)
+        tell(plan)
+        try:
+            start(plan, sh, began=began)
+        except claim.Taken:
+            if request.name or request.resume:
+                raise
+        else:
+            return plan
+
+
+def start(plan: Plan, sh: Shell, *, began: float) -> None:
+    """Start every task of a plan: data, image, run folder, tasks.
+
+    Args:
+        plan: what to start.
+        sh: runs commands.
+        began: when `up` was called, for the summary's times.
+
+    Raises:
+        UsageError: the run is another command's meanwhile. Nothing was started.
+    """
+    check_machine(plan)
+    with claim.hold(plan.run, "resumed" if plan.resumes else "started"):
+        planning.check_folder(plan.run, resumes=plan.resumes, replaces=plan.replaces)
+        for command in [] if plan.data else _data_commands(plan):
+            sh(command)
+        if not plan.payload.script:
+            configuration.check(plan.config, plan.cluster.strategy, plan.payload.local_path(), data_dir())
+        if plan.contained:
+            build_images(sh, plan.gpus.accelerator)
+        if owner.read(plan.run):  # it has ended, but some of it may still be about to
+            teardown.remove(plan.run, sh)
+        _write_folder(plan, began)
+        try:
+            _start_tasks(plan, sh)
+        except BaseException as error:
+            state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+            teardown.record_end(plan.run, state, " ".join(str(error).split()))
+            raise
+
+
+def go_on(plan: Plan, sh: Shell) -> None:
+    """Start every task of a plan whose run has stopped for it, has no task left, and is claimed.
+
+    Its configuration stays, and so does the time of its start: it is the same run.
+    """
+    if not plan.trusts:
+        provenance.check(plan.run)  # once more: tasks lived until now, and what is sealed next must be what was checked
+    if not (stop := _begin_life(plan)).get("then", SCALE):
+        plan.run.request_stop(stop["by"])  # somebody else's, which came too late for the tasks that ended
+    _start_tasks(plan, sh)
+
+
+def _start_tasks(plan: Plan, sh: Shell) -> None:
+    """Start the tasks; where that fails or is interrupted, end those that were started."""
+    try:
+        if plan.contained:
+            _let_tasks_read_data()
+            _hand_over(plan.run.path)
+            if plan.payload.script:
+                _hand_over(plan.run.scratch)
+            owner.begin(plan.run, plan.runtime)
+            sh(compose.up(plan.run.compose, plan.cluster))
+        else:
+            local.start(plan.run)
+    except BaseException:
+        with interrupts.ignored("ending what was started"):
+            left = teardown.try_remove(plan.run, sh)
+        if left:  # what went wrong first is what the error says
+            print(left, file=sys.stderr)
+        raise
+
+
+def announce(plan: Plan) -> None:
+    """Print what a plan is."""
+    tasks = counted(len(plan.cluster.tasks), "task")
+    data = [f"data: {plan.data}"] if plan.data else []  # otherwise the command that prepares it tells
+    first = f"{plan.cluster.strategy_class} on {tasks} as {plan.why_runtime}"
+    print("\n".join([first, *plan.notes, *data]), flush=True)
+
+
+def commands(plan: Plan) -> list[str]:
+    """Return the commands that `start` runs, to be shown or pasted. The run folder must exist for the last ones."""
+    shown = _package_commands(plan) + _data_commands(plan)
+    if plan.contained:
+        shown += image_commands(plan.gpus.accelerator)
+        shown += [compose.up(plan.run.compose, plan.cluster)]
+        if plan.tensorboard_port:
+            shown += [compose.tensorboard(runs_dir(), plan.tensorboard_port, "up", "--detach", "tensorboard")]
+        return shown
+    for task in plan.compose["tasks"].values():
+        environment = " ".join(f"{name}={shlex.quote(value)}" for name, value in task["environment"].items())
+        shown.append(f"{environment} {shlex.join(task['command'])} &")
+    return shown
+
+
+def check_machine(plan: Plan, ending: int = 0) -> None:
+    """Check what this machine must have before anything is started.
+
+    Args:
+        plan: what is to be started.
+        ending: tasks that end before.
+
+    Raises:
+        PrerequisiteError: memory, disk space, a port, the key, or what hands GPUs to the tasks is missing.
+    """
+    if plan.runtime == "local":
+        local.check_memory(len(plan.cluster.tasks), ending)
+        if plan.gpus.ids:
+            toolkit.check_here()
+    else:
+        plan.memory.check(len(plan.cluster.tasks))
+        if plan.gpus.ids:
+            toolkit.check_engine(plan.gpus.handover)
+    provenance.key()
+    try:
+        runs_dir().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PrerequisiteError(f"runs folder {runs_dir()}: {error.strerror}; set RUNS_DIR to one you own") from error
+    free = shutil.disk_usage(runs_dir()).free
+    if free < MIN_FREE_BYTES:
+        raise PrerequisiteError(
+            f"{free / 2**20:.0f} MiB are free for {shown(runs_dir())}, a run needs {MIN_FREE_BYTES / 2**20:.0f}; "
+            "free space, or set RUNS_DIR to another disk"
+        )
+    if plan.tensorboard_port:
+        tensorboard.check_port(runs_dir(), plan.tensorboard_port)
+
+
+def data_command(verb: str, name: str, *words: str, path: Sequence[str] = ()) -> str:
+    """Return the command that prepares or verifies a dataset, in a process that may import TensorFlow.
+
+    Args:
+        verb: a command of `python -m train.data`.
+        name: the dataset.
+        words: more options of that command.
+        path: folders in which the dataset's own modules are found.
+    """
+    command = [sys.executable, "-m", "train.data", verb, "--name", name, "--data-dir", str(data_dir()), *words]
+    return (f"PYTHONPATH={shlex.quote(os.pathsep.join(path))} " if path else "") + shlex.join(command)
+
+
+def _package_commands(plan: Plan) -> list[str]:
+    """Return what installs the packages of `--requirements`; nothing where they are installed."""
+    if plan.payload.packages is None or plan.payload.packages.exists():
+        return []
+    assert plan.payload.requirements is not None
+    python = packages.IMAGE_PYTHON if plan.contained else packages.host_python()
+    return [packages.command(plan.payload.requirements, python)]
+
+
+def _data_commands(plan: Plan) -> list[str]:
+    """Return what gets the data: once, here, never from several tasks at once. A script gets its own."""
+    if plan.payload.script:
+        return []
+    name, streams = plan.config["dataset"], plan.config.get("source") == "stream"
+    return [data_command("shard" if streams else "prepare", name, path=plan.payload.local_path())]
+
+
+def build_images(sh: Shell, accelerator: str = "cpu") -> None:
+    """Build both images, unless they are there and made of what they would be made of now."""
+    for command in image_commands(accelerator):
+        sh(command)
+
+
+def require_image(sh: Shell, accelerator: str) -> None:
+    """Build the images if the tasks' one is gone; otherwise it stays, so that more tasks of a run are like the first.
+
+    Raises:
+        PrerequisiteError: it cannot be built here.
+    """
+    if engine.ask("image", "inspect", images.train_image(accelerator))[0]:
+        build_images(sh, accelerator)
+
+
+def image_commands(accelerator: str) -> list[str]:
+    """Return the commands that build the images of this checkout; none where they are there and current."""
+    if images.are_current(accelerator):
+        return []
+    commands = images.build_commands(accelerator, images.default_base())
+    if engine.ask("image", "inspect", *(images.name(image, accelerator) for image in images.IMAGES))[0] == 0:
+        # A rebuild with little or nothing changed takes seconds: then only what goes wrong is worth reading.
+        return [command.replace("docker build", "docker build --quiet", 1) for command in commands]
+    return commands
+
+
+def tensorboard_runtime(requested: str, sh: Shell) -> str:
+    """Return `docker` or `local` for a TensorBoard started by itself; its image is built where it needs one."""
+    runtime, _ = engine.choose_runtime(requested)
+    if runtime == "docker" and tensorboard.running(runs_dir()) is None:
+        build_images(sh)
+    runs_dir().mkdir(parents=True, exist_ok=True)
+    return runtime
+
+
+def _write_folder(plan: Plan, began: float) -> None:
+    if plan.replaces:
+        shutil.rmtree(plan.run.path)  # it follows no link
+        shutil.rmtree(plan.run.scratch, ignore_errors=True)
+    if not plan.resumes:
+        _make_folder(plan)
+    try:
+        _write_records(plan, began)
+    except BaseException:
+        if not plan.resumes:  # nothing was started of it, and its name is free again
+            shutil.rmtree(plan.run.path, ignore_errors=True)
+        raise
+    (runs_dir() / ".current").write_text(plan.run.name + "\n")
+
+
+def _write_records(plan: Plan, began: float) -> None:
+    plan.run.create()
+    lay_out(plan.payload, plan.run, plan.cluster, contained=plan.contained)
+    if plan.payload.packages:
+        with files.open_file(plan.run.path / packages.RESOLVED, "wb") as file:
+            file.write((plan.payload.packages / packages.RESOLVED).read_bytes())
+    if plan.payload.script:
+        data_dir().mkdir(parents=True, exist_ok=True)  # the tasks see it, and nothing was prepared
+    files.write_json(plan.run.config, plan.config)
+    requirements = str(plan.payload.requirements) if plan.payload.requirements else ""
+    started = {"time": began, "runtime": plan.runtime, "requirements": requirements}
+    started |= {"hang_timeout_s": plan.hang_timeout_s, "max_restarts": plan.max_restarts}
+    started |= {"gpus": plan.gpus.to_json(), "memory": plan.memory.asked, "network": plan.network.asked}
+    started["env"] = list(plan.payload.env)
+    files.write_json(plan.run.control / "started.json", started)
+    _begin_life(plan)
+
+
+def _make_folder(plan: Plan) -> None:
+    """Make the run's folder, which whoever does not hold the claim may have made as well.
+
+    Raises:
+        Taken: it is there.
+    """
+    try:
+        plan.run.path.mkdir()
+    except FileExistsError as error:
+        raise claim.Taken(f"run {plan.run.name!r} exists; choose another --name") from error
+    except OSError as error:
+        raise PrerequisiteError(
+            f"run folder {plan.run.path}: {error.strerror}; give write access, or set RUNS_DIR to one you own"
+        ) from error
+
+
+def _begin_life(plan: Plan) -> dict[str, Any]:
+    """Lay out the plan's cluster, and clear what an earlier one left; return the request to stop that it left.
+
+    In this order: whoever watches a run is patient with a generation that has just begun, and until then with the
+    request to stop for another size.
+    """
+    files.write_json(plan.run.cluster, plan.cluster.to_json())
+    files.write_json(plan.run.compose, plan.compose)
+    manifest.write(plan)
+    provenance.write(plan.run)
+    plan.run.begin_generation(plan.run.generation + 1 if plan.resumes else 0, resumed=plan.resumes)
+    if not plan.resumes:
+        return {}
+    for beat in (plan.run.path / "status").glob("*.json"):
+        files.remove(beat)
+    return plan.run.reopen()
+
+
+def _let_tasks_read_data() -> None:
+    """Let the user that the containers run as read what root prepared, perhaps under another umask."""
+    if os.getuid() != 0 or not data_dir().exists():
+        return
+    if (mode := data_dir().stat().st_mode) & 0o055 != 0o055:
+        data_dir().chmod(mode | 0o055)
+    for folder in ("arrays", "shards"):
+        files.let_all_read(data_dir() / folder)
+
+
+def _hand_over(folder: Path) -> None:
+    """Give a folder to the user that the containers run as, where root starts them; never what a link in them names."""
+    if os.getuid() != 0:
+        return
+    runs_dir().chmod(runs_dir().stat().st_mode | 0o055)  # TensorBoard reads all runs as that user
+    for _, inside, others, descriptor in os.fwalk(folder):
+        for name in (".", *inside, *others):
+            os.chown(name, compose.UNPRIVILEGED, compose.UNPRIVILEGED, dir_fd=descriptor, follow_symlinks=False)

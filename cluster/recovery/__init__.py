@@ -1,0 +1,1 @@
+"""What is done about failures: attempts without progress, causes, and what each restart cost."""

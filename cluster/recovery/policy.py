@@ -1,0 +1,104 @@
+"""What an agent records when something has failed: the next generation, a restart of its own task, or the run's end."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+from cluster.errors import EXIT_FAILED
+from cluster.messages import counted
+from cluster.recovery import attempts, ends, step_record
+from cluster.recovery.attempts import OUTSIDE, Attempt
+from cluster.recovery.ends import End
+from cluster.recovery.step_record import SINGLE_STEPS_FROM
+from cluster.run.folder import RunFolder
+from cluster.spec import ClusterSpec, Role, Task
+
+
+class Recovery:
+    """Decides, for the agent of one task, whether what failed is started again, and records that."""
+
+    def __init__(self, run: RunFolder, spec: ClusterSpec, task: Task) -> None:
+        self._run = run
+        self._spec = spec
+        self._task = task
+
+    def end(
+        self,
+        generation: int,
+        kind: str,
+        cause: str,
+        error: str | None = None,
+        *,
+        task: str = "",
+        at: float | None = None,
+        lived_s: float = 0.0,
+        may_follow: bool = False,
+    ) -> End:
+        """Return the end of this task, or of the one named, with how far it had come."""
+        name = task or self._task.name
+        reached = self._reached(self._spec.task(name), generation)
+        return End(name, kind, cause, error, time.time() if at is None else at, reached, lived_s, may_follow)
+
+    def _reached(self, task: Task, generation: int) -> int:
+        """Return how far a task came, by its own record: other tasks may have come to a step more, or not."""
+        if task.role == Role.EVALUATOR:
+            beat = self._run.heartbeat(task.name)
+            return int(beat["step"]) if beat else -1
+        if self._spec.restarts_alone(task):  # what the chief has seen it do, whatever the generation
+            done = step_record.read(self._run, task.name)
+            return done.step if done else -1
+        return step_record.furthest(self._run, "chief" if self._spec.serves(task) else task.name, generation)
+
+    def restart_gang(self, generation: int, own: End) -> None:
+        """Have every task start again in the next generation, unless the culprit fails again and again."""
+        if self._run.outcome or self._run.generation > generation:
+            return  # it failed once, however many noticed
+        run, end = self._run, ends.culprit(self._run, generation, own)
+        saved = max(run.saved_steps, default=-1)
+        tried = [*attempts.of_gang(run, generation), Attempt.of(asdict(end) | {"saved": saved})]
+        if count := attempts.too_many(tried, attempts.max_restarts(run)):
+            self._fail(end, count)
+            return
+        step = max(run.newest_step, step_record.newest(run, generation))
+        why = {"task": end.task, "cause": end.cause, "error": end.error, "step": step, "failed_at": end.at}
+        why |= {**_of_attempt(end), "saved": saved, "pause_s": attempts.pause_s(tried)}
+        if (single := self._single_steps_from(generation, end)) is not None:
+            why[SINGLE_STEPS_FROM] = single
+        if run.begin_generation(generation + 1, **why):
+            run.event(end.task, "gang restart", step=step, cause=end.cause, error=end.error)
+
+    def restart_alone(self, end: End) -> float:
+        """Record that this task starts again alone, unless it fails again and again; return how long it pauses before.
+
+        An evaluator never fails the run.
+        """
+        tried = [*attempts.of_task(self._run, self._task.name), Attempt.of(asdict(end))]
+        count = attempts.too_many(tried, attempts.max_restarts(self._run))
+        if count and self._task.role != Role.EVALUATOR:
+            self._fail(end, count)
+            return 0.0
+        pause_s = attempts.pause_s(tried)
+        detail = {"cause": end.cause, "error": end.error, "failed_at": end.at, "pause_s": pause_s, **_of_attempt(end)}
+        self._run.event(self._task.name, "restarted", step=self._run.newest_step, **detail)
+        return pause_s
+
+    def _single_steps_from(self, generation: int, end: End) -> int | None:
+        """Return from where on the next generation goes step by step: after a kill as the one before did."""
+        if end.kind != OUTSIDE:
+            return end.furthest
+        before: int | None = step_record.began(self._run, generation).get(SINGLE_STEPS_FROM)
+        return before
+
+    def _fail(self, end: End, count: int) -> None:
+        """End the run for a failure that is one too many."""
+        after = f" after step {end.furthest}" if end.furthest >= 0 else ""
+        error = f"failed {counted(count, 'time')} without progress{after}: {end.reported}"
+        step = max(0, end.furthest)
+        self._run.end("failed", task=end.task, exit_code=EXIT_FAILED, step=step, error=error)
+
+
+def _of_attempt(end: End) -> dict[str, Any]:
+    """Return what is recorded of an end for `attempts.Attempt.of`."""
+    return {"kind": end.kind, "furthest": end.furthest, "lived_s": round(end.lived_s, 3)}

@@ -1,0 +1,91 @@
+"""What was started again in a run, why, and what each restart cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cluster.run.folder import RunFolder
+from cluster.spec import ClusterSpec, Role
+
+
+def under_way(spec: ClusterSpec, events: list[dict[str, Any]]) -> float | None:
+    """Return when work began: the first finished step, or the moment when every task's script ran."""
+    begun: dict[str, float] = {}
+    for event in events:
+        if event["event"] == "first step":
+            return float(event["time"])
+        if event["event"] == "script started":
+            begun.setdefault(event["task"], event["time"])
+    return max(begun.values()) if len(begun) == len(spec.tasks) else None
+
+
+def costs(run: RunFolder, started: float, roles: Sequence[Role] = (Role.WORKER,)) -> list[dict[str, Any]]:
+    """Return what each restart since `started` cost, in seconds from the failure and in steps done again.
+
+    Args:
+        run: what was restarted.
+        started: seconds since the epoch.
+        roles: whose restarts alone are told besides those of the gang.
+    """
+    events = [event for event in run.events() if event["time"] >= started]
+    found = [(g["time"], _gang_cost(run, g, events)) for g in run.generations() if g.get("cause")]
+    names = {task.name for task in run.load_cluster().tasks if task.role in roles}
+    found += [
+        (event["time"], _lone_cost(event, events, events[at + 1 :]))
+        for at, event in enumerate(events)
+        if event["event"] == "restarted" and event["task"] in names
+    ]
+    return [cost for moment, cost in sorted(found, key=lambda entry: entry[0]) if moment > started]
+
+
+def failures(run: RunFolder, started: float) -> dict[int, float]:
+    """Return the generations since `started` that a failure began, and when that happened."""
+    begun = {generation["generation"]: generation["time"] for generation in run.generations()}
+    gang = costs(run, started, roles=())
+    return {cost["generation"]: begun[cost["generation"]] - cost["detected_s"] for cost in gang}
+
+
+def _gang_cost(run: RunFolder, generation: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, Any]:
+    number = generation["generation"]
+    later = [e for e in events if e["generation"] == number and e["time"] >= generation["time"]]
+    failed_at = _inflicted(events, number - 1, generation["time"]) or generation["failed_at"]
+    resumed_at = under_way(run.load_cluster(), later)
+    restored = next((e["step"] for e in later if e["event"] in ("restored", "initialized")), None)
+    return {
+        "generation": number,
+        "task": generation["task"],
+        "cause": generation["cause"],
+        "detected_s": round(generation["time"] - failed_at, 3),
+        "resumed_s": None if resumed_at is None else round(resumed_at - failed_at, 3),
+        "steps_lost": None if restored is None else max(0, generation["step"] - restored),
+    }
+
+
+def _inflicted(events: list[dict[str, Any]], generation: int, until: float, task: str = "") -> float | None:
+    """Return when the fault was inflicted that a restart in a generation is due to: agents only know later."""
+    found = None
+    for event in events:
+        if event["generation"] != generation or event["time"] >= until or task not in ("", event["task"]):
+            continue
+        if event["event"] == "fault" and event["detail"].get("kind") != "slow":
+            found = event["time"]
+        elif event["event"] == "restarted":
+            found = None  # that one is dealt with
+    return found
+
+
+def _lone_cost(event: dict[str, Any], events: list[dict[str, Any]], later: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the restart of one task cost: no step of the others, whose work went on."""
+    inflicted = _inflicted(events, event["generation"], event["time"], event["task"])
+    failed_at = inflicted or event["detail"].get("failed_at", event["time"])
+    resumed = ("resumed", event["task"], event["generation"])
+    resumed_at = next((e["time"] for e in later if (e["event"], e["task"], e["generation"]) == resumed), None)
+    return {
+        "generation": event["generation"],
+        "task": event["task"],
+        "cause": event["detail"].get("cause") or "",
+        "detected_s": round(event["time"] - failed_at, 3),
+        "resumed_s": None if resumed_at is None else round(resumed_at - failed_at, 3),
+        "steps_lost": 0,
+    }

@@ -1,0 +1,82 @@
+"""The run's summary: how it ended, put together from what the tasks recorded."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from cluster.recovery import restarts
+from cluster.results import goodput, stragglers
+from cluster.run import records
+from cluster.run.folder import RunFolder
+from cluster.system.files import write_json
+
+SETTLE_S = 20.0
+"""How long the summary waits for the other tasks' last heartbeats; a task killed for good never sends one."""
+
+
+def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
+    """Write `summary.json` for a run that has an outcome; return it."""
+    outcome = run.outcome
+    assert outcome is not None
+    spec = run.load_cluster()
+    await_last_words(run, settle_s)
+    names = [task.name for task in spec.tasks]
+    beats = run.heartbeats()
+    result = run.result
+    started = _started(run)
+    wall_s = outcome["time"] - started
+    began = restarts.under_way(spec, [event for event in run.events() if event["time"] > started])
+    paces = {name: beats[name]["pace"] for name in names if beats.get(name, {}).get("pace")}
+    value = {
+        "state": outcome["state"],
+        "strategy": spec.strategy_class,
+        "replicas": spec.replicas,
+        "steps": result.get("steps", run.newest_step),
+        "epochs": result.get("epochs"),
+        "startup_s": None if began is None else round(began - started, 3),
+        "wall_s": round(wall_s, 3),
+        "examples_per_s": result.get("examples_per_s"),
+        "metrics": result.get("metrics", {}),
+        "weights_sha256": result.get("weights_sha256"),
+        "restarts": restarts.costs(run, started),
+        "goodput": _goodput(run, started, wall_s),
+        "goodput_split": goodput.split(started, outcome["time"], run.lives(), restarts.failures(run, started)),
+        "checkpoint_every_s": goodput.checkpoint_every_s(
+            sorted(run.lives(), key=lambda life: life["generation"], reverse=True)
+        ),
+        "pace": {"tasks": paces, **stragglers.findings(paces)},
+        "tasks": {name: beats.get(name, {}).get("exit_code") for name in names},
+    }
+    if outcome["state"] == "failed":
+        value["cause"] = {key: outcome.get(key) for key in ("task", "exit_code", "step", "error", "time")}
+    write_json(run.summary, value)
+    return records.summary(value)
+
+
+def _started(run: RunFolder) -> float:
+    """Return when the run was started; where that is not known any more, when its newest generation was."""
+    begun = [generation["time"] for generation in run.generations()]
+    return float(run.started.get("time", begun[-1] if begun else time.time()))
+
+
+def await_last_words(run: RunFolder, timeout_s: float) -> None:
+    """Wait until every task's agent has nothing more to write; not for ever, one may have been killed."""
+    names = [task.name for task in run.load_cluster().tasks]
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        beats = run.heartbeats()
+        if all("exit_code" in beats.get(name, {}) for name in names):  # only an agent's last heartbeat has one
+            return
+        time.sleep(0.05)
+
+
+def _goodput(run: RunFolder, started: float, wall_s: float) -> float | None:
+    """Return the share of the wall time spent in steps that count: start, saving and repeated steps do not."""
+    batch = records.read(run.config, records.config, {}).get("global_batch", 0)
+    useful_s, before = 0.0, None
+    for row in run.rows("chief"):
+        if row["time"] >= started and row["examples_per_s"] and before is not None:
+            useful_s += (row["step"] - before) * batch / row["examples_per_s"]
+        before = row["step"]
+    return round(min(1.0, useful_s / wall_s), 3) if useful_s and wall_s > 0 else None

@@ -1,0 +1,112 @@
+"""Who is alive: judged by the heartbeats that a watcher sees change, timed by its own clock.
+
+The times in heartbeats are those of other machines, or of before a clock was set or this machine slept: they are shown,
+but nothing is decided by them. And a watcher counts only the time in which it could look.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+from cluster.run.folder import FINAL_STATES, LOST_AFTER_S, RunFolder
+from cluster.run.heartbeat import HEARTBEAT_S
+
+LONGEST_LOOK_S = 1.0
+"""A watcher that did not look for longer than this was held up itself: only so much of that time counts as silence."""
+
+SECOND_LOOK_S = 3 * HEARTBEAT_S
+"""How long somebody who wants to know it at once watches tasks whose newest heartbeat seems old."""
+POLL_S = 0.1
+
+
+class Pulse:
+    """What one watcher has seen of a run's heartbeats."""
+
+    def __init__(self, run: RunFolder, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin to watch; `clock` tells this machine's seconds, and never jumps."""
+        self._run, self._clock = run, clock
+        self._looked = clock()
+        self._generation = -1
+        self._seen: dict[str, Any] = {}
+        self._silent_s: dict[str, float] = {}
+        self.silence_s = 0.0
+        """Seconds for which no task of the run has given a sign of life, nor a generation begun."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether any task has given a sign of life."""
+        return bool(self._seen)
+
+    def look(self) -> dict[str, dict[str, Any]]:
+        """Look, as often as possible; return the newest heartbeats, the state of silent tasks replaced by `lost`."""
+        now = self._clock()
+        passed_s, self._looked = min(now - self._looked, LONGEST_LOOK_S), now
+        beats = self._run.heartbeats()
+        generation = self._run.generation
+        changed = {name for name, beat in beats.items() if self._seen.get(name) != beat}
+        self.silence_s = 0.0 if changed or generation != self._generation else self.silence_s + passed_s
+        self._generation = generation
+        self._silent_s = {name: 0.0 if name in changed else self._silent_s[name] + passed_s for name in beats}
+        self._seen = beats
+        lost = {name for name, silent_s in self._silent_s.items() if silent_s > LOST_AFTER_S}
+        return _shown(beats, lost)
+
+    def quiet_s(self, task: str) -> float:
+        """Return the seconds for which a task that began has given no sign of life."""
+        return self._silent_s.get(task, 0.0)
+
+
+def look_once(run: RunFolder, *names: str) -> dict[str, dict[str, Any]]:
+    """Return the newest heartbeats, the state of silent tasks replaced by `lost`.
+
+    Where a heartbeat seems old, or from the future, its task is watched for `SECOND_LOOK_S` before it is called lost.
+
+    Args:
+        run: whose.
+        names: the tasks to ask for; none: all of them.
+    """
+    beats = run.heartbeats()
+    doubtful = {name for name, beat in beats.items() if (not names or name in names) and _seems_lost(beat)}
+    first = {name: beats[name] for name in doubtful}
+    deadline = time.monotonic() + SECOND_LOOK_S
+    while doubtful and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        beats = run.heartbeats()
+        doubtful = {name for name in doubtful if beats.get(name) == first[name]}
+    return _shown(beats, doubtful)
+
+
+def silent(run: RunFolder) -> bool:
+    """Whether no task of a run gives a sign of life: none has started yet, or nothing of the run lives any more.
+
+    A run that is being scaled is not silent, although for a moment none of its tasks lives.
+    """
+    if run.scaling:
+        return False
+    beats = run.heartbeats()
+    if any(not _seems_old(beat) for beat in beats.values()):
+        return False
+    deadline = time.monotonic() + SECOND_LOOK_S
+    while beats and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        if run.heartbeats() != beats:
+            return False
+    return True
+
+
+def _shown(beats: dict[str, dict[str, Any]], lost: Collection[str]) -> dict[str, dict[str, Any]]:
+    return {
+        name: beat | {"state": "lost"} if name in lost and beat["state"] not in FINAL_STATES else beat
+        for name, beat in beats.items()
+    }
+
+
+def _seems_lost(beat: dict[str, Any]) -> bool:
+    return beat["state"] not in FINAL_STATES and _seems_old(beat)
+
+
+def _seems_old(beat: dict[str, Any]) -> bool:
+    """Whether a heartbeat is not, by the clocks, one of a moment ago."""
+    return abs(time.time() - float(beat["updated_at"])) > LOST_AFTER_S

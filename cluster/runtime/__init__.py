@@ -1,0 +1,1 @@
+"""What runs tasks: local processes or Compose, and what they need of the machine."""

@@ -1,0 +1,193 @@
+"""TensorBoard, one for all runs of a folder: in its container, or as a local process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import PrerequisiteError, TimedOut
+from cluster.run import claim
+from cluster.run.folder import RunFolder
+from cluster.runtime import compose, engine
+from cluster.system import processes
+from cluster.system.files import read_json, write_json
+
+PORT = 6006
+START_TIMEOUT_S = 60.0
+
+
+def address(port: int) -> str:
+    """Return where a browser finds it."""
+    return f"http://127.0.0.1:{port}"
+
+
+def running(runs_dir: Path) -> int | None:
+    """Return the port of the TensorBoard that shows this folder of runs, or None where none runs."""
+    record = _record(runs_dir)
+    if record and record["runtime"] == "local":
+        return int(record["port"]) if processes.alive(record["process"]) else None
+    if record and _container(runs_dir):
+        return int(record["port"])
+    return None
+
+
+def check_port(runs_dir: Path, port: int) -> None:
+    """Check that the port is free, or is our own TensorBoard's.
+
+    Raises:
+        PrerequisiteError: another program listens there.
+    """
+    if running(runs_dir) == port:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except PermissionError as error:
+            raise PrerequisiteError(
+                f"port 127.0.0.1:{port} may not be used by this user; choose one from 1024 to 65535: "
+                "--tensorboard-port 6007"
+            ) from error
+        except OSError as error:
+            raise PrerequisiteError(
+                f"port 127.0.0.1:{port} is in use by another program ({error.strerror}); end it, or choose another "
+                "port: --tensorboard-port 6007"
+            ) from error
+
+
+def start(runs_dir: Path, port: int, runtime: str, sh: Callable[[str], object]) -> None:
+    """Start TensorBoard unless it runs, and wait until it answers.
+
+    Raises:
+        PrerequisiteError: another program listens on the port.
+        TimedOut: it does not answer.
+    """
+    with claim.hold(RunFolder(runs_dir / ".tensorboard"), "started", wait_s=START_TIMEOUT_S):
+        if (other := running(runs_dir)) is not None:
+            if other == port:
+                return
+            _stop(runs_dir, sh)
+        check_port(runs_dir, port)
+        record: dict[str, Any] = {"runtime": runtime, "port": port}
+        if runtime == "docker":
+            write_json(_record_path(runs_dir), record)  # before: what is left of a start that fails is ours, too
+            sh(compose.tensorboard(runs_dir, port, "up", "--detach", "--no-build", "--pull", "never", "tensorboard"))
+        else:
+            record["process"] = processes.identity(_start_process(runs_dir, port))
+            write_json(_record_path(runs_dir), record)
+        _await_answer(runs_dir, port, record.get("process"))
+
+
+def stop(runs_dir: Path, sh: Callable[[str], object]) -> bool:
+    """End our TensorBoard; return whether one ran.
+
+    Raises:
+        PrerequisiteError: it is in a container, and no engine answers.
+    """
+    if _record(runs_dir) is None:
+        return False
+    with claim.hold(RunFolder(runs_dir / ".tensorboard"), "ended", wait_s=START_TIMEOUT_S):
+        return _stop(runs_dir, sh)
+
+
+def _stop(runs_dir: Path, sh: Callable[[str], object]) -> bool:
+    record = _record(runs_dir)
+    if record is None:
+        return False
+    if record["runtime"] == "docker":
+        ended = _container(runs_dir)
+        try:
+            sh(compose.tensorboard(runs_dir, record["port"], "down", "--timeout", "5", "--volumes"))
+        except Exception as error:
+            if not (answer := engine.probe()).ready:
+                raise PrerequisiteError(
+                    f"TensorBoard is in a container, which may go on: {answer.detail}; start the engine, then "
+                    "`invoke down` again"
+                ) from error
+            raise
+    else:
+        ended = _end_process(record["process"])
+    _record_path(runs_dir).unlink(missing_ok=True)
+    return ended
+
+
+def _record_path(runs_dir: Path) -> Path:
+    return runs_dir / ".tensorboard.json"
+
+
+def _record(runs_dir: Path) -> dict[str, Any] | None:
+    """Return what was started; None where nothing was, or the record is damaged."""
+    try:
+        record = read_json(_record_path(runs_dir), None)
+    except (OSError, ValueError):
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("port"), int):
+        return None
+    process = record.get("process")
+    identified = isinstance(process, dict) and all(isinstance(process.get(key), int) for key in processes.IDENTITY)
+    return record if record.get("runtime") == "docker" or identified else None
+
+
+def _container(runs_dir: Path) -> bool:
+    label = f"label=com.docker.compose.project={compose.tensorboard_project(runs_dir)}"
+    code, text = engine.ask("ps", "--quiet", "--filter", label)
+    return code == 0 and bool(text)
+
+
+def _start_process(runs_dir: Path, port: int) -> int:
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(runs_dir), "--host", "127.0.0.1"]
+    with (runs_dir / ".tensorboard.log").open("wb") as log:
+        process = subprocess.Popen(
+            [*command, "--port", str(port), "--reload_interval", "5"],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=os.environ | {"TENSORBOARD_RUNS": str(runs_dir)},
+            start_new_session=True,
+        )
+    return process.pid
+
+
+def _end_process(recorded: dict[str, int]) -> bool:
+    if not processes.kill(recorded, signal.SIGTERM):
+        return False
+    deadline = time.monotonic() + 5
+    while processes.alive(recorded):
+        if time.monotonic() > deadline:
+            processes.kill(recorded, signal.SIGKILL)
+        time.sleep(0.05)
+    return True
+
+
+def _await_answer(runs_dir: Path, port: int, process: dict[str, int] | None) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process and not processes.alive(process):
+            raise PrerequisiteError(f"TensorBoard ended at once: {_last_line(runs_dir)}")
+        try:
+            with urllib.request.urlopen(f"{address(port)}/data/logdir", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.1)
+    raise TimedOut(
+        f"TensorBoard did not answer on {address(port)} in {START_TIMEOUT_S:g} s; see {runs_dir / '.tensorboard.log'} "
+        "or `docker logs` of its container, then `invoke tensorboard`"
+    )
+
+
+def _last_line(runs_dir: Path) -> str:
+    """Return what a local TensorBoard printed last."""
+    try:
+        lines = (runs_dir / ".tensorboard.log").read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")

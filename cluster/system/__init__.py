@@ -1,0 +1,1 @@
+"""The operating system: files, processes, namespaces, cgroups. Knows nothing of runs."""

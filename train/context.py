@@ -1,0 +1,145 @@
+"""What one life of a task trains with: everything that both loops need, built once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import tensorflow as tf
+from tensorflow import keras
+
+from cluster.run.folder import RunFolder
+from cluster.run.heartbeat import Heartbeat
+from cluster.spec import ClusterSpec, Role, Task
+from train.config import TrainConfig
+from train.data.sources import Source, eval_feed
+from train.loops import steps
+from train.model import gradients, optimizers
+from train.model.objectives import Objective
+from train.saving import checkpoint
+from train.saving.timer import Past, SaveTimer
+
+EVALUATION_BATCH = 500
+
+
+def evaluation_batch(source: Source) -> int:
+    """Return how many test examples one replica takes at once: no more than there are."""
+    return min(EVALUATION_BATCH, source.test_examples)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A task's part of a run.
+
+    Attributes:
+        strategy: in whose scope `model` was built.
+        new_model: returns the same architecture with plain variables, outside of the strategy.
+        stop: set when the task was asked to stop.
+    """
+
+    run: RunFolder
+    task: Task
+    spec: ClusterSpec
+    config: TrainConfig
+    source: Source
+    objective: Objective
+    strategy: tf.distribute.Strategy
+    model: keras.Model
+    new_model: Callable[[], keras.Model]
+    heartbeat: Heartbeat
+    stop: threading.Event
+
+    @property
+    def chief(self) -> bool:
+        """Whether this task is the chief: it alone writes what the run shares."""
+        return self.task.role == Role.CHIEF
+
+    @property
+    def generation(self) -> int:
+        """The gang's life that this one belongs to."""
+        return int(self.heartbeat.values["generation"])
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether workers update the weights without waiting for each other."""
+        return self.spec.strategy == "ps"
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole training."""
+        return self.config.total_steps(self.source.train_examples)
+
+    @property
+    def num_epochs(self) -> int:
+        """Epochs of the whole training, the last of which may be cut short."""
+        return self.epoch_of(self.total_steps - 1) + 1
+
+    def epoch_of(self, step: int) -> int:
+        """Return the epoch, from 0, that the step after `step` steps belongs to.
+
+        A batch may end one epoch and begin the next: it belongs to the one that it ends. So an epoch is a step longer
+        than another now and then, and no epoch drifts away from the examples.
+        """
+        return step * self.config.global_batch // self.source.train_examples
+
+    def epoch_begin(self, step: int) -> int:
+        """Return the steps that were done before the epoch of the step after `step`."""
+        return -(-self.epoch_of(step) * self.source.train_examples // self.config.global_batch)
+
+    def epoch_end(self, step: int) -> int:
+        """Return the steps that are done after the epoch of the step after `step`."""
+        return -(-(self.epoch_of(step) + 1) * self.source.train_examples // self.config.global_batch)
+
+    def new_optimizer(self) -> keras.optimizers.Optimizer:
+        """Return the optimizer, its variables built beside the model's."""
+        with self.strategy.scope():
+            optimizer = optimizers.build(self.config)
+            optimizer.build(self.model.trainable_variables)  # here, or its slot variables land on the chief
+            return optimizer
+
+    def new_checkpoint(
+        self, optimizer: keras.optimizers.Optimizer, callbacks: tf.Module | None = None
+    ) -> checkpoint.Checkpoint:
+        """Return what saves and restores the training, with what its callbacks have counted."""
+        with self.strategy.scope():
+            done = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
+        return checkpoint.Checkpoint(
+            self.model,
+            optimizer,
+            done,
+            self.run.checkpoints,
+            keep=self.config.keep_checkpoints,
+            writes=self.chief,
+            generation=self.generation,
+            saved=lambda step: self.run.event(self.task.name, "checkpoint", step=step),
+            loss_scale=gradients.loss_scale(optimizer),
+            callbacks=callbacks,
+        )
+
+    def restore(self, saves: checkpoint.Checkpoint) -> int:
+        """Restore the checkpoint that all tasks agree on, if there is one; return the step to go on from."""
+        alone = self.asynchronous or len(self.spec.members) < 2
+        return saves.restore() if alone else saves.restore(steps.gathering(self.strategy))
+
+    def new_save_timer(self, saves: checkpoint.Checkpoint, first: int) -> SaveTimer:
+        """Return what says when this life saves, which goes on from step `first`; the chief's alone decides."""
+        past = Past.read(self.run, self.generation, first) if self.chief else None
+        steps_per_loop = self.config.steps_per_loop
+        return SaveTimer(
+            self.config.checkpoint_every, past, steps_per_loop=steps_per_loop, writing=lambda: saves.writing
+        )
+
+    def new_evaluation(self) -> Callable[[], dict[str, float]]:
+        """Return what evaluates the model on the whole test split; every task calls it."""
+        # Under parameter servers the chief evaluates by itself: it can read every variable.
+        shared = None if self.asynchronous else self.strategy
+        batch = evaluation_batch(self.source)
+        return steps.evaluation(
+            shared,
+            self.model,
+            self.objective,
+            eval_feed(shared, self.source, batch),
+            num_examples=self.source.test_examples,
+            batch=batch,
+        )

@@ -1,0 +1,1 @@
+"""Getting the data: downloads, packages, and writing arrays and shards."""

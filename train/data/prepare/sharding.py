@@ -1,0 +1,243 @@
+"""Write the TFRecord shards of a dataset: one of those that are prepared as arrays, or any other of TFDS.
+
+fashion_mnist, mnist and datasets of the user's own come from their arrays, so shards hold the same examples in the same
+order. Everything else comes from TFDS, which downloads it. For the form of the shards see `train.data.shards`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from cluster.errors import PrerequisiteError, RunFailed, UsageError
+from cluster.system.files import sha256
+from train.data import arrays, blocks, shards
+from train.data.own_dataset import array_of
+from train.data.prepare import store
+from train.data.prepare.arrays import prepare, say
+
+MAX_SHARDS = 512  # all are open at once while they are written; Linux lets a process open 1024 files
+DEFAULT_SHARDS = 8
+MAX_SIZE = 4096
+
+Example = tuple[Any, ...]
+"""Features, label and perhaps weight."""
+
+
+class Source(Protocol):
+    """Where examples come from."""
+
+    version: str
+    classes: tuple[str, ...]
+
+    def open(self) -> Mapping[str, int]:
+        """Make the examples readable, which may mean a download, and return how many "train" and "test" have."""
+
+    def examples(self, split: str) -> Iterator[Example]:
+        """Yield the examples of a split, in the same order every time."""
+
+
+def shard(
+    name: str,
+    data_dir: Path,
+    *,
+    num_shards: int | None = None,
+    size: int | None = None,
+    fresh: bool = False,
+    open_source: Callable[[str, Path, int | None], Source] | None = None,
+) -> shards.ShardSet:
+    """Return the shards of the dataset `name` in `data_dir`, writing them unless they are there as asked.
+
+    They appear under their name in one rename, and replace those that were there before.
+
+    Args:
+        name: of a TFDS dataset, or `package.module:function`.
+        data_dir: where shards, arrays and TFDS's own files are put.
+        num_shards: of each split, 1 to `MAX_SHARDS`; a split of fewer examples has a shard for each. None: as many
+            as there are already, otherwise `DEFAULT_SHARDS`.
+        size: images are resized to this height and width, in pixels; none: they stay as they are.
+        fresh: write again what is there already.
+        open_source: instead of arrays and TFDS, for tests.
+
+    Raises:
+        UsageError: there is no such dataset, its examples cannot be trained on (which is said), or an option is wrong.
+        PrerequisiteError: it cannot be got.
+        RunFailed: the disk is full.
+    """
+    for option, value, most in (("--shards", num_shards, MAX_SHARDS), ("--size", size, MAX_SIZE)):
+        if value is not None and not 1 <= value <= most:
+            raise UsageError(f"{option} {value}: expected a whole number from 1 to {most}")
+    if not fresh and num_shards is None:
+        with contextlib.suppress(PrerequisiteError, RunFailed):
+            there = shards.find(data_dir, name).asked
+            num_shards, size = there["num_shards"], there["size"] if size is None else size
+    num_shards = num_shards or DEFAULT_SHARDS
+    asked = {"num_shards": num_shards, "size": size}
+    source = (open_source or _open_source)(name, data_dir, size)
+    with store.disk_errors(data_dir), store.lock(data_dir, say):
+        if not fresh:
+            with contextlib.suppress(PrerequisiteError, RunFailed):  # what is damaged is written again
+                found = shards.find(data_dir, name)
+                if (found.version, found.asked) == (source.version, asked):
+                    return _upgraded(found, data_dir)
+        counts = source.open()
+        say(f"sharding {name} {source.version}: {counts['train']} examples to train, {counts['test']} to test")
+        with store.scratch_folder(data_dir / f".{store.slug(name)}.partial") as scratch:
+            partial = scratch / "shards"
+            partial.mkdir()
+            index = _write(partial, source, counts, num_shards, size)
+            index = {"name": name, "version": source.version, "classes": source.classes, "asked": asked, **index}
+            (partial / shards.INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            store.replace_folder(partial, shards.folder_of(data_dir, name, source.version), scratch)
+            store.write_pointer(shards.pointer_of(data_dir, name), source.version, scratch)
+    return shards.find(data_dir, name, source.version)
+
+
+def _upgraded(found: shards.ShardSet, data_dir: Path) -> shards.ShardSet:
+    """Return shards once those that an earlier version wrote, of whichever version, have hashes of their blocks."""
+    again = f"run `invoke data.shard --name {found.name} --fresh`"
+    wanted = shards.folder_of(data_dir, found.name, found.version)
+    for index in store.without_blocks((data_dir / "shards").glob(f"{store.slug(found.name)}-*/{shards.INDEX}")):
+        blocks.upgrade(index, again, say, required=index.parent == wanted)
+    return found if found.checked else shards.find(data_dir, found.name, found.version)
+
+
+def _open_source(name: str, data_dir: Path, size: int | None) -> Source:
+    if arrays.is_own(name) or name in arrays.VERSIONS:
+        return _Arrays(prepare(name, data_dir))
+    from train.data.prepare.tfds_source import TfdsSource  # imports TFDS, which takes seconds
+
+    return TfdsSource(name, data_dir, resized=size is not None)
+
+
+class _Arrays:
+    """Examples out of prepared arrays."""
+
+    def __init__(self, array_set: arrays.ArraySet) -> None:
+        self.version, self.classes = array_set.version, array_set.classes
+        self._splits = {"train": array_set.train, "test": array_set.test}
+
+    def open(self) -> Mapping[str, int]:
+        return {name: split.num_examples for name, split in self._splits.items()}
+
+    def examples(self, split: str) -> Iterator[Example]:
+        files = self._splits[split].files[: 3 if split == "train" else 2]  # weights are for training only
+        for file in files:
+            assert file.blocks is not None  # `prepare` added them
+            blocks.check(file.path, file.blocks)
+        maps = [np.memmap(file.path, np.dtype(file.dtype).newbyteorder("<"), "r", shape=file.shape) for file in files]
+        return zip(*maps, strict=True)
+
+
+@dataclass
+class _Layout:
+    """What every example must be: what the first one is."""
+
+    size: int | None
+    parts: tuple[np.ndarray, ...] = field(default=())
+    """The first example."""
+    most: int = 0
+    """The largest label so far."""
+
+    def check(self, what: str, example: Example) -> tuple[np.ndarray, ...]:
+        """Return an example's parts with the types that are stored, its image resized."""
+        values = [resized(what, example[0], self.size), *example[1:]]
+        parts = tuple(
+            array_of(f"{what}: {part}", part, np.asarray(value)[None])[0]
+            for part, value in zip(arrays.DTYPES, values, strict=False)
+        )
+        self.parts = self.parts or parts
+        for part, first, one in zip(arrays.DTYPES, self.parts, parts, strict=False):
+            if (first.shape, first.dtype) != (one.shape, one.dtype):
+                told = " and ".join(f"{list(array.shape)} {array.dtype.name}" for array in (first, one))
+                raise UsageError(f"{what}: {part} of the first example and of this one are {told}; expected the same")
+        label = parts[1]
+        if label.ndim > 1 or (label.dtype == np.int64 and label.min() < 0):
+            raise UsageError(f"{what}: label {label.tolist()}; expected a number or a list of them, classes from 0")
+        if label.dtype == np.int64:
+            self.most = max(self.most, int(label.max()))
+        return parts
+
+    def to_json(self, num_classes: int) -> dict[str, Any]:
+        """Return what the index says of it."""
+        features, label = self.parts[:2]
+        quantities = label.dtype == np.float32
+        return {
+            "features": {"shape": features.shape, "dtype": features.dtype.name},
+            "labels": {"shape": label.shape, "dtype": label.dtype.name},
+            "weighted": len(self.parts) == 3,
+            "num_outputs": math.prod(label.shape) if quantities else num_classes or self.most + 1,
+        }
+
+
+def resized(what: str, image: Any, size: int | None) -> np.ndarray:
+    """Return an image `[H, W, C] uint8` of `size` times `size` pixels, or as it is where no size is asked for."""
+    image = np.asarray(image)
+    if size is None or image.shape[:2] == (size, size):
+        return image
+    if image.ndim != 3 or image.dtype != np.uint8:
+        raise UsageError(f"--size {size}: {what} is no image but {list(image.shape)} {image.dtype}; leave --size out")
+    scaled = tf.image.resize(image, [size, size], antialias=True)
+    return tf.cast(tf.clip_by_value(tf.round(scaled), 0, 255), tf.uint8).numpy()
+
+
+def _write(
+    folder: Path, source: Source, counts: Mapping[str, int], num_shards: int, size: int | None
+) -> dict[str, Any]:
+    """Write the shards of both splits and return what the index says of them."""
+    layout, splits = _Layout(size), {}
+    for split, count in counts.items():
+        if count == 0:
+            raise UsageError(f"there is no {split} example; choose another dataset")
+        total = min(num_shards, count)
+        paths = [folder / f"{split}-{number:05}-of-{total:05}.tfrecord" for number in range(total)]
+        written = _write_split(f"{split} example", source.examples(split), paths, layout)
+        splits[split] = [
+            {
+                "file": path.name,
+                "examples": number,
+                "bytes": path.stat().st_size,
+                "sha256": sha256(path),
+                "blocks": blocks.to_json(path),
+            }
+            for path, number in zip(paths, written, strict=True)
+        ]
+    return {**layout.to_json(len(source.classes)), "splits": splits}
+
+
+def _write_split(what: str, examples: Iterator[Example], paths: list[Path], layout: _Layout) -> list[int]:
+    """Deal the examples out to the files in turn, and return how many each has."""
+    written = [0] * len(paths)
+    try:
+        with contextlib.ExitStack() as stack:
+            writers = [stack.enter_context(tf.io.TFRecordWriter(str(path))) for path in paths]
+            for number, example in enumerate(examples):
+                at = number % len(paths)
+                writers[at].write(_record(layout.check(f"{what} {number}", example)))
+                written[at] += 1
+    except tf.errors.ResourceExhaustedError:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
+    return written
+
+
+def _record(parts: tuple[np.ndarray, ...]) -> bytes:
+    features, label, *weight = parts
+    little_endian = features.astype(features.dtype.newbyteorder("<"), copy=False).tobytes()
+    fields = {"features": tf.train.Feature(bytes_list=tf.train.BytesList(value=[little_endian]))}
+    if label.dtype == np.int64:
+        fields["label"] = tf.train.Feature(int64_list=tf.train.Int64List(value=label.reshape(-1)))
+    else:
+        fields["label"] = tf.train.Feature(float_list=tf.train.FloatList(value=label.reshape(-1)))
+    if weight:
+        fields["weight"] = tf.train.Feature(float_list=tf.train.FloatList(value=weight[0].reshape(-1)))
+    return tf.train.Example(features=tf.train.Features(feature=fields)).SerializeToString(deterministic=True)

@@ -1,0 +1,158 @@
+"""The files of a data folder: they appear whole or not at all, are checked, and one process at a time writes them.
+
+Standard library only: finding and verifying what is prepared needs neither NumPy nor TensorFlow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import PrerequisiteError, RunFailed, UsageError
+from cluster.system.files import DISK_FULL, sha256
+
+BLOCK_BYTES = 4 << 20
+"""Prepared files are checked by blocks of this size, see `train/data/blocks.py`; a file's last one may be smaller."""
+
+
+def slug(name: str) -> str:
+    """Return the name of a dataset as a part of a file name."""
+    return name.replace(":", "-").replace("/", "-")
+
+
+def check_sizes(expected: Mapping[Path, tuple[int, str]], again: str) -> None:
+    """Compare the sizes of files with those expected, in bytes, each with words on why.
+
+    Raises:
+        RunFailed: naming the first file that differs, and `again`, what to do.
+    """
+    for path, (size_bytes, why) in expected.items():
+        size = path.stat().st_size if path.is_file() else 0
+        if size != size_bytes:
+            raise RunFailed(f"{path} has {size} bytes, expected {size_bytes}{why}; {again}")
+
+
+def block_hashes(entry: Mapping[str, Any], size_bytes: int) -> tuple[int, ...] | None:
+    """Return the hash of each block of a file of so many bytes from its entry in an index; None where it has none.
+
+    Raises:
+        ValueError: there are too many or too few.
+    """
+    if "blocks" not in entry:
+        return None
+    hashes = tuple(int(word, 16) for word in entry["blocks"].split())
+    if len(hashes) != -(-size_bytes // BLOCK_BYTES):
+        raise ValueError(f"{len(hashes)} blocks of {entry['file']}")
+    return hashes
+
+
+def without_blocks(indexes: Iterable[Path]) -> list[Path]:
+    """Return the indexes that an earlier version wrote, without hashes of blocks."""
+    return [index for index in sorted(indexes) if '"blocks"' not in index.read_text(encoding="utf-8")]
+
+
+def verify(expected: Mapping[Path, str], again: str, say: Callable[[str], None]) -> None:
+    """Recompute the sha256 of files and say a line for each. A file that is gone is told, and no fault.
+
+    Raises:
+        RunFailed: naming the files whose bytes differ, and `again`, what to do.
+    """
+    differing = []
+    for path, digest in expected.items():
+        if not path.exists():
+            say(f"gone      {path} (not needed to train)")
+        elif sha256(path) == digest:
+            say(f"ok        {path}")
+        else:
+            say(f"DIFFERENT {path}")
+            differing.append(str(path))
+    if differing:
+        raise RunFailed(f"{', '.join(differing)}: not the bytes that were prepared; {again}")
+
+
+def replace_folder(partial: Path, folder: Path, scratch: Path) -> None:
+    """Put the complete folder `partial` in the place of `folder`, which may be there, by way of `scratch`."""
+    folder.parent.mkdir(exist_ok=True)
+    if folder.exists():
+        os.replace(folder, scratch / "replaced")
+    os.replace(partial, folder)
+
+
+def read_pointer(path: Path, name: str, command: str) -> str:
+    """Return the version that a pointer file, `{"version": ...}`, names as the newest of the dataset `name`.
+
+    Raises:
+        PrerequisiteError: there is none; `command` makes it.
+        RunFailed: it cannot be read.
+    """
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["version"])
+    except (FileNotFoundError, NotADirectoryError):
+        raise PrerequisiteError(f"{name} is not prepared: there is no {path}; run `{command}`") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunFailed(f"{path} cannot be read ({error!r}); run `{command}`") from None
+
+
+def write_pointer(path: Path, version: str, scratch: Path) -> None:
+    """Make the pointer file name `version`, in one rename."""
+    (scratch / path.name).write_text(json.dumps({"version": version}) + "\n", encoding="utf-8")
+    os.replace(scratch / path.name, path)
+
+
+@contextlib.contextmanager
+def scratch_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder that is gone afterwards, together with what a killed process left in it."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def lock(data_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Let one process at a time prepare data in `data_dir`. The system frees the lock of a process that dies."""
+    data_dir.mkdir(parents=True, exist_ok=True)
+    with (data_dir / ".prepare.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"another process prepares data in {data_dir}; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def check_space(data_dir: Path, needed_bytes: int) -> None:
+    """Check the free space on the disk of `data_dir`.
+
+    Raises:
+        OSError: less than `needed_bytes`; for `disk_errors`.
+    """
+    free_bytes = shutil.disk_usage(data_dir).free
+    if free_bytes < needed_bytes:
+        free, needed = free_bytes / 1e6, needed_bytes / 1e6
+        raise OSError(errno.ENOSPC, f"{free:.0f} MB free, {needed:.0f} MB needed")
+
+
+@contextlib.contextmanager
+def disk_errors(data_dir: Path) -> Iterator[None]:
+    """Say in one line that `data_dir` is full or cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise RunFailed(
+                f"the disk of {data_dir} is full ({error.strerror}); free space there or use another folder: --data-dir"
+            ) from None
+        raise UsageError(
+            f"{error.filename or data_dir} cannot be used ({error.strerror}); name another folder: --data-dir"
+        ) from None

@@ -1,0 +1,78 @@
+"""A dataset as TensorFlow Datasets knows it: the files it is built from, building it, decoding it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+import tensorflow_datasets as tfds
+from absl import logging
+
+from cluster.errors import PrerequisiteError
+from train.data.prepare.download import SourceFile
+
+logging.set_verbosity(logging.ERROR)  # TFDS warns of every folder that is not there yet
+tfds.disable_progress_bar()
+
+
+class TfdsDataset:
+    """One version of one TFDS dataset in one data folder. Never downloads: `build` is given the files."""
+
+    def __init__(self, name: str, version: str, data_dir: Path) -> None:
+        self._name = name
+        self._version = version
+        self._data_dir = data_dir
+        self._folder = data_dir / name / version
+
+    def source_files(self) -> tuple[SourceFile, ...]:
+        """Return the files it is built from, with the addresses and checksums that TFDS records."""
+        infos = self._builder(self._data_dir).url_infos
+        return tuple(SourceFile(info.filename, url, int(info.size), info.checksum) for url, info in infos.items())
+
+    def build(self, sources: Path, scratch: Path) -> None:
+        """Build the TFDS dataset from the files in `sources`, in `scratch`, and move it to its place once complete."""
+        builder = self._builder(scratch / "tfds")
+        with contextlib.redirect_stdout(io.StringIO()):  # it would announce a download of unknown size
+            builder.download_and_prepare(
+                download_dir=scratch / "downloads",
+                download_config=tfds.download.DownloadConfig(manual_dir=sources, try_download_gcs=False),
+            )
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.parent.mkdir(exist_ok=True)
+        os.replace(builder.data_path, self._folder)
+
+    def decode(self) -> tuple[tuple[str, ...], dict[str, tuple[np.ndarray, np.ndarray]]]:
+        """Return the class names and, for "train" and "test", images `[N, H, W, C] uint8` and labels `[N] int64`.
+
+        The order is that of the TFDS files, the same on every machine.
+
+        Raises:
+            PrerequisiteError: it is not built yet, or its files are damaged.
+        """
+        builder = self._builder(self._data_dir)
+        if not builder.is_prepared():
+            raise PrerequisiteError("none there")
+        splits = {}
+        for split in ("train", "test"):
+            try:
+                examples = builder.as_dataset(split=split, batch_size=-1, shuffle_files=False)
+            except tf.errors.OpError as error:
+                raise PrerequisiteError(f"{self._folder} is damaged ({type(error).__name__})") from None
+            expected = builder.info.splits[split].num_examples
+            if len(examples["label"]) != expected:
+                raise PrerequisiteError(f"{self._folder} has {len(examples['label'])} {split} examples, not {expected}")
+            splits[split] = (examples["image"].numpy(), examples["label"].numpy())
+        return tuple(builder.info.features["label"].names), splits
+
+    def files(self) -> tuple[Path, ...]:
+        """Return the files of the built dataset that hold its examples."""
+        return tuple(sorted(self._folder.glob("*.tfrecord*")))
+
+    def _builder(self, data_dir: Path) -> tfds.core.DatasetBuilder:
+        # By class: `tfds.builder` reads a dataset in place by its files alone and then knows no addresses.
+        return tfds.builder_cls(self._name)(version=self._version, data_dir=data_dir)

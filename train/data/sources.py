@@ -1,0 +1,256 @@
+"""The data of a run, whatever form it is in, and how it reaches the replicas.
+
+A source knows the examples; a feed gives each replica its batches of them. Arrays are gathered inside the step itself,
+where the data is in host memory and the replica on the same task can reach it; everything else is an iterator.
+
+Shapes: B replica batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from cluster.errors import PrerequisiteError, RunFailed
+from cluster.run.folder import RunFolder
+from cluster.system.files import create_json, read_json
+from train.config import TrainConfig
+from train.data import arrays, memory, shards, stream
+from train.data.memory import Batch
+from train.elastic.virtual_shards import VirtualShards
+
+
+@dataclass(frozen=True)
+class Source:
+    """Examples to train on and to test on.
+
+    Attributes:
+        version: of the data, as it was prepared.
+        classes: their names; empty where they have none.
+        num_outputs: classes, or values to predict.
+        classifies: whether labels are classes.
+        feature_shape: one example's shape.
+        train_examples: examples in an epoch.
+        test_examples: examples to test on.
+        train_dataset: some replicas' batches step by step; arguments as for `memory.train_dataset` without the split.
+        eval_dataset: the same of the test split; arguments as for `memory.eval_dataset`.
+        arrays: the examples themselves, where they fit in memory.
+        num_shards: files that a stream is read from; its order depends on them.
+        files: every file that is read, with its sha256 as it was prepared.
+        made_from: the files that these were made from, which may be gone, with their sha256.
+        again: what to do where a file is not what was prepared.
+    """
+
+    version: str
+    classes: tuple[str, ...]
+    num_outputs: int
+    classifies: bool
+    feature_shape: tuple[int, ...]
+    train_examples: int
+    test_examples: int
+    train_dataset: Callable[..., tf.data.Dataset]
+    eval_dataset: Callable[..., tf.data.Dataset]
+    arrays: arrays.ArraySet | None = None
+    num_shards: int = 0
+    files: Mapping[Path, str] = field(default_factory=dict)
+    made_from: Mapping[str, str] = field(default_factory=dict)
+    again: str = ""
+
+
+def _in_memory(found: arrays.ArraySet) -> Source:
+    return Source(
+        found.version,
+        found.classes,
+        found.num_outputs,
+        found.train.labels.dtype.startswith("int"),
+        found.train.features.shape[1:],
+        found.train.num_examples,
+        found.test.num_examples,
+        functools.partial(memory.train_dataset, found.train),
+        functools.partial(memory.eval_dataset, found.test),
+        found,
+        files={file.path: file.sha256 for file in found.files},
+        made_from=found.source_files,
+        again=f"run `invoke data.prepare --name {found.name} --fresh`",
+    )
+
+
+def _streamed(found: shards.ShardSet) -> Source:
+    return Source(
+        found.version,
+        found.classes,
+        found.num_outputs,
+        found.train.label_dtype.startswith("int"),
+        found.train.feature_shape,
+        found.train.num_examples,
+        found.test.num_examples,
+        functools.partial(stream.train_dataset, found.train),
+        functools.partial(stream.eval_dataset, found.test),
+        num_shards=len(found.train.files),
+        files={file.path: file.sha256 for file in found.files},
+        again=f"run `invoke data.shard --name {found.name} --fresh`",
+    )
+
+
+def find(config: TrainConfig, data_dir: Path, run: RunFolder | None = None) -> Source:
+    """Return the source that a configuration names.
+
+    Args:
+        config: of the run.
+        data_dir: where the data was prepared.
+        run: the run folder. What its first life trained on is recorded there and used by every later one, even if
+            something newer has been prepared under the same name meanwhile.
+
+    Raises:
+        PrerequisiteError: it was not prepared, or by an earlier version that did not record what it is checked by.
+        RunFailed: it is damaged.
+    """
+
+    def look(version: str = "") -> Source:
+        streams = config.source == "stream"
+        found = (shards if streams else arrays).find(data_dir, config.dataset, version)
+        if not found.checked:
+            command = f"invoke data.{'shard' if streams else 'prepare'} --name {config.dataset}"
+            raise PrerequisiteError(
+                f"{config.dataset} {found.version} was prepared by an earlier version, without the hashes that it is "
+                f"checked by as it is read; `{command}` adds them"
+            )
+        return _streamed(found) if isinstance(found, shards.ShardSet) else _in_memory(found)
+
+    if run is None:
+        return look()
+    record = run.control / "data.json"
+    if not record.exists():
+        found = look()
+        create_json(record, {"version": found.version, "num_shards": found.num_shards})
+    recorded = read_json(record)
+    found = look(recorded["version"])
+    if found.num_shards != recorded["num_shards"]:
+        raise RunFailed(
+            f"{config.dataset} has {found.num_shards} shards, and {recorded['num_shards']} when this run began: their "
+            f"order is another one; `invoke data.shard --name {config.dataset} --shards {recorded['num_shards']}`, or "
+            "start a new run"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What the steps of one loop work on.
+
+    Attributes:
+        next: called once a step, outside of the replicas; what it returns is passed to each of them.
+        batch: called by each replica with that, the step and the replica's number, or that of one of its virtual
+            shards; returns its batch.
+        ahead: whether `next` may be called one step early, so that a step waits for no batch that comes during the one
+            before.
+    """
+
+    next: Callable[[], Any]
+    batch: Callable[[Any, tf.Tensor, tf.Tensor], Batch]
+    ahead: bool = False
+
+
+def train_feed(
+    strategy: tf.distribute.Strategy,
+    source: Source,
+    first_step: int,
+    global_batch: int,
+    seed: int,
+    cut: VirtualShards | None = None,
+) -> Feed:
+    """Return the training batches of a synchronous strategy's replicas from step `first_step` on.
+
+    Args:
+        cut: into virtual shards, of every global batch; None: as many as replicas. `Feed.batch` takes the number of one
+            of them.
+    """
+    replicas = strategy.num_replicas_in_sync
+    shards = cut or VirtualShards(replicas, replicas)
+    if source.arrays and not isinstance(strategy, tf.distribute.TPUStrategy):
+        examples = memory.load(source.arrays.train)
+        return Feed(lambda: (), _gather(examples, global_batch // shards.total, shards.total, seed))
+
+    def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        share = share_of(context)
+        first, last = share["first_replica"], share["first_replica"] + share["local_replicas"]
+        batches = source.train_dataset(
+            first_step=first_step,
+            num_steps=None,
+            global_batch=global_batch,
+            num_replicas=shards.total,
+            first_replica=shards.first(first),
+            local_replicas=shards.first(last) - shards.first(first),
+            seed=seed,
+        )
+        return batches if not cut else _stacked(batches, shards, first, last)
+
+    iterator = iter(strategy.distribute_datasets_from_function(dataset))
+    ahead = not isinstance(strategy, tf.distribute.TPUStrategy)  # where it could not be tried
+    if not cut:
+        return Feed(iterator.get_next, lambda batch, _step, _replica: batch, ahead)
+    return Feed(iterator.get_next, lambda batches, _step, shard: _one_of(batches, shards.place(shard)), ahead)
+
+
+def _stacked(batches: tf.data.Dataset, shards: VirtualShards, first: int, last: int) -> tf.data.Dataset:
+    """Return for each replica from `first` to before `last` the batches of all its shards, `[most, B, ...]`.
+
+    Where another replica has one more, a replica's last one comes twice: all must have the same shape.
+    """
+    own = range(first, last)
+    places = [[min(shards.first(r) + at, shards.first(r + 1) - 1) for at in range(shards.most)] for r in own]
+    index_Lm = tf.constant(places) - shards.first(first)
+
+    def by_replica(of_step: Batch) -> Batch:
+        return Batch(*(tf.gather(part, index_Lm) for part in of_step))
+
+    stacked = batches.batch(shards.first(last) - shards.first(first), drop_remainder=True).map(by_replica).unbatch()
+    return stacked.with_options(memory.own_share())
+
+
+def _one_of(batches: Batch, place: tf.Tensor) -> Batch:
+    return Batch(*(part[place] for part in batches))
+
+
+def eval_feed(strategy: tf.distribute.Strategy | None, source: Source, replica_batch: int) -> Feed:
+    """Return the test split's batches; the step given to `batch` counts them. Every pass must take all of them."""
+    replicas = strategy.num_replicas_in_sync if strategy else 1
+    if source.arrays and not isinstance(strategy, tf.distribute.TPUStrategy):
+        examples = memory.load(source.arrays.test)
+
+        def batch(_given: Any, at: tf.Tensor, replica: tf.Tensor) -> Batch:
+            return memory.eval_batch(examples, at, replica, replica_batch=replica_batch, num_replicas=replicas)
+
+        return Feed(lambda: (), batch)
+
+    def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        return source.eval_dataset(replica_batch=replica_batch, **share_of(context)).repeat()
+
+    # One iterator for all passes, as long as each takes all of its batches: a new one would be a new graph.
+    own = tf.distribute.InputContext()
+    iterator = iter(strategy.distribute_datasets_from_function(dataset) if strategy else dataset(own))
+    return Feed(iterator.get_next, lambda batch, _at, _replica: batch)
+
+
+def _gather(examples: memory.Examples, replica_batch: int, replicas: int, seed: int) -> Callable[..., Batch]:
+    def batch(_given: Any, step: tf.Tensor, replica: tf.Tensor) -> Batch:
+        return memory.train_batch(
+            examples, step, replica, replica_batch=replica_batch, num_replicas=replicas, seed=seed
+        )
+
+    return batch
+
+
+def share_of(context: tf.distribute.InputContext) -> dict[str, int]:
+    """Return which of the cluster's replicas an input pipeline feeds."""
+    local = context.num_replicas_in_sync // context.num_input_pipelines
+    return {
+        "num_replicas": context.num_replicas_in_sync,
+        "first_replica": context.input_pipeline_id * local,
+        "local_replicas": local,
+    }

@@ -1,0 +1,1 @@
+"""`--bitwise-elastic`: the same bits on any number of replicas."""

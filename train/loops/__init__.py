@@ -1,0 +1,1 @@
+"""The training loops: around, outer, inner."""

@@ -1,0 +1,165 @@
+"""`--loop custom`: our own loop, many steps in one `tf.function`, with Keras callbacks where a run wants them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from cluster.recovery import step_record
+from cluster.spec import Role
+from train.context import Assignment
+from train.data.sources import train_feed
+from train.elastic.train_step import ElasticTrainee
+from train.elastic.virtual_shards import VirtualShards
+from train.loops import callbacks, outer, parameter_server, steps
+from train.loops.callback_state import CallbackState
+from train.model import gradients, keras_compat
+from train.saving import timer
+from train.telemetry import trace
+from train.telemetry.report import Report
+
+
+class Training:
+    """One life's training by the custom loop, from the newest checkpoint to the end or to a stop."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        self._assignment = assignment
+        config, strategy = assignment.config, assignment.strategy
+        with strategy.scope():
+            if not config.bitwise_elastic:  # a virtual shard knows nothing of those that are computed elsewhere
+                keras_compat.synchronize_batch_normalization(assignment.model, strategy.num_replicas_in_sync)
+        self._optimizer = assignment.new_optimizer()
+        state = CallbackState() if config.callbacks else None
+        self._checkpoint = assignment.new_checkpoint(self._optimizer, state)
+        self._first = assignment.restore(self._checkpoint)
+        self._report = Report(assignment, self._first, gradients.loss_scale(self._optimizer))
+        self._save_timer = assignment.new_save_timer(self._checkpoint, self._first)
+        self._generation = assignment.heartbeat.values["generation"]
+        names = [task.name for task in assignment.spec.of(Role.WORKER)] if assignment.asynchronous else []
+        self._worked = [step_record.StepRecord(assignment.run, name, self._generation) for name in names]
+        shards = config.bitwise_elastic
+        cut = VirtualShards(shards, strategy.num_replicas_in_sync) if shards else None
+        trainee = self._trainee(cut)
+        if assignment.asynchronous:
+            self._inner = parameter_server.asynchronous(
+                strategy,
+                trainee,
+                assignment.source,
+                seed=config.seed,
+                steps_per_loop=config.steps_per_loop,
+                workers=len(assignment.spec.of(Role.WORKER)),
+                wants=self._wants,
+                worked=self._record_work,
+            )
+            self._agree: Callable[[steps.Signals], steps.Signals] = lambda signals: signals  # the chief decides alone
+        else:
+            feed = train_feed(strategy, assignment.source, self._first, config.global_batch, config.seed, cut)
+            self._inner = steps.synchronous(strategy, trainee, feed, config.steps_per_loop, self._wants)
+            self._agree = steps.agreement(strategy)
+        self._evaluated_at: int | None = None
+        self._saved_at: int | None = None
+        self._hooks: callbacks.Hooks | None = None
+        if state is not None:
+            with strategy.scope():
+                assignment.model.compile(optimizer=self._optimizer, jit_compile=False)  # callbacks ask the model for it
+            self._hooks = callbacks.Hooks(assignment, state)
+
+    def _trainee(self, cut: VirtualShards | None) -> steps.Trainee:
+        assignment = self._assignment
+        what = assignment.model, self._optimizer, assignment.objective, assignment.config.global_batch
+        if cut:
+            return ElasticTrainee(*what, cut.total, cut)
+        return steps.Trainee(*what, 1 if assignment.asynchronous else assignment.strategy.num_replicas_in_sync)
+
+    def run(self) -> None:
+        """Train, and end well."""
+        config, assignment = self._assignment.config, self._assignment
+        epoch = outer.EveryEpoch(assignment.epoch_end, self._evaluate)
+        every: list[outer.Periodic] = [
+            outer.Every(config.evaluate_every, self._evaluate) if config.evaluate_every else epoch
+        ]
+        if self._hooks:
+            self._hooks.begin(self._first, self._evaluate)
+            every.append(outer.EveryEpoch(assignment.epoch_end, self._end_epoch))
+        if by_steps := timer.parse(config.checkpoint_every)[0]:
+            every.append(outer.Every(by_steps, self._save))  # with what callbacks have changed
+        inner = trace.Tracer(assignment.run, assignment.task.name).around(
+            gradients.watched(self._inner, self._optimizer)
+        )
+        step, stopped = outer.run(
+            inner if self._hooks is None else self._hooks.around(inner),
+            self._first,
+            self._first if self._enough else assignment.total_steps,
+            steps_per_loop=config.steps_per_loop,
+            every=every,
+            report=self._tell,
+            stop=lambda: assignment.stop.is_set() or self._enough,
+            save=self._save,
+            single=step_record.single_steps(assignment.run, self._generation, config.steps_per_loop),
+        )
+        stopped = stopped and not self._any_enough()
+        if self._saved_at != step and (stopped or not self._hooks):
+            self._save(step)
+        if not stopped and self._evaluated_at != step:
+            self._evaluate(step)
+        if self._hooks:
+            self._hooks.end(step, self._report.results, stopped=stopped)
+            if not stopped:
+                self._save(step)  # with what callbacks did at the end, such as to take the best weights
+        self._checkpoint.wait()
+        self._report.end(step, stopped=stopped)
+
+    @functools.cached_property
+    def _evaluation(self) -> Callable[[], dict[str, float]]:
+        return self._assignment.new_evaluation()  # reads the test split, which the first step need not wait for
+
+    def _results(self) -> dict[str, float]:
+        return self._evaluation()
+
+    @property
+    def _enough(self) -> bool:
+        return self._hooks is not None and self._hooks.enough
+
+    def _any_enough(self) -> bool:
+        """Return whether any task's callbacks want training to end; all tasks call it at the same step."""
+        return self._agree(steps.Signals(stop=self._enough)).stop
+
+    def _wants(self, stop: bool, count: int) -> steps.Signals:
+        return steps.Signals(stop, self._save_timer.due(count), self._save_timer.brief)
+
+    def _record_work(self, worker: int, step: int) -> None:
+        """Record that a worker of parameter servers has done its part of the steps until this one."""
+        self._worked[worker].done(step)
+
+    def _tell(self, progress: outer.Progress) -> None:
+        result = progress.result
+        self._save_timer.stepped(len(result.losses), progress.seconds, compiled=progress.compiled)
+        self._report.steps(
+            progress.first,
+            result.losses,
+            result.scores,
+            progress.seconds,
+            compiled=progress.compiled,
+            times=result.times,
+        )
+
+    def _save(self, step: int) -> None:
+        if self._hooks:
+            self._hooks.keep()
+        self._report.save(step, self._checkpoint, self._save_timer)
+        self._saved_at = step
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        self._report.evaluate(step, self._results)
+        self._evaluated_at = step
+        return self._report.results
+
+    def _end_epoch(self, step: int) -> bool:
+        """Tell the callbacks; return whether training shall end, which all tasks decide together."""
+        assert self._hooks is not None
+        self._hooks.end_epoch(step, self._report.results)
+        if self._any_enough():
+            self._hooks.enough = True
+            return True
+        self._hooks.begin_epoch(step)
+        return False

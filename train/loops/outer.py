@@ -1,0 +1,147 @@
+"""The outer loop: calls the inner one again and again, and does the periodic work between two calls."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import keras
+import numpy as np
+
+from cluster.errors import RunFailed
+from train.loops.steps import LoopResult
+from train.saving.checkpoint import diverged
+
+Inner = Callable[[int, int, bool], LoopResult]
+"""Does some optimizer steps: (steps done before, steps to do, was this task asked to stop?) -> result."""
+
+
+@dataclass(frozen=True)
+class Every:
+    """Periodic work: `action(step)` whenever `steps` more optimizer steps are done.
+
+    An action that returns True ends the training; it must do so in every task of the cluster at the same step.
+    """
+
+    steps: int
+    action: Callable[[int], object]
+
+    def next(self, step: int) -> int:
+        """Return the first step after `step` at which the action is due."""
+        return (step // self.steps + 1) * self.steps
+
+    def due(self, step: int) -> bool:
+        """Return whether the action is due after `step`."""
+        return step % self.steps == 0
+
+
+@dataclass(frozen=True)
+class EveryEpoch:
+    """Periodic work: `action(step)` whenever an epoch ends; for the rest as `Every`."""
+
+    next: Callable[[int], int]
+    """Steps done -> those at the end of their epoch."""
+    action: Callable[[int], object]
+
+    def due(self, step: int) -> bool:
+        """Return whether the action is due after `step`."""
+        return self.next(step - 1) == step
+
+
+Periodic = Every | EveryEpoch
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Some optimizer steps that were just done."""
+
+    first: int
+    """Steps done before them."""
+    result: LoopResult
+    seconds: float
+    compiled: bool
+    """Whether their time holds the tracing and compiling of the step."""
+
+    @property
+    def step(self) -> int:
+        """Steps done after them."""
+        return self.first + len(self.result.losses)
+
+
+def run(
+    inner: Inner,
+    first: int,
+    total: int,
+    *,
+    steps_per_loop: int,
+    every: Sequence[Periodic],
+    report: Callable[[Progress], None],
+    stop: Callable[[], bool],
+    save: Callable[[int], None],
+    single: range = range(0),
+) -> tuple[int, bool]:
+    """Train from step `first` to step `total`.
+
+    How many steps an inner call does follows from the step and from what the tasks agreed on, so every task of the
+    cluster does the same.
+
+    Args:
+        inner: does some steps.
+        first: steps done before.
+        total: steps to be done in all.
+        steps_per_loop: most steps in one inner call.
+        every: periodic work. None is done after the last step, which has work of its own.
+        report: told of every inner call.
+        stop: whether this task was asked to stop.
+        save: saves a checkpoint, when a task wants one before training ends: after the periodic work of that step.
+        single: steps after each of which the inner loop is called for one step alone.
+
+    Returns:
+        The steps done, and whether training was stopped before `total` (not: ended by an action).
+
+    Raises:
+        RunFailed: a loss was not finite; names the step.
+    """
+    step, brief = first, True  # the first call compiles: keep it short
+    while step < total:
+        most = 1 if brief or step in single else steps_per_loop
+        until = min([total, step + most, *(periodic.next(step) for periodic in every)])
+        if step < single.start < until:
+            until = single.start
+        began = time.perf_counter()
+        result = inner(step, until - step, stop())
+        progress = Progress(step, result, time.perf_counter() - began, compiled=step == first)
+        _check_finite(progress)
+        step, brief = until, result.signals.brief
+        report(progress)
+        if step < total:
+            if result.signals.stop:
+                return step, True
+            ends = [periodic.action(step) is True for periodic in every if periodic.due(step)]
+            if result.signals.save:
+                save(step)
+            if any(ends):
+                return step, False
+    return step, False
+
+
+def _check_finite(progress: Progress) -> None:
+    bad = np.flatnonzero(~np.isfinite(progress.result.losses))
+    if bad.size:
+        step = progress.first + int(bad[0]) + 1
+        raise not_finite(progress.result.losses[bad[0]], step)
+
+
+def not_finite(loss: float, step: int) -> RunFailed:
+    """Return the error of a loss that is no number."""
+    return diverged(f"loss is {loss} at step {step}")
+
+
+def weights_sha256(model: keras.Model) -> str:
+    """Return the hash of the trainable variables' bytes in creation order."""
+    digest = hashlib.sha256()
+    for variable in model.trainable_variables:
+        digest.update(np.ascontiguousarray(variable.numpy()).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Models, losses, optimizers, and what Keras needs under tf.distribute."""

@@ -1,0 +1,1 @@
+"""Checkpoints: their files, when they are saved, and how they are restored."""

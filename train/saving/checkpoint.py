@@ -1,0 +1,209 @@
+"""Checkpoints of the model, the optimizer and the step, in the run folder that every task shares.
+
+`train/saving/files.py` says what lies there. The newest one that is good for all tasks is restored.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+from tensorflow import keras
+
+from cluster.errors import RunFailed
+from train.saving.files import Saved, agreed, clean, prune, set_aside, write
+
+
+def diverged(what: str) -> RunFailed:
+    """Return the error of a training whose numbers are not finite any more, with what to do."""
+    return RunFailed(
+        f"{what}; lower --optimizer.learning-rate or look at the data, then start again (the checkpoints before it are "
+        "kept)"
+    )
+
+
+class Checkpoint:
+    """Saves and restores the training state.
+
+    The step is a variable of our own: Keras's `optimizer.iterations` loses updates under asynchronous training.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        optimizer: keras.optimizers.Optimizer,
+        step: tf.Variable,
+        folder: Path,
+        *,
+        keep: int,
+        writes: bool,
+        generation: int = 0,
+        saved: Callable[[int], None] = lambda step: None,
+        loss_scale: tf.Module | None = None,
+        callbacks: tf.Module | None = None,
+    ) -> None:
+        """Prepare to save.
+
+        Args:
+            model: what is trained, built.
+            optimizer: what trains it, built.
+            step: int64 scalar, the optimizer steps done.
+            folder: shared by all tasks.
+            keep: newest checkpoints that are kept.
+            writes: whether this task writes. The others only take part in reading what is spread over the tasks, which
+                can be a collective operation
+                (https://www.tensorflow.org/tutorials/distribute/multi_worker_with_ctl#checkpoint_saving).
+            generation: of the run.
+            saved: called with each step whose checkpoint is finished, perhaps from another thread.
+            loss_scale: of a training in float16. One that has just become that has none in its checkpoints yet.
+            callbacks: what callbacks have counted. The same holds of it.
+        """
+        self._parts = {"step": step, "model": model, "optimizer": optimizer}
+        optional = {"loss_scale": loss_scale, "callbacks": callbacks}
+        self._optional = {name: part for name, part in optional.items() if part is not None}
+        self._checkpoint = tf.train.Checkpoint(**self._parts, **self._optional)
+        self._model = model
+        self._step = step
+        self._folder = folder
+        self._keep = keep
+        self._writes = writes
+        self._generation = generation
+        self._saved = saved
+        self.writing_s: float | None = None
+        """Seconds that writing the last finished one took, beside the training."""
+        self._copy: Copy | None = None
+        self._writing: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def restore(self, everyones: Callable[[int], Sequence[int]] = lambda step: [step]) -> int:
+        """Restore the newest checkpoint that is good for all tasks, if there is one; return the step to go on from.
+
+        Newer ones, which are damaged or which not all can read, are then set aside.
+
+        Args:
+            everyones: takes a step and returns those that all tasks gave: a collective operation.
+
+        Raises:
+            RunFailed: some tasks can read a checkpoint and others none.
+        """
+        newest = agreed(self._folder, everyones, lambda words: print(words, flush=True) if self._writes else None)
+        if newest is not None:
+            held = {name.partition("/")[0] for name, _ in tf.train.list_variables(newest.prefix)}
+            also = {name: part for name, part in self._optional.items() if name in held}
+            kept = tf.train.Checkpoint(**self._parts, **also)
+            kept.read(newest.prefix).assert_existing_objects_matched()
+        if self._writes:
+            set_aside(self._folder, newest.step if newest else -1)
+            clean(self._folder, self._generation)
+        return int(self._step.numpy())
+
+    def prepare(self) -> Copy:
+        """Return what a save copies to, made by the first call.
+
+        Call outside of the strategy's scope: inside, as in the callbacks of `fit`, its variables would be the
+        strategy's, which tasks share, and which cannot hold text.
+        """
+        if self._copy is None:
+            self._copy = Copy(self._checkpoint)
+        return self._copy
+
+    def save(self, step: int) -> None:
+        """Save the state after `step` optimizer steps. Every task calls this at the same step.
+
+        Training may go on at once: what is saved was copied, and is written by a thread.
+
+        Raises:
+            OSError, tf.errors.OpError: this save failed, or the one before it.
+            RunFailed: that one's weights are not finite, and were not saved.
+        """
+        self.wait()
+        self._step.assign(step)
+        self.prepare().update()
+        if self._writes:
+            self._writing = threading.Thread(target=self._write, args=(step,), name="checkpoint")
+            self._writing.start()
+
+    @property
+    def writing(self) -> bool:
+        """Whether one is being written now."""
+        return self._writing is not None and self._writing.is_alive()
+
+    def wait(self) -> None:
+        """Return when nothing is being written any more.
+
+        Raises:
+            OSError, tf.errors.OpError: writing failed.
+            RunFailed: the weights are not finite, and were not saved.
+        """
+        if self._writing:
+            self._writing.join()
+            self._writing = None
+        if self._error:
+            error, self._error = self._error, None
+            raise error
+
+    def _write(self, step: int) -> None:
+        try:
+            assert self._copy is not None
+            if broken := self._copy.not_finite(self._model.trainable_variables):
+                raise diverged(f"{broken} is not finite after step {step}")
+            began, saved = time.monotonic(), Saved(self._folder, step)
+            write(self._copy.checkpoint, saved, self._generation)
+            self.writing_s = time.monotonic() - began
+            prune(saved, self._keep)
+            self._saved(step)
+        except BaseException as error:  # raised by the next `wait`, in the thread that trains
+            self._error = error
+
+
+class Copy:
+    """The variables of a checkpoint once more, as plain ones in this task's memory.
+
+    TensorFlow's own asynchronous checkpoints do the same, but fail on Keras 3's variables.
+    """
+
+    def __init__(self, checkpoint: tf.train.Checkpoint) -> None:
+        """Copy the tree that TensorFlow would save, so that what is saved can be restored to the original."""
+        self._view = tf.train.TrackableView(checkpoint)
+        self._pairs: list[tuple[tf.Variable, tf.Variable]] = []
+        self._nodes: dict[int, tf.Module | tf.Variable] = {}
+        with tf.device("CPU:0"):
+            self.checkpoint = tf.train.Checkpoint(
+                **{
+                    name: self._copy(child)
+                    for name, child in self._view.children(checkpoint).items()
+                    if name != "save_counter"
+                }
+            )
+
+    def update(self) -> None:
+        """Take over the variables' values."""
+        for original, copy in self._pairs:
+            copy.assign(original)
+
+    def not_finite(self, variables: Sequence[Any]) -> str | None:
+        """Return the name of the first of these variables whose copy is not finite; None where all are."""
+        copies = {id(original): copy for original, copy in self._pairs}
+        for variable in variables:
+            copy = copies.get(id(variable if isinstance(variable, tf.Variable) else variable.value))
+            if copy is not None and not bool(tf.math.is_finite(tf.reduce_sum(tf.cast(copy, tf.float32)))):
+                return str(getattr(variable, "path", variable.name))
+        return None
+
+    def _copy(self, node: object) -> tf.Module | tf.Variable:
+        if id(node) in self._nodes:
+            return self._nodes[id(node)]
+        value = node if isinstance(node, tf.Variable) else getattr(node, "value", None)  # Keras 3 wraps its variables
+        if isinstance(value, tf.Variable):
+            copy = tf.Variable(value, trainable=False, dtype=value.dtype)
+            self._nodes[id(node)] = copy
+            self._pairs.append((value, copy))
+            return copy
+        twin = self._nodes[id(node)] = tf.Module()
+        for name, child in self._view.children(node).items():
+            setattr(twin, name, self._copy(child))
+        return twin

@@ -1,0 +1,216 @@
+"""When a checkpoint is due: every so many steps, every so many seconds, or as often as it pays.
+
+`auto` is the last of these: J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 1974, in
+the higher order of J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 2006,
+from what saves have cost this run and how far apart its failures were. This module does not import TensorFlow.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median_low
+from typing import Any
+
+from cluster.run.folder import RunFolder
+
+AUTO = "auto"
+LEAST_SECONDS = 0.1
+
+CALM_MTBF_S = 3600.0
+"""Time between failures that is expected of a run that had none yet."""
+EXPECTED_COST_S = 0.05
+"""What a save is expected to cost before there was one."""
+MOST_S = 600.0
+"""Longest `auto` interval, unless saves cost so much that even this would be too often: to lose more hurts."""
+MOST_SHARE = 0.1
+"""Share of the time that saves may cost before the interval grows beyond `MOST_S`."""
+RECENT = 5
+"""Failures, and saves, that are looked back on: both change while a run goes on."""
+
+
+def parse(every: int | str) -> tuple[int, float]:
+    """Return the steps and the seconds between two checkpoints, of which one is 0: both for `auto`.
+
+    Raises:
+        ValueError: it is neither `auto` nor steps from 1 such as 200, nor seconds from 0.1 such as 30s.
+    """
+    if every == AUTO:
+        return 0, 0.0
+    if re.fullmatch(r"[0-9]+", str(every)) and 1 <= int(every) <= 10**9:
+        return int(every), 0.0
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)s", str(every))
+    if not match or not LEAST_SECONDS <= float(match[1]) < math.inf:
+        raise ValueError
+    return 0, float(match[1])
+
+
+def best_interval_s(cost_s: float, writing_s: float, mtbf_s: float) -> float:
+    """Return the seconds of training between two saves with which least time is lost.
+
+    Args:
+        cost_s: what a save costs the training.
+        writing_s: what it takes to write one beside the training: they cannot follow each other any faster.
+        mtbf_s: mean time between failures.
+    """
+    best = mtbf_s
+    if 0 < cost_s < 2 * mtbf_s:
+        ratio = cost_s / (2 * mtbf_s)
+        best = math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
+    return max(min(best, max(MOST_S, cost_s / MOST_SHARE)), writing_s, LEAST_SECONDS)
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a run's earlier lives say about its failures and saves."""
+
+    uptimes_s: tuple[float, ...] = ()
+    """How long each life trained that a failure ended, oldest first."""
+    failed: bool = False
+    """Whether a failure began this life."""
+    stuck: bool = False
+    """Whether moreover the life before finished no checkpoint: this one goes on from where that did."""
+    cost_s: float | None = None
+    writing_s: float | None = None
+
+    @classmethod
+    def read(cls, run: RunFolder, generation: int, first: int) -> Past:
+        """Return what a run folder tells of the generations before this one, which goes on from step `first`."""
+        failed = {begun["generation"] for begun in run.generations() if "task" in begun}
+        lives = sorted((life for life in run.lives() if life["generation"] < generation), key=lambda g: g["generation"])
+        begun = [life["generation"] for life in lives] + [generation]
+        ended = [
+            life
+            for life, following in zip(lives, begun[1:], strict=True)
+            if life["first_step_at"] and failed & set(range(life["generation"] + 1, following + 1))
+        ]
+        saves: dict[str, Any] = next((life["saves"] for life in reversed(lives) if life.get("saves")), {})
+        return cls(
+            uptimes_s=tuple(sum(life["seconds"].values()) for life in ended),
+            failed=generation in failed,
+            stuck=generation in failed and bool(lives) and lives[-1]["first"] >= first,
+            cost_s=saves.get("cost_s"),
+            writing_s=saves.get("writing_s"),
+        )
+
+
+class SaveTimer:
+    """Says when the next checkpoint is due by the clock: by the chief's alone, since those of the tasks differ."""
+
+    def __init__(
+        self,
+        every: int | str,
+        past: Past | None = None,
+        *,
+        steps_per_loop: int = 1,
+        writing: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Wait for the first step.
+
+        Args:
+            every: steps, seconds such as `30s`, or `auto`.
+            past: of the run; None for a task that does not decide: nothing is ever due.
+            steps_per_loop: most steps in one inner call.
+            writing: returns whether the last checkpoint is still being written.
+            clock: returns the time in seconds.
+        """
+        steps, self._seconds = parse(every)
+        self._past = past or Past()
+        self._decides = past is not None and not steps
+        self._auto = self._decides and not self._seconds
+        self._steps_per_loop = steps_per_loop
+        self._writing = writing
+        self._clock = clock
+        self._began_s: float | None = None
+        self._counted_from_s = 0.0
+        self._step_s: float | None = None
+        self._costs_s: deque[float] | None = None
+        self._writing_s = 0.0
+        self._catches_up = self._auto and self._past.failed
+
+    def due(self, steps: int) -> bool:
+        """Return whether a checkpoint is due after so many further steps, rather than after as many again."""
+        if not self._decides:
+            return False
+        if self._catches_up:
+            return True
+        if self._began_s is None:
+            return False
+        elapsed_s, call_s = self._clock() - self._counted_from_s, steps * (self._step_s or 0.0)
+        if self._writing() and elapsed_s + call_s < (self._writing_s or self._past.writing_s or math.inf):
+            return False
+        return elapsed_s + 1.5 * call_s >= self._interval_s
+
+    @property
+    def brief(self) -> bool:
+        """Whether the next inner call is to do a single step, because the next checkpoint is due before a full one."""
+        if not self._decides:
+            return False
+        if self._step_s is None:
+            return self._auto and self._past.failed
+        return self._interval_s < self._steps_per_loop * self._step_s
+
+    @property
+    def waits(self) -> bool:
+        """Whether training is to wait until the next checkpoint is on the disk.
+
+        The life before was killed before it finished one, so this one could be, too, and the next one, for ever.
+        """
+        return self._catches_up and self._past.stuck
+
+    @property
+    def saves(self) -> dict[str, float | None]:
+        """Return the interval and what it follows from, as the run folder has it; the interval is None by steps."""
+        interval_s = round(self._interval_s, 3) if self._decides else None
+        writing_s = self._writing_s or self._past.writing_s
+        return {"every_s": interval_s, "cost_s": round(self._cost_s, 4), "writing_s": writing_s}
+
+    def stepped(self, steps: int, seconds: float, *, compiled: bool) -> None:
+        """Take note of steps that were just done, and of what they took.
+
+        Args:
+            steps: how many.
+            seconds: of all of them.
+            compiled: whether that holds the tracing and compiling of the step.
+        """
+        if self._began_s is None:
+            self._began_s = self._counted_from_s = self._clock()
+        if not compiled:
+            self._step_s = seconds / steps
+
+    def saved(self, cost_s: float = 0.0, writing_s: float | None = None) -> None:
+        """Begin to count anew: a checkpoint was saved, for whatever reason.
+
+        Args:
+            cost_s: what the training waited for it.
+            writing_s: what writing the last finished one took beside the training.
+        """
+        if self._costs_s is None:
+            self._costs_s = deque(maxlen=RECENT)  # the first save of a life also makes the copy that is written
+        else:
+            self._costs_s.append(cost_s)
+        self._writing_s = self._writing_s if writing_s is None else writing_s
+        self._catches_up = False
+        self._counted_from_s = self._clock()
+
+    @property
+    def _interval_s(self) -> float:
+        return self._seconds or best_interval_s(self._cost_s, self._writing_s, self._mtbf_s)
+
+    @property
+    def _cost_s(self) -> float:
+        if self._costs_s:
+            return median_low(self._costs_s)
+        return EXPECTED_COST_S if self._past.cost_s is None else self._past.cost_s
+
+    @property
+    def _mtbf_s(self) -> float:
+        """Mean time between the last failures and now: it grows as long as there is none."""
+        uptime_s = 0.0 if self._began_s is None else self._clock() - self._began_s
+        recent = self._past.uptimes_s[-RECENT:]
+        return (sum(recent) + uptime_s) / len(recent) if recent else max(CALM_MTBF_S, uptime_s)

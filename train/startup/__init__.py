@@ -1,0 +1,1 @@
+"""What is imported and rehearsed before a run begins."""

@@ -1,0 +1,91 @@
+"""Builds a run's model and loss once, on the machine that starts it: a wrong shape is told before anything is started.
+
+    python -m train.startup.preflight --config JSON --strategy NAME --data-dir DIR
+
+Only where not all of it is built in: it takes TensorFlow's import. The answer goes to the file that `answers.py`
+names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cluster.errors import ClusterError, UsageError
+from cluster.messages import described
+from cluster.system import answers
+from train.config import TrainConfig
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+    from train.data.sources import Source
+
+EXAMPLES = 2
+"""In the batch that shapes are tried with."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command line; return its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m train.startup.preflight", description="Tries a run's model and loss."
+    )
+    parser.add_argument("--config", type=json.loads, required=True, help="the run's configuration as JSON")
+    parser.add_argument("--strategy", required=True, help="a key of cluster.spec.CLASS_NAMES")
+    parser.add_argument("--data-dir", type=Path, required=True, help="prepared data")
+    options = parser.parse_args(arguments)
+    config = TrainConfig.from_json(options.config)
+    os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1", KERAS_BACKEND="tensorflow")
+    if config.needs_tf_keras(options.strategy):
+        os.environ["TF_USE_LEGACY_KERAS"] = "1"  # before TensorFlow is imported
+    return answers.give(lambda: check(config, options.data_dir))
+
+
+def check(config: TrainConfig, data_dir: Path) -> None:
+    """Check that the model takes the data's features, and the loss the data's labels and the model's outputs.
+
+    Raises:
+        UsageError: it does not, or it is no model or loss.
+    """
+    from train.data import sources
+    from train.model import models, objectives
+
+    source = sources.find(config, data_dir)
+    models.build(config.model, source.feature_shape, source.num_outputs)
+    _check_loss(config, source, objectives.build(config.loss, classifies=source.classifies).loss)
+
+
+def _check_loss(config: TrainConfig, source: Source, loss: object) -> None:
+    import tensorflow as tf
+
+    labels = _label_spec(source)
+    outputs = tf.TensorSpec([EXAMPLES, source.num_outputs], tf.float32)
+    where = f"--loss {config.loss!r}"
+    try:
+        losses = tf.function(loss).get_concrete_function(labels, outputs).structured_outputs
+    except ClusterError:
+        raise
+    except (Exception, SystemExit) as error:
+        given = f"labels {labels.dtype.name} {['B', *labels.shape[1:]]} and outputs {['B', source.num_outputs]}"
+        raise UsageError(f"{where} fails on {given}: {described(error)[-300:]}".replace("'B'", "B")) from None
+    shape = getattr(losses, "shape", None)
+    if shape is None or not shape.is_compatible_with([EXAMPLES]):
+        told = type(losses).__name__ if shape is None else f"shape {shape}"
+        raise UsageError(f"{where} gives {told} for {EXAMPLES} examples; expected ({EXAMPLES},), the loss of each")
+
+
+def _label_spec(source: Source) -> tf.TensorSpec:
+    one = {"first_step": 0, "num_steps": 1, "global_batch": EXAMPLES, "seed": 0}
+    replica = {"num_replicas": 1, "first_replica": 0, "local_replicas": 1}
+    spec: tf.TensorSpec = source.train_dataset(**one, **replica).element_spec.labels
+    return spec
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code)  # without TensorFlow's teardown, which can wait for the user's threads

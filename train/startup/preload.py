@@ -1,0 +1,24 @@
+"""What a task's program imports, which is most of what its start takes."""
+
+from __future__ import annotations
+
+import os
+
+from cluster.run.folder import RunFolder
+from cluster.system.files import read_json
+from train import config
+from train.model import variables
+from train.startup import imports
+
+
+def load(run: RunFolder) -> None:
+    """Import all that the tasks of a run need, as the run's configuration wants it.
+
+    No device is used: whoever called this can still be copied, and each copy form a cluster.
+    """
+    trained = config.TrainConfig.from_json(read_json(run.config))
+    variables.set_defaults(trained.onednn)
+    if trained.needs_tf_keras(run.load_cluster().strategy):
+        os.environ["TF_USE_LEGACY_KERAS"] = "1"  # read when TensorFlow is imported: tf.keras is tf_keras then
+    with imports.quick():
+        from train import program  # noqa: F401

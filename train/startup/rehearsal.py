@@ -1,0 +1,60 @@
+"""What a warm spare does before its life begins: one step of a small training, thrown away.
+
+The first trace of a training step takes more than twice as long as the next one in the same process: modules that
+TensorFlow and Keras import late, and autograph's conversion of our functions, which it keeps. A spare has the time.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+from tensorflow import keras
+from tensorflow.python.eager import context  # forgetting its devices has no public name
+
+from train.config import TrainConfig
+from train.data import memory
+from train.data.sources import Feed
+from train.loops import steps
+from train.model import keras_compat, models, objectives, optimizers
+
+EXAMPLES = 8
+IMAGE = (28, 28, 1)
+CLASSES = 10
+
+
+def can_rehearse(config: TrainConfig) -> bool:
+    """Whether a life with this configuration gains from it: the custom loop's, where no GPU is.
+
+    A GPU and its memory belong to the program that trains.
+    """
+    return config.loop == "custom" and not tf.config.list_physical_devices("GPU")
+
+
+def rehearse() -> None:
+    """Train one step of a built-in model on made-up data, then forget all of it: devices, names and seeds.
+
+    Nothing of the run is touched, and none of the user's own modules is imported: a tensor that one of those kept would
+    not outlive this.
+    """
+    keras_compat.install()
+    strategy = tf.distribute.MirroredStrategy(["/CPU:0"])
+    with strategy.scope():
+        model = models.build("two_conv_cnn", IMAGE, CLASSES)
+        optimizer = optimizers.build(TrainConfig())
+        optimizer.build(model.trainable_variables)
+    objective = objectives.build("sparse_categorical_crossentropy", classifies=True)
+    trainee = steps.Trainee(model, optimizer, objective, EXAMPLES, 1)
+    steps.gathering(strategy)(0)
+    steps.synchronous(strategy, trainee, _feed(), 1)(0, 1, False)
+    keras.backend.clear_session()
+    context._reset_context()  # a cluster can only be formed before any device was used
+
+
+def _feed() -> Feed:
+    examples = memory.Examples(
+        tf.zeros([EXAMPLES, *IMAGE], tf.uint8), tf.range(EXAMPLES, dtype=tf.int64) % CLASSES, weights=None
+    )
+
+    def batch(_given: object, step: tf.Tensor, replica: tf.Tensor) -> memory.Batch:
+        return memory.train_batch(examples, step, replica, replica_batch=EXAMPLES, num_replicas=1, seed=0)
+
+    return Feed(lambda: (), batch)

@@ -1,0 +1,1 @@
+"""What a task reports while it trains."""

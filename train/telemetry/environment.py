@@ -1,0 +1,103 @@
+"""What this machine computes with, as far as it can change a bit: versions, processor, threads, variables."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from cluster.errors import RunFailed
+from cluster.run.folder import RunFolder
+from cluster.system.files import read_json, sha256, write_json
+from train.data.sources import Source
+
+PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "tf_keras", "numpy", "nvidia-nccl-cu12")
+PREFIXES = ("TF_", "KERAS_", "XLA_", "OMP_", "MKL_", "KMP_", "NCCL_", "CUDA_", "GRPC_", "DNNL_", "ONEDNN_")
+APART = ("TF_CONFIG",)
+"""Told elsewhere."""
+INSTRUCTIONS = ("sse4_2", "avx", "fma", "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16")
+"""Those by which TensorFlow and its libraries choose their kernels, and with them the order of sums."""
+
+
+def record(run: RunFolder, dataset: str, source: Source) -> None:
+    """Write `environment.json`, and add to the run's manifest what only a task knows: the data and this.
+
+    Raises:
+        RunFailed: the data is not what was prepared.
+    """
+    found, manifest = describe(), read_json(run.manifest, {})
+    write_json(run.environment, found)
+    data = manifest.get("data", {})
+    if (data.get("name"), data.get("version")) != (dataset, source.version):  # otherwise this is a later life
+        files = {"files": _used(source), "made_from": dict(source.made_from)}
+        data = {"name": dataset, "version": source.version, **files}
+    write_json(run.manifest, manifest | {"data": data, "environment": found})
+
+
+def _used(source: Source) -> dict[str, str]:
+    """Return the sha256 of the files that are read.
+
+    Of arrays it is computed now. Of shards, which can be too large for that, it is the one that was written with the
+    hashes of the blocks, which are checked whenever a shard is read.
+    """
+    used = {}
+    for path, prepared in source.files.items():
+        used[path.name] = prepared if source.arrays is None else sha256(path)
+        if used[path.name] != prepared:
+            raise RunFailed(f"{path} is not what was prepared; {source.again}, then start again")
+    return used
+
+
+def describe() -> dict[str, Any]:
+    """Return what may differ on another machine. No path, user name or secret."""
+    build = tf.sysconfig.get_build_info()
+    return {
+        "python": platform.python_version(),
+        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "cuda": build.get("cuda_version"),
+        "cudnn": build.get("cudnn_version"),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "gpus": [tf.config.experimental.get_device_details(gpu).get("device_name") for gpu in _gpus()],
+        "threads": {
+            "inter_op": tf.config.threading.get_inter_op_parallelism_threads(),
+            "intra_op": tf.config.threading.get_intra_op_parallelism_threads(),
+        },
+        "variables": variables(dict(os.environ)),
+    }
+
+
+def variables(environment: dict[str, str]) -> dict[str, str]:
+    """Return the environment variables that can change what is computed; a value that holds a path as its sha256."""
+    found = {name: value for name, value in sorted(environment.items()) if name.startswith(PREFIXES)}
+    return {name: _without_path(value) for name, value in found.items() if name not in APART}
+
+
+def _without_path(value: str) -> str:
+    return f"sha256:{hashlib.sha256(value.encode()).hexdigest()}" if "/" in value else value
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _gpus() -> list[Any]:
+    return list(tf.config.list_physical_devices("GPU"))
+
+
+def _cpu() -> dict[str, Any]:
+    fields: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    flags = fields.get("flags", "").split()
+    return {"model": fields.get("model name"), "instructions": [name for name in INSTRUCTIONS if name in flags]}

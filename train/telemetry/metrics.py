@@ -1,0 +1,94 @@
+"""Where the numbers go: a JSON Lines file, TensorBoard and the console, behind one writer."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from PIL import Image, ImageDraw
+from tensorboard.plugins.hparams import api as hparams
+
+from cluster.run.folder import RunFolder
+from cluster.system.journal import append_json
+from train.config import TrainConfig
+from train.telemetry.pace import Pace
+
+
+class Metrics:
+    """Writes one task's metrics."""
+
+    def __init__(self, run: RunFolder, task: str, *, talks: bool, resumed_at: int = 0) -> None:
+        """Open the task's files.
+
+        Args:
+            run: the run folder.
+            task: the task's name.
+            talks: whether the rows also go to the console; one task of a cluster does.
+            resumed_at: the step that training goes on from. Rows after it are steps that were lost: they go.
+        """
+        self._rows = run.metrics(task)
+        self._talks = talks
+        self._board = tf.summary.create_file_writer(str(run.tensorboard(task)))
+        kept = [row for row in run.rows(task) if row["step"] <= resumed_at]
+        scratch = self._rows.with_suffix(".scratch")
+        scratch.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        scratch.replace(self._rows)
+
+    def log(self, step: int, epoch: float, total: int, values: dict[str, float | None]) -> None:
+        """Write one row: `values` after `step` of `total` optimizer steps."""
+        append_json(self._rows, {"step": step, "epoch": round(epoch, 4), **values, "time": time.time()})
+        numbers = {name: value for name, value in values.items() if value is not None}
+        with self._board.as_default(step):
+            for name, value in numbers.items():
+                tf.summary.scalar(name.replace("eval_", "eval/") if "eval_" in name else f"train/{name}", value)
+        if self._talks:
+            told = "  ".join(f"{name} {value:,.{0 if name.endswith('_s') else 4}f}" for name, value in numbers.items())
+            print(f"step {step}/{total}  epoch {epoch:.2f}  {told}", flush=True)
+
+    def pace(self, step: int, pace: Pace) -> None:
+        """Show what the task's steps have taken so far in the Histograms tab, and what part was what."""
+        with self._board.as_default(step):
+            for name, ms_S in pace.histograms().items():
+                tf.summary.histogram(f"pace/{name}", ms_S)
+            for name in ("input_share", "busy_share"):
+                if (share := pace.life().get(name)) is not None:
+                    tf.summary.scalar(f"pace/{name}", share)
+
+    def graph(self, function: Any) -> None:
+        """Show the graph of a concrete function in TensorBoard's Graphs tab."""
+        with self._board.as_default(0):
+            tf.summary.graph(function.graph)
+
+    def hparams(self, config: TrainConfig, results: dict[str, float]) -> None:
+        """Record the run's settings beside its results, for TensorBoard's HParams tab."""
+        flat = {**config.to_json(), **{f"optimizer.{name}": v for name, v in config.to_json()["optimizer"].items()}}
+        shown = {name: value for name, value in flat.items() if isinstance(value, str | int | float | bool)}
+        with self._board.as_default(0):
+            hparams.hparams(shown)
+            for name, value in results.items():
+                tf.summary.scalar(f"hparam/{name}", value)
+
+    def predictions(self, step: int, images_BHWC: np.ndarray, said_B: list[str], truth_B: list[str]) -> None:
+        """Show images with what the model said of them, and the truth where it was wrong, in the Images tab."""
+        drawn = [_captioned(*shown) for shown in zip(images_BHWC, said_B, truth_B, strict=True)]
+        with self._board.as_default(step):
+            tf.summary.image("predictions", np.stack(drawn), max_outputs=len(drawn))
+
+    def flush(self) -> None:
+        """Have everything on disk."""
+        self._board.flush()
+
+
+def _captioned(image_HWC: np.ndarray, said: str, truth: str) -> np.ndarray:
+    """Return the image enlarged, `[144, 112, 3] uint8`, with a caption: green where right, red where wrong."""
+    pixels = image_HWC[..., 0] if image_HWC.shape[-1] == 1 else image_HWC
+    picture = Image.new("RGB", (112, 144), "black")
+    picture.paste(Image.fromarray(pixels).convert("RGB").resize((112, 112), Image.Resampling.NEAREST))
+    draw = ImageDraw.Draw(picture)
+    draw.text((2, 112), said, fill="lightgreen" if said == truth else "salmon")
+    if said != truth:
+        draw.text((2, 127), f"is {truth}", fill="white")
+    return np.asarray(picture)

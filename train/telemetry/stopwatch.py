@@ -1,0 +1,125 @@
+"""What the steps of one task take, by marks inside their graph: only there can a task tell its own work from waiting.
+
+Under a synchronous strategy the steps of all tasks take equally long, that of the slowest; what tells them apart is how
+much of it each is busy. A mark waits for what it is the time of, and no computation of its step waits for a mark, so
+that the step is done in the order and with the bits of one without. A step begins once all of the one before is done:
+its update, and the waiting for the others in it.
+
+A mark reads Python's clock, because TensorFlow's own refuses to be read in a deterministic process, and leaves the time
+here, so that no step carries it. That costs some 50 us on a busy machine, so of short steps not all are marked.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from train.telemetry.pace import Times, from_marks
+
+STEP_COST_S = 200e-6
+"""What the marks of one step cost at most."""
+COST_SHARE = 0.004
+"""Of the time, for marks: that of a step decides how many steps there are to a marked one."""
+
+
+class Stopwatch:
+    """Takes the times of the steps of one loop."""
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        devices = [tf.DeviceSpec.from_string(name).device_type for name in strategy.extended.worker_devices]
+        self.works = set(devices) == {"CPU"}
+        """Whether marks can be taken and are true: a TPU has no clock, a GPU only knows by then what it shall do."""
+        self.every = 1
+        """Steps to a marked one."""
+        self._marks: list[tuple[str, float]] = []
+        self._laps = 0
+
+    def begin(self, done: tf.Tensor, every: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        """Mark, inside the graph, that a step begins; return what `lap` takes."""
+        self._laps = 0
+        if not self.works:
+            return ()
+        phase = done % every
+        begun = self.mark("begin", phase <= 1)  # a marked step ends when the next one begins
+        with tf.control_dependencies([begun]):  # so that no other mark of the step, whose batch may be there, is before
+            return (tf.equal(phase, 0),)
+
+    def lap(self, *marked: tf.Tensor) -> Lap:
+        """Return what marks a replica's step; it does so for the first replica of this task alone.
+
+        The marks of another would come after those, in the order in which they were traced.
+        """
+        self._laps += 1
+        return Lap(self, marked[0]) if marked and self._laps == 1 else Lap()
+
+    def has_next(self, results: Any, batch: Any, *marked: tf.Tensor) -> Any:
+        """Mark, inside the graph, since when all but the next step's batch is there, and when that is; return it.
+
+        The next step begins with what is returned, after both marks: it may otherwise be marked before.
+        """
+        if not marked:
+            return batch
+        asks = self.mark("asks", marked[0], results)
+        with tf.control_dependencies([self.mark("batch", marked[0], (asks, batch))]):
+            return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
+
+    def end(self, results: Any) -> None:
+        """Mark, inside the graph, that the last step is done."""
+        if self.works:
+            self.mark("begin", tf.constant(True), results)
+
+    def mark(self, what: str, marked: tf.Tensor, after: Any = ()) -> tf.Tensor:
+        """Have the time taken once `after` is there, if it is `marked`; return what is there when that is done."""
+        there = [tensor for tensor in tf.nest.flatten(after, expand_composites=True) if tensor is not None]
+        with tf.control_dependencies(there):
+            return tf.cond(marked, lambda: self._noted(what), lambda: tf.constant(0))
+
+    def take(self, count: int, seconds: float) -> Times | None:
+        """Return the times of a call of `count` steps that took `seconds`, and forget them."""
+        if not self.works:
+            return None
+        self.every = max(1, math.ceil(STEP_COST_S / COST_SHARE * count / seconds))
+        marks, self._marks = self._marks, []
+        return from_marks(marks)
+
+    def _noted(self, what: str) -> tf.Tensor:
+        return tf.ensure_shape(tf.numpy_function(self._note(what), [], tf.int32), [])
+
+    def _note(self, what: str) -> Callable[[], np.ndarray]:
+        nothing = np.zeros((), np.int32)
+
+        def note() -> np.ndarray:
+            self._marks.append((what, time.perf_counter()))
+            return nothing
+
+        return note
+
+
+@dataclass(frozen=True)
+class Lap:
+    """One optimizer step of one replica, to be marked inside its graph; without a watch it is not."""
+
+    watch: Stopwatch | None = None
+    marked: tf.Tensor | None = None
+
+    def asks(self, *after: Any) -> None:
+        """Mark that a part of the batch is asked for, where there are several."""
+        self._mark("asks", after)
+
+    def has_batch(self, batch: Any) -> None:
+        """Mark that the batch is there, or the part that was asked for."""
+        self._mark("batch", batch)
+
+    def has_gradients(self, gradients: Any) -> None:
+        """Mark that the replica's own gradients are computed."""
+        self._mark("computed", gradients)
+
+    def _mark(self, what: str, after: Any) -> None:
+        if self.watch is not None:
+            self.watch.mark(what, self.marked, after)
