@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
+from cluster import strategies
 from cluster.errors import UsageError, nearest
+from cluster.strategies import Strategy
 
 TASK_PORT = 2222
 """Port on which a task's TensorFlow server listens in a container, where each task has an address of its own."""
@@ -21,30 +23,8 @@ MAX_DEVICES = 64
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 """A run's name is a folder, a Compose project and a label at once, so it is what all three allow."""
 
-CLASS_NAMES = {
-    "one": "OneDeviceStrategy",
-    "mirrored": "MirroredStrategy",
-    "central": "CentralStorageStrategy",
-    "multiworker": "MultiWorkerMirroredStrategy",
-    "ps": "ParameterServerStrategy",
-    "tpu": "TPUStrategy",
-}
-"""Each strategy's name on the command line and TensorFlow's name for it."""
-
-PRECISIONS = ("fp32", "bf16", "fp16")
 SCALINGS = ("none", "linear", "sqrt")
 """How a learning rate follows the global batch."""
-
-ONE_PROCESS = ("one", "mirrored", "central", "tpu")
-"""The strategies that train in the chief's process alone."""
-
-
-def needs_tf_keras(strategy: str) -> bool:
-    """Whether `Model.fit` under this strategy (a key of `CLASS_NAMES`) must be that of tf_keras.
-
-    Keras 3's own fails on more than one task (keras issue 20585).
-    """
-    return strategy in ("multiworker", "ps")
 
 
 class Role(StrEnum):
@@ -81,7 +61,7 @@ class ClusterSpec:
     """The tasks of a run and the strategy that trains on them.
 
     Attributes:
-        strategy: a key of `CLASS_NAMES`.
+        strategy: a key of `strategies.STRATEGIES`.
         tasks: chief first, then workers, parameter servers, evaluator.
         devices: replicas in each training task.
         separate_chief: whether TF_CONFIG has a task of type `chief`. Without, and without parameter servers, the chief
@@ -115,35 +95,40 @@ class ClusterSpec:
         return members if len(members) > 1 else ()
 
     @property
+    def kind(self) -> Strategy:
+        """What is known of the strategy."""
+        return strategies.get(self.strategy)
+
+    @property
     def strategy_class(self) -> str:
         """TensorFlow's name of the strategy."""
-        return CLASS_NAMES[self.strategy]
+        return self.kind.class_name
 
     @property
     def replicas(self) -> int:
         """How many copies of the model compute gradients at the same time."""
-        if self.strategy == "ps":
+        if self.kind.served:
             return len(self.of(Role.WORKER)) * self.devices
         return (1 + len(self.of(Role.WORKER))) * self.devices
 
     @property
     def batch_divisor(self) -> int:
         """What the global batch is divided by. A parameter-server step is one worker's step on a whole batch."""
-        return self.devices if self.strategy == "ps" else self.replicas
+        return self.devices if self.kind.served else self.replicas
 
     def serves(self, task: Task) -> bool:
         """Whether the task only serves others (its program never ends by itself)."""
-        return task.role == Role.PS or (task.role == Role.WORKER and self.strategy == "ps")
+        return task.role == Role.PS or (task.role == Role.WORKER and self.kind.served)
 
     def calls_first(self, task: Task) -> tuple[Task, ...]:
         """Return the tasks whose TensorFlow servers this task calls as soon as it forms the cluster."""
-        if self.strategy == "ps":
+        if self.kind.served:
             return () if self.serves(task) else (*self.of(Role.WORKER), *self.of(Role.PS))
         return self.of(Role.CHIEF) if task.role == Role.WORKER else ()
 
     def restarts_alone(self, task: Task) -> bool:
         """Whether the task may start again while the others go on; every other task takes the gang with it."""
-        return task.role == Role.EVALUATOR or (task.role == Role.WORKER and self.strategy == "ps")
+        return task.role == Role.EVALUATOR or (task.role == Role.WORKER and self.kind.served)
 
     def to_json(self) -> dict[str, Any]:
         """Return the form saved as `cluster.json`."""
@@ -191,38 +176,6 @@ def check_run_name(name: str) -> str:
     return name
 
 
-def resolve_strategy(requested: str, workers: int, ps: int, devices: int) -> str:
-    """Return the strategy that the topology asks for, or the requested one where it fits the topology.
-
-    Raises:
-        UsageError: the name is unknown, or the topology cannot run it.
-    """
-    if ps and not workers:
-        raise UsageError(f"--ps {ps} with --workers 0: parameter servers need workers; add --workers 2 or drop --ps")
-    if requested == "auto":
-        if ps:
-            return "ps"
-        if workers:
-            return "multiworker"
-        return "mirrored" if devices > 1 else "one"
-    if requested not in CLASS_NAMES:
-        raise UsageError(f"--strategy {requested!r} is not a strategy{nearest(requested, ['auto', *CLASS_NAMES])}")
-    needs = {
-        "one": (not workers and not ps and devices == 1, "--workers 0 --ps 0 --devices 1"),
-        "mirrored": (not workers and not ps, "--workers 0 --ps 0"),
-        "central": (not workers and not ps, "--workers 0 --ps 0"),
-        "tpu": (not workers and not ps, "--workers 0 --ps 0"),
-        "multiworker": (workers >= 1 and not ps, "--workers 1 or more and --ps 0"),
-        "ps": (workers >= 1 and ps >= 1, "--workers 1 or more and --ps 1 or more"),
-    }
-    fits, expected = needs[requested]
-    if not fits:
-        raise UsageError(
-            f"--strategy {requested} cannot run on --workers {workers} --ps {ps} --devices {devices}: use {expected}"
-        )
-    return requested
-
-
 def check_global_batch(global_batch: int, divisor: int, what: str = "replicas") -> None:
     """Check that every replica, or whatever else shares the global batch, gets the same number of examples.
 
@@ -244,8 +197,7 @@ def check_shards(cluster: ClusterSpec, shards: int) -> None:
     Raises:
         UsageError: it cannot; the message says why.
     """
-    if cluster.strategy in ("ps", "tpu"):
-        why = "is asynchronous" if cluster.strategy == "ps" else "has never been tried with it"
+    if why := cluster.kind.no_virtual_shards:
         raise UsageError(f"--bitwise-elastic {shards}: {cluster.strategy_class} {why}; use another strategy")
     if cluster.replicas > shards:
         raise UsageError(
@@ -260,14 +212,13 @@ def check_precision(cluster: ClusterSpec, precision: str) -> None:
     Raises:
         UsageError: it cannot; the message says why.
     """
-    if precision == "fp16" and cluster.strategy in ("ps", "tpu"):
-        why = "has workers that would each change the one loss scale" if cluster.strategy == "ps" else "has no float16"
+    if precision == "fp16" and (why := cluster.kind.no_fp16):
         raise UsageError(f"--precision fp16: {cluster.strategy_class} {why}; use --precision bf16")
 
 
 def precision_of(strategy: str, precision: str) -> str:
     """Return the precision that layers compute in under a strategy: a TPU's matrix units want bfloat16."""
-    return "bf16" if strategy == "tpu" else precision
+    return strategies.get(strategy).layers or precision
 
 
 def scale_rate(rate: float, rule: str, global_batch: int, base_batch: int) -> float:
@@ -298,7 +249,7 @@ def build(
         workers: `worker` tasks beside the chief.
         ps: parameter servers.
         evaluator: whether a task evaluates every new checkpoint.
-        strategy: `auto` or a key of `CLASS_NAMES`.
+        strategy: `auto` or a key of `strategies.STRATEGIES`.
         devices: replicas in each training task.
         ports: a free port on 127.0.0.1 for each task, for local processes; None for containers, which have a host
             name each and listen on `TASK_PORT`.
@@ -310,7 +261,7 @@ def build(
     num_workers = parse_count("workers", workers, 0, MAX_TASKS)
     num_ps = parse_count("ps", ps, 0, MAX_TASKS)
     num_devices = parse_count("devices", devices, 1, MAX_DEVICES)
-    resolved = resolve_strategy(strategy, num_workers, num_ps, num_devices)
+    resolved = strategies.resolve(strategy, num_workers, num_ps, num_devices).name
     slots = [(Role.CHIEF, 0)]
     slots += [(Role.WORKER, index) for index in range(num_workers)]
     slots += [(Role.PS, index) for index in range(num_ps)]

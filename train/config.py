@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster import spec
+from cluster import spec, strategies
 from cluster.errors import UsageError, nearest
 from train import references
 from train.field_types import check_types, shown
@@ -182,7 +182,7 @@ class TrainConfig:
         _check_range("optimizer.base_batch", self.optimizer.base_batch, 1, 2**31 - 1)
         _check_choice("optimizer.name", self.optimizer.name, ("adam", "sgd"))
         _check_choice("optimizer.scaling", self.optimizer.scaling, spec.SCALINGS)
-        _check_choice("precision", self.precision, spec.PRECISIONS)
+        _check_choice("precision", self.precision, strategies.PRECISIONS)
         _check_choice("loop", self.loop, LOOPS)
         _check_choice("source", self.source, SOURCES)
         _check_choice("onednn", self.onednn, ONEDNN)
@@ -238,8 +238,8 @@ class TrainConfig:
         return list(dict.fromkeys(folder for name in named if (folder := references.code_dir(name))))
 
     def needs_tf_keras(self, strategy: str) -> bool:
-        """Whether this must run on tf_keras under a strategy, a key of `cluster.spec.CLASS_NAMES`."""
-        return self.loop == "fit" and spec.needs_tf_keras(strategy)
+        """Whether this must run on tf_keras under a strategy, a key of `cluster.strategies.STRATEGIES`."""
+        return self.loop == "fit" and strategies.get(strategy).legacy_fit
 
     @property
     def learning_rate(self) -> float:

@@ -63,7 +63,7 @@ class Assignment:
     @property
     def asynchronous(self) -> bool:
         """Whether workers update the weights without waiting for each other."""
-        return self.spec.strategy == "ps"
+        return not self.spec.kind.synchronous
 
     @property
     def total_steps(self) -> int:

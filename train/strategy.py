@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 from tensorflow import keras
@@ -59,20 +59,30 @@ def build(spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strategy:
 
     Every member must be up (the agents' start barrier sees to it): TensorFlow waits for a missing one for ever.
     """
-    if spec.strategy == "one":
-        return tf.distribute.OneDeviceStrategy(f"/{devices[0]}")
-    if spec.strategy == "mirrored":
-        return tf.distribute.MirroredStrategy([f"/{device}" for device in devices])
-    if spec.strategy == "central":
-        return tf.distribute.experimental.CentralStorageStrategy([f"/{device}" for device in devices])
-    if spec.strategy == "tpu":
-        return _tpu(spec.devices)
-    if spec.strategy == "multiworker":
-        implementation = tf.distribute.experimental.CommunicationImplementation
-        options = tf.distribute.experimental.CommunicationOptions(
-            implementation=implementation.NCCL if devices[0].startswith("GPU") else implementation.RING
-        )
-        return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+    return BUILDERS[spec.strategy](spec, devices)
+
+
+def _one_device(_spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strategy:
+    return tf.distribute.OneDeviceStrategy(f"/{devices[0]}")
+
+
+def _mirrored(_spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strategy:
+    return tf.distribute.MirroredStrategy([f"/{device}" for device in devices])
+
+
+def _central(_spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strategy:
+    return tf.distribute.experimental.CentralStorageStrategy([f"/{device}" for device in devices])
+
+
+def _multiworker(_spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strategy:
+    implementation = tf.distribute.experimental.CommunicationImplementation
+    options = tf.distribute.experimental.CommunicationOptions(
+        implementation=implementation.NCCL if devices[0].startswith("GPU") else implementation.RING
+    )
+    return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+
+
+def _parameter_server(_spec: ClusterSpec, _devices: list[str]) -> tf.distribute.Strategy:
     return tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
 
 
@@ -96,7 +106,7 @@ def serve(task: Task, threads: int) -> None:
     ).join()
 
 
-def _tpu(devices: int) -> tf.distribute.Strategy:
+def _tpu(spec: ClusterSpec, _devices: list[str]) -> tf.distribute.Strategy:
     """Return the strategy of the TPU that TPU_NAME names, or of the one in this machine."""
     try:
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=os.environ.get("TPU_NAME", "local"))
@@ -110,13 +120,23 @@ def _tpu(devices: int) -> tf.distribute.Strategy:
         raise PrerequisiteError(
             f"no TPU answers ({str(error).splitlines()[0]}); set TPU_NAME to one that does"
         ) from error
-    if strategy.num_replicas_in_sync != devices:
+    if strategy.num_replicas_in_sync != spec.devices:
         raise UsageError(
-            f"--devices {devices}: this TPU has {strategy.num_replicas_in_sync} cores; use --devices "
+            f"--devices {spec.devices}: this TPU has {strategy.num_replicas_in_sync} cores; use --devices "
             f"{strategy.num_replicas_in_sync}"
         )
     return strategy
 
+
+BUILDERS: dict[str, Callable[[ClusterSpec, list[str]], tf.distribute.Strategy]] = {
+    "one": _one_device,
+    "mirrored": _mirrored,
+    "central": _central,
+    "multiworker": _multiworker,
+    "ps": _parameter_server,
+    "tpu": _tpu,
+}
+"""Of each strategy in `cluster.strategies`, what builds it: (cluster, this task's devices) -> strategy."""
 
 POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 

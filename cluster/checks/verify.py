@@ -24,7 +24,7 @@ from cluster.launch import planning
 from cluster.messages import counted
 from cluster.paths import ROOT
 from cluster.run.folder import RunFolder
-from cluster.spec import CLASS_NAMES
+from cluster.strategies import STRATEGIES, Strategy
 from cluster.system import processes
 
 DATASET = "fashion_mnist"
@@ -57,13 +57,17 @@ class Case:
     """One training: what is asked of `up`."""
 
     strategy: str
-    topology: str
     loop: str
+
+    @property
+    def kind(self) -> Strategy:
+        """What is known of the strategy."""
+        return STRATEGIES[self.strategy]
 
     @property
     def options(self) -> str:
         """The options of `up` that choose the strategy."""
-        return f"--strategy {self.strategy} {self.topology}".strip()
+        return f"--strategy {self.strategy} {self.kind.trial}".strip()
 
     @property
     def name(self) -> str:
@@ -71,17 +75,7 @@ class Case:
         return f"{self.strategy}-{self.loop}"
 
 
-_TOPOLOGIES = {
-    "one": "",
-    "mirrored": "--devices 2",
-    "central": "--devices 2",
-    "multiworker": "--workers 1",
-    "ps": "--workers 2 --ps 1",
-    "tpu": "",
-}
-CASES = tuple(
-    Case(strategy, topology, loop) for strategy, topology in _TOPOLOGIES.items() for loop in ("custom", "fit")
-)
+CASES = tuple(Case(strategy, loop) for strategy in STRATEGIES for loop in ("custom", "fit"))
 """The first one is the reference: the others are compared with it."""
 
 
@@ -181,20 +175,20 @@ def judge(case: Case, ended: Ended, reference: Ended | None) -> Row:
         reference: how the first case ended; None where that failed.
     """
     parity = None
-    if case.strategy == "tpu" and ended.code == EXIT_PREREQUISITE:
+    if case.kind.hardware and ended.code == EXIT_PREREQUISITE:
         status, detail = UNVERIFIED, ended.problem
     elif ended.problem:
         status, detail = FAILED, ended.problem
     elif reference is None:
         status, detail = FAILED, f"nothing to compare it with: {CASES[0].name} failed"
     else:
-        if case.strategy != "ps":
+        if case.kind.synchronous:
             apart = [abs(ended.losses[step] / reference.losses[step] - 1) for step in range(1, PARITY_STEPS + 1)]
             parity = max(apart)
         problem = _disagreement(ended, reference, parity)
         status, detail = (FAILED, problem) if problem else (OK, _in_words(ended, parity))
     return {
-        "strategy": CLASS_NAMES[case.strategy],
+        "strategy": case.kind.class_name,
         "loop": case.loop,
         "keras": ended.keras,
         "status": status,
@@ -208,7 +202,7 @@ def table(rows: list[Row]) -> list[str]:
     lines = ["| options of `up` | strategy | `--loop` | Keras | status | parity |", "|---|---|---|---|---|---|"]
     for case, row in zip(CASES, rows, strict=True):
         parity = "reference" if case == CASES[0] else f"within {PARITY:.0e}".replace("e-0", "e-")
-        if case.strategy == "ps":
+        if not case.kind.synchronous:
             parity = f"asynchronous: within {BAND:.0%}"
         cells = [
             row["strategy"],

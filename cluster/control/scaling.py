@@ -149,14 +149,16 @@ def _check_size(run: RunFolder, had: ClusterSpec, asked: ClusterSpec) -> None:
     Raises:
         UsageError: it cannot, or is that large already.
     """
-    if had.strategy == "tpu":
-        raise UsageError(f"run {run.name!r} trains on the cores of a TPU, whose number is fixed")
+    if had.kind.hardware:
+        raise UsageError(
+            f"run {run.name!r} trains on the cores of a {had.kind.hardware.upper()}, whose number is fixed"
+        )
     if [task.name for task in asked.tasks] == [task.name for task in had.tasks]:
         raise UsageError(f"run {run.name!r} has {_size(had)} already")
     config = run.load_config()
     if not config.get("bitwise_elastic", 0):  # whether replicas can share virtual shards is checked with the plan
         _check_batch(config.get("global_batch", 0), had, asked)
-    if config.get("loop") == "fit" and spec.needs_tf_keras(had.strategy) != spec.needs_tf_keras(asked.strategy):
+    if config.get("loop") == "fit" and had.kind.legacy_fit != asked.kind.legacy_fit:
         raise UsageError(
             f"--workers {_workers(asked)}: with --loop fit one process trains with Keras 3 and several with tf_keras, "
             "which cannot read each other's checkpoints; only runs of --loop custom scale between them"

@@ -92,7 +92,7 @@ def _drawn(run: RunFolder, draw: random.Random, kinds: Sequence[str]) -> chaos.F
     else:
         choices = [("kill", False)] * 6 + [("kill", True)] * 2 + [("pause", False), ("slow", False)]
         # A damaged checkpoint costs the steps since the one before it; the asynchronous strategy cannot repeat those.
-        choices += [] if spec.strategy == "ps" else [("corrupt", False)]
+        choices += [("corrupt", False)] if spec.kind.synchronous else []
         choices += [("partition", False), ("oom", False)] if is_docker(run) else []
         kind, whole = draw.choice(choices)
     return chaos.Fault(kind, draw.choice(tasks), run.newest_step + draw.randint(*STEPS_BETWEEN), whole)

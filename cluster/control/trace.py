@@ -75,7 +75,7 @@ def check(run: RunFolder, name: str) -> None:
         raise UsageError(f"{name} takes no steps of its own, it does what the chief asks; `invoke profile chief`")
     if task.role == Role.EVALUATOR:
         raise UsageError(f"{name} takes no training steps; name one that does: `invoke profile chief`")
-    if spec.strategy == "ps" and run.load_config().get("loop") == "fit":
+    if spec.kind.served and run.load_config().get("loop") == "fit":
         raise UsageError(
             "Keras's fit under parameter servers tells of no single step; there only --loop custom can be traced"
         )

@@ -268,7 +268,7 @@ def _check_instances(wanted: Wanted, per_task: int, cluster: ClusterSpec) -> Non
     Raises:
         UsageError: they would have to do more.
     """
-    if per_task > 1 or cluster.strategy == "multiworker":
+    if per_task > 1 or cluster.kind.collective:
         raise UsageError(
             f"{wanted.told}: MIG instances cannot train together (a process sees one, and NCCL connects none); use one "
             "with --workers 0, whole GPUs, or parameter servers"

@@ -43,7 +43,7 @@ def check(config: dict[str, Any], strategy: str, path: Sequence[str], data_dir: 
 
     Args:
         config: what `resolve` returned.
-        strategy: which it is trained with, a key of `spec.CLASS_NAMES`.
+        strategy: which it is trained with, a key of `strategies.STRATEGIES`.
         path: where modules of the user's own are found.
         data_dir: where prepared data lies.
 

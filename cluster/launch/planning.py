@@ -17,7 +17,7 @@ from cluster.gpu.placement import Placement
 from cluster.image import images
 from cluster.launch import configuration, packages, resuming
 from cluster.launch.payload import Payload, check_path, check_readable, check_script
-from cluster.launch.request import Request, check_together, check_tpu
+from cluster.launch.request import Request, check_hardware, check_together
 from cluster.launch.request import topology as topology_of
 from cluster.launch.teardown import in_progress
 from cluster.recovery.attempts import MAX_RESTARTS
@@ -27,6 +27,7 @@ from cluster.runtime import compose, engine, inherited, local, network, tensorbo
 from cluster.runtime import memory as limits
 from cluster.runtime.memory import Memory
 from cluster.runtime.network import Network
+from cluster.strategies import Strategy
 
 MIN_FREE_BYTES = 512 * 2**20
 """Free disk space without which a run is not started: its checkpoints, logs and export would not fit."""
@@ -72,7 +73,7 @@ class Plan:
     @property
     def _keras_notes(self) -> list[str]:
         if self.config.get("loop") == "fit":
-            if spec.needs_tf_keras(self.cluster.strategy):
+            if self.cluster.kind.legacy_fit:
                 return ["Model.fit is that of tf_keras, because Keras 3's own fails on more than one task"]
             return ["Model.fit is that of Keras 3"]
         if not self.payload.needs_legacy_keras(self.cluster):
@@ -179,7 +180,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         check_together(request, scripted=True)
     topology = topology_of(request, base.load_cluster() if base else None)
     topology["separate_chief"] = _separate_chief(request, base)
-    check_tpu(topology["strategy"])
+    check_hardware(topology["strategy"])
     asked = spec.build(**topology)
     port = spec.parse_count("tensorboard-port", request.tensorboard_port, 0, 65535)
     patience_s = spec.parse_count("hang-timeout", request.hang_timeout or int(HANG_TIMEOUT_S), 1, 86_400)
@@ -189,7 +190,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
     if given.ids:
         topology["devices"] = len(given.of("chief"))
         asked = spec.build(**topology)
-    runtime, why = _choose_runtime(request.runtime, asked.strategy)
+    runtime, why = _choose_runtime(request.runtime, asked.kind)
     config, payload, data = _resolve(request, base, runtime, installs=installs)
     about_resuming = []
     if payload.script is None:
@@ -264,9 +265,11 @@ def _place(request: Request, run: RunFolder, base: RunFolder | None, cluster: sp
         if given := [f"--{name} {value}" for name, value in words.items() if value]:
             raise UsageError(f"{' and '.join(given)} without GPUs: add --gpus all, or leave it out")
         return Placement()
-    if cluster.strategy == "tpu":
+    if cluster.kind.hardware:
+        hardware = cluster.kind.hardware.upper()
         raise UsageError(
-            f"{wanted.told} with --strategy tpu: one run trains on GPUs or on a TPU; leave one of them out"
+            f"{wanted.told} with --strategy {cluster.strategy}: one run trains on GPUs or on a {hardware}; leave one of "
+            "them out"
         )
     handover, level = placement.handling(
         request.gpu_runtime or had.get("runtime", ""), request.nccl_debug or had.get("nccl_debug", "")
@@ -315,8 +318,8 @@ def _network(
     """
     had = base.started.get("network", "") if base else ""
     way_out = "where a script can fetch its data" if payload.script else ""
-    if cluster.strategy == "tpu":
-        way_out = "where they reach their TPU"
+    if cluster.kind.hardware:
+        way_out = f"where they reach their {cluster.kind.hardware.upper()}"
     return network.choose(request.network, had, contained=contained, way_out=way_out, serves=bool(cluster.members))
 
 
@@ -402,12 +405,15 @@ def check_folder(run: RunFolder, *, resumes: bool, replaces: bool) -> None:
         raise UsageError(f"run {name!r} is still in progress; `invoke down {name}` before it is started again")
 
 
-def _choose_runtime(requested: str, strategy: str) -> tuple[str, str]:
+def _choose_runtime(requested: str, strategy: Strategy) -> tuple[str, str]:
     """Return `docker` or `local`, and in words why."""
-    if strategy == "tpu" and requested == "docker":
-        raise UsageError("--runtime docker with --strategy tpu: containers get no TPU; use --runtime local")
-    if strategy == "tpu" and requested == "auto":
-        return "local", "a local process: containers get no TPU"
+    if strategy.hardware and requested == "docker":
+        raise UsageError(
+            f"--runtime docker with --strategy {strategy.name}: containers get no {strategy.hardware.upper()}; "
+            "use --runtime local"
+        )
+    if strategy.hardware and requested == "auto":
+        return "local", f"a local process: containers get no {strategy.hardware.upper()}"
     return engine.choose_runtime(requested)
 
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster import strategies
 from cluster.errors import PrerequisiteError, UsageError, nearest
 from cluster.runtime import tensorboard
-from cluster.spec import ONE_PROCESS, ClusterSpec, Role
+from cluster.spec import ClusterSpec, Role
 
 PRESET = "fashion_mnist"
 LOOPS = ("custom", "fit")
@@ -121,7 +122,8 @@ def check_together(request: Request, *, scripted: bool) -> None:
 def topology(request: Request, resumed: ClusterSpec | None = None) -> dict[str, Any]:
     """Return the options of `spec.build` for what was asked; what was left out is the resumed run's, or the default."""
     strategy = request.strategy or "auto"
-    alone = strategy in ONE_PROCESS
+    kind = None if strategy == "auto" else strategies.get(strategy)
+    alone = kind is not None and kind.one_process
     if resumed is None:
         return {
             "workers": request.workers or ("0" if alone else WORKERS),
@@ -131,31 +133,34 @@ def topology(request: Request, resumed: ClusterSpec | None = None) -> dict[str, 
             "devices": request.devices or "1",
         }
     had_workers, had_ps = (str(len(resumed.of(role))) for role in (Role.WORKER, Role.PS))
-    if strategy in ("multiworker", "ps") and had_workers == "0":
+    if kind and not alone and had_workers == "0":
         had_workers = WORKERS
     workers = request.workers or ("0" if alone else had_workers)
-    ps = request.ps or ("0" if workers == "0" or strategy == "multiworker" else had_ps)
-    if not request.strategy and (resumed.strategy in ONE_PROCESS) == (workers == "0") and not request.ps:
-        # The number of devices alone tells OneDevice from Mirrored.
-        strategy = "auto" if resumed.strategy in ("one", "mirrored") else resumed.strategy
+    ps = request.ps or ("0" if workers == "0" or (kind and not kind.served) else had_ps)
+    if not request.strategy and resumed.kind.one_process == (workers == "0") and not request.ps:
+        # What the topology chose once it chooses again: the number of devices alone tells OneDevice from Mirrored.
+        counts = (len(resumed.of(Role.WORKER)), len(resumed.of(Role.PS)), resumed.devices)
+        strategy = "auto" if strategies.resolve("auto", *counts) == resumed.kind else resumed.strategy
     return {
         "workers": workers,
         "ps": ps,
         "evaluator": request.evaluator or bool(resumed.of(Role.EVALUATOR)),
         "strategy": strategy,
-        "devices": request.devices or ("1" if strategy == "one" else str(resumed.devices)),
+        "devices": request.devices or ("1" if kind and kind.single_device else str(resumed.devices)),
     }
 
 
-def check_tpu(strategy: str) -> None:
-    """Check that a TPU can be had where one was asked for.
+def check_hardware(strategy: str) -> None:
+    """Check that a strategy's hardware can be had here.
 
     Raises:
         PrerequisiteError: this machine has none, and none was named.
     """
+    if strategy == "auto" or strategies.get(strategy).hardware != "tpu":
+        return
     has_device = any(list(Path("/").glob(pattern.lstrip("/"))) for pattern in DEVICE_FILES)
-    if strategy == "tpu" and not os.environ.get("TPU_NAME") and not has_device:
+    if not os.environ.get("TPU_NAME") and not has_device:
         raise PrerequisiteError(
-            "--strategy tpu: this machine has no TPU (no /dev/accel* and no /dev/vfio); run this on a TPU VM, or set "
-            "TPU_NAME to a TPU that this machine can reach"
+            f"--strategy {strategy}: this machine has no TPU (no /dev/accel* and no /dev/vfio); run this on a TPU VM, "
+            "or set TPU_NAME to a TPU that this machine can reach"
         )

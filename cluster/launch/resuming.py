@@ -51,7 +51,7 @@ def _check_keras(
     run: RunFolder, before: Mapping[str, Any], config: Mapping[str, Any], cluster: spec.ClusterSpec
 ) -> None:
     had, wanted = (
-        of.get("loop") == "fit" and spec.needs_tf_keras(trained.strategy)
+        of.get("loop") == "fit" and trained.kind.legacy_fit
         for of, trained in ((before, run.load_cluster()), (config, cluster))
     )
     if had != wanted:

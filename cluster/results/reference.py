@@ -51,7 +51,7 @@ def _same_bits(run: RunFolder, calm: dict[str, Any]) -> bool | None:
     summary = records.read(run.summary, records.summary)
     if not _elastic(run) and any(event["event"] == "scaled" for event in run.events()):
         return None  # another number of workers adds up in another order
-    if run.load_cluster().strategy == "ps" or summary["state"] != "succeeded":
+    if not run.load_cluster().kind.synchronous or summary["state"] != "succeeded":
         return None
     if summary["weights_sha256"] is None:
         return None  # a script tells none

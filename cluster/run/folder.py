@@ -155,7 +155,7 @@ class RunFolder:
 
     @property
     def seal(self) -> Path:
-        """What `cluster/run/provenance.py` wrote of the run's records: not in the run's folder, where tasks could replace it.
+        """What `provenance.py` wrote of the run's records: not in the run's folder, where tasks could replace it.
 
         Its name ends like no record's, so that whoever looks for runs does not take that folder for one.
         """

@@ -26,7 +26,8 @@ from cluster.run.fields import (
     seconds,
     text,
 )
-from cluster.spec import CLASS_NAMES, MAX_DEVICES, MAX_TASKS, ClusterSpec, Role, Task
+from cluster.spec import MAX_DEVICES, MAX_TASKS, ClusterSpec, Role, Task
+from cluster.strategies import STRATEGIES
 from cluster.system.files import RECORD_BYTES, DamagedError, read_json, warn_once
 
 TASK_BYTES = 2**20
@@ -333,7 +334,7 @@ asked = record({"id": text, "task": text, "until": seconds})
 HOST = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,253}")
 
 _task = record({"role": one_of(*Role), "index": count, "host": text, "port": count})
-_cluster = record({"strategy": one_of(*CLASS_NAMES), "devices": count, "tasks": listing(_task, 3 * MAX_TASKS)})
+_cluster = record({"strategy": one_of(*STRATEGIES), "devices": count, "tasks": listing(_task, 3 * MAX_TASKS)})
 
 
 def cluster(value: Any) -> ClusterSpec:

@@ -127,7 +127,7 @@ def processes_of(
     names = [name for name, value in (more or {}).items() if value is None]
     found: dict[str, Any] = {"runtime": "local", "network": network, "inherits": names, "tasks": tasks}
     # An accelerator's library must be new in the process that uses it.
-    accelerated = spec.strategy == "tpu" or any(gpus.of(task.name) for task in spec.tasks)
+    accelerated = bool(spec.kind.hardware) or any(gpus.of(task.name) for task in spec.tasks)
     wanted = settings.is_on("SHARED_IMPORT")
     return found | {"preload": PRELOAD} if wanted and not command and not accelerated else found
 

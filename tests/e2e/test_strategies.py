@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from cluster.checks import documents, verify
-from cluster.spec import CLASS_NAMES
+from cluster.strategies import STRATEGIES
 from cluster.system import processes
 from tests.e2e.scenario import DATA, ROOT
 
@@ -31,7 +31,7 @@ class Verified:
 
     def of(self, *strategies: str) -> list[dict[str, Any]]:
         """Return the rows of some strategies."""
-        return [row for row in self.rows if row["strategy"] in [CLASS_NAMES[name] for name in strategies]]
+        return [row for row in self.rows if row["strategy"] in [STRATEGIES[name].class_name for name in strategies]]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_every_strategy_with_both_loops_must_be_ok_on_cpu(verified: Verified) ->
     failed = [row for row in verified.rows if row["status"] == verify.FAILED]
     assert [] == failed
     assert 0 == verified.code
-    assert [(CLASS_NAMES[case.strategy], case.loop) for case in verify.CASES] == [
+    assert [(case.kind.class_name, case.loop) for case in verify.CASES] == [
         (row["strategy"], row["loop"]) for row in verified.rows
     ]
     assert {"ok"} == {row["status"] for row in verified.of("one", "mirrored", "central", "multiworker", "ps")}

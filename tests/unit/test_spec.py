@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster import spec
+from cluster import spec, strategies
 from cluster.errors import UsageError
 from cluster.spec import ClusterSpec, Role
 
@@ -202,7 +202,7 @@ def test_a_cluster_that_cannot_train_in_float16_is_refused(topology: dict[str, A
 
 @pytest.mark.parametrize("topology", [{"workers": 0}, {"workers": 2}, {"workers": 0, "devices": 2}])
 def test_synchronous_clusters_train_in_any_precision(topology: dict[str, int]) -> None:
-    for precision in spec.PRECISIONS:
+    for precision in strategies.PRECISIONS:
         spec.check_precision(spec.build(**topology), precision)
 
 

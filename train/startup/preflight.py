@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
         prog="python -m train.startup.preflight", description="Tries a run's model and loss."
     )
     parser.add_argument("--config", type=json.loads, required=True, help="the run's configuration as JSON")
-    parser.add_argument("--strategy", required=True, help="a key of cluster.spec.CLASS_NAMES")
+    parser.add_argument("--strategy", required=True, help="a key of cluster.strategies.STRATEGIES")
     parser.add_argument("--data-dir", type=Path, required=True, help="prepared data")
     options = parser.parse_args(arguments)
     config = TrainConfig.from_json(options.config)
