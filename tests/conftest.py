@@ -45,7 +45,7 @@ sys.addaudithook(_refuse_fixed_ports)
 
 @pytest.fixture(scope="session", autouse=True)
 def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A key of the tests' own, to seal runs with."""
+    """A state folder of the tests' own, where it is noted which runs were started."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield

@@ -54,7 +54,7 @@ class Plan:
     gpus: Placement
     memory: Memory
     trusts: bool
-    """Whether its run may go on though this user did not seal it."""
+    """Whether its run may go on though this user did not start it."""
     network: Network
     about_resuming: tuple[str, ...] = ()
     """What the caller should know of a run that goes on."""
@@ -268,8 +268,8 @@ def _place(request: Request, run: RunFolder, base: RunFolder | None, cluster: sp
     if cluster.kind.hardware:
         hardware = cluster.kind.hardware.upper()
         raise UsageError(
-            f"{wanted.told} with --strategy {cluster.strategy}: one run trains on GPUs or on a {hardware}; leave one of "
-            "them out"
+            f"{wanted.told} with --strategy {cluster.strategy}: one run trains on GPUs or on a {hardware}; leave "
+            "one of them out"
         )
     handover, level = placement.handling(
         request.gpu_runtime or had.get("runtime", ""), request.nccl_debug or had.get("nccl_debug", "")

@@ -86,7 +86,7 @@ def go_on(plan: Plan, sh: Shell) -> None:
     Its configuration stays, and so does the time of its start: it is the same run.
     """
     if not plan.trusts:
-        provenance.check(plan.run)  # once more: tasks lived until now, and what is sealed next must be what was checked
+        provenance.check(plan.run)  # once more: tasks lived until now, and what is noted next must be what was checked
     if not (stop := _begin_life(plan)).get("then", SCALE):
         plan.run.request_stop(stop["by"])  # somebody else's, which came too late for the tasks that ended
     _start_tasks(plan, sh)
@@ -153,7 +153,7 @@ def check_machine(plan: Plan, ending: int = 0) -> None:
         plan.memory.check(len(plan.cluster.tasks))
         if plan.gpus.ids:
             toolkit.check_engine(plan.gpus.handover)
-    provenance.key()
+    provenance.prepare()
     try:
         runs_dir().mkdir(parents=True, exist_ok=True)
     except OSError as error:

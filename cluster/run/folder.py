@@ -153,14 +153,6 @@ class RunFolder:
         """
         return self.path.parent / ".scratch" / self.name
 
-    @property
-    def seal(self) -> Path:
-        """What `provenance.py` wrote of the run's records: not in the run's folder, where tasks could replace it.
-
-        Its name ends like no record's, so that whoever looks for runs does not take that folder for one.
-        """
-        return self.path.parent / ".seals" / f"{self.name}.seal"
-
     def tensorboard(self, task: str) -> Path:
         """The task's TensorBoard event files."""
         return self.path / "tensorboard" / task

@@ -1,20 +1,16 @@
-"""Which runs this user started here: their records, sealed, so that neither a task nor another machine can pass for us.
+"""Which runs this user started: a copy of the digests of their records, kept where no container can write.
 
 A run's records say what the next command starts: a preset's modules, a script, packages, on which runtime. They lie in
-the run's folder, which its tasks can write and anybody can hand on. So whoever writes them seals them: their digests,
-authenticated with a key of the user's that no container sees, beside the run folders, where no task can write. What the
-tasks themselves write later, such as checkpoints, is not sealed: it comes from the program that was sealed.
+the run's folder, which its tasks can write and anybody can hand on. So whoever starts a run also notes the digests of
+its records in the user's state folder (`$XDG_STATE_HOME/tf-cluster/runs/`), and a run whose records differ from every
+note of its name is not believed. What the tasks write later, such as checkpoints, is not covered.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import hmac
 import json
 import os
-import secrets
-import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,139 +18,126 @@ from typing import Any
 from cluster import settings
 from cluster.errors import PrerequisiteError, UsageError
 from cluster.run.folder import RunFolder
-from cluster.system.files import DamagedError, read_json, write_json
+from cluster.system.files import read_json, write_json
 
-KEY_BYTES = 32
 ADDED_BY_TASKS = ("data", "environment")
 """What the chief adds to the manifest once it trains."""
+NOTES = 16
+"""Most notes kept for one name: the same name may be used in several RUNS_DIRs, and again with --fresh."""
 
 
 def write(run: RunFolder) -> None:
-    """Seal a run's records as they are now.
+    """Note a run's records as they are now.
 
     Raises:
-        PrerequisiteError: there is no key, and none can be made.
+        PrerequisiteError: the user's state folder cannot be written.
     """
+    prepare()
     digests = dict(_digests(run))
-    write_json(run.seal, {"records": digests, "hmac": _authenticate(run.name, digests)})
+    others = [note for note in _notes(run.name) if note != digests]
+    write_json(_path(run.name), [digests, *others][:NOTES])
 
 
 def check(run: RunFolder) -> None:
-    """Check that a run's records are those that this user sealed.
+    """Check that a run's records are as this user started them.
 
     Raises:
         UsageError: they are not.
-        PrerequisiteError: there is no key, and none can be made.
     """
-    sealed = _read_seal(run)
-    if sealed is None:
+    records, notes = dict(_digests(run)), _notes(run.name)
+    if records in notes:
+        return
+    if not notes:
         raise UsageError(
-            f"run {run.name!r} has no seal of yours: it was copied, renamed or started by somebody else, or is older "
-            "than seals, and could run any program here; add --trust if you trust whoever made it"
+            f"run {run.name!r} was not started by you on this machine: it was copied, renamed or made by somebody else "
+            "and could run any program here; add --trust if you trust whoever made it"
         )
-    found = dict(_digests(run))
-    if changed := sorted(name for name in found.keys() | sealed.keys() if found.get(name) != sealed.get(name)):
-        raise UsageError(
-            f"run {run.name!r}: {' and '.join(changed)} changed since you started it, perhaps by its own tasks, and "
-            "could run any program here; read that first, then add --trust"
-        )
+    changed = min((_differences(records, note) for note in notes), key=len)
+    raise UsageError(
+        f"run {run.name!r}: {' and '.join(changed)} changed since you started it, perhaps by its own tasks, and "
+        "could run any program here; read that first, then add --trust"
+    )
 
 
 def check_hidden(folders: Iterable[Path]) -> None:
-    """Check that the key lies in none of the folders that containers see.
+    """Check that the notes lie in none of the folders that containers see.
 
     Raises:
-        UsageError: it does.
+        UsageError: they do.
     """
     for folder in folders:
-        if _key_path().resolve().is_relative_to(folder.resolve()):
+        if _folder().resolve().is_relative_to(folder.resolve()):
             raise UsageError(
-                f"containers would see {folder}, and in it {_key_path()}, with which runs are sealed; use a folder of "
-                "its own, or set XDG_STATE_HOME to one outside of it"
+                f"containers would see {folder}, and in it {_folder()}, where it is noted which runs are yours; use a "
+                "folder of its own, or set XDG_STATE_HOME to one outside of it"
             )
 
 
-def key() -> bytes:
-    """Return this user's key, made when it is first asked for.
+def prepare() -> None:
+    """Make the folder of the notes.
 
     Raises:
-        PrerequisiteError: it cannot be made, or others could read it or have made it.
+        PrerequisiteError: it cannot be made, or is another user's.
     """
-    path = _key_path()
+    folder = _folder()
     try:
-        if not path.exists():
-            _make_key(path)
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
-            status, found = os.fstat(file.fileno()), file.read(KEY_BYTES + 1)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        owner = folder.stat().st_uid
     except OSError as error:
         raise PrerequisiteError(
-            f"{path}, the key with which runs are sealed: {error.strerror}; set XDG_STATE_HOME to a folder that you own"
+            f"{folder}, where it is noted which runs are yours: {error.strerror}; set XDG_STATE_HOME to a folder that "
+            "you own"
         ) from error
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077 or len(found) != KEY_BYTES:
+    if owner != os.geteuid():
         raise PrerequisiteError(
-            f"{path}, the key with which runs are sealed: expected {KEY_BYTES} bytes of yours that nobody else can "
-            "read; remove it (your runs then need --trust once), or set XDG_STATE_HOME to a folder that you own"
+            f"{folder}, where it is noted which runs are yours: expected a folder of user {os.geteuid()}, it is that "
+            f"of user {owner}; set XDG_STATE_HOME to a folder that you own"
         )
-    return found
 
 
-def _key_path() -> Path:
-    """Return where the key is: with the user's state, in no checkout, run or folder of data."""
+def _folder() -> Path:
+    """Return where the notes are: with the user's state, in no checkout, run or folder of data.
+
+    Raises:
+        PrerequisiteError: this user has no home.
+    """
     state = os.environ.get("XDG_STATE_HOME", "")
-    if Path(state).is_absolute():  # as XDG has it
-        return Path(state) / "tf-cluster" / "key"
+    if Path(state).is_absolute():  # otherwise it is to be ignored, as XDG has it
+        return Path(state) / "tf-cluster" / "runs"
     if (home := settings.home()) is None:
         raise PrerequisiteError(
-            "the key with which runs are sealed has no place: HOME is not set, and the system knows no home folder of "
-            f"user {os.getuid()}; set HOME, or XDG_STATE_HOME to a folder that you own"
+            "HOME is not set, and the system knows no home folder of this user, so there is no place to note which runs "
+            "are yours; set XDG_STATE_HOME to a folder that you own"
         )
-    return home / ".local" / "state" / "tf-cluster" / "key"
+    return home / ".local" / "state" / "tf-cluster" / "runs"
 
 
-def _make_key(path: Path) -> None:
-    """Make the key, whole, unless another command did so in this moment."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    scratch = path.with_name(f".key.{os.getpid()}.{secrets.token_hex(4)}")
-    with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-        file.write(secrets.token_bytes(KEY_BYTES))
+def _path(name: str) -> Path:
+    return _folder() / f"{name}.json"
+
+
+def _notes(name: str) -> list[dict[str, str]]:
+    """Return what is noted of runs of a name, newest first; nothing where the note cannot be read or is another's."""
+    path = _path(name)
     try:
-        with contextlib.suppress(FileExistsError):
-            os.link(scratch, path)
-    finally:
-        scratch.unlink()
+        notes = read_json(path, []) if path.parent.stat().st_uid == os.geteuid() else []
+    except (OSError, ValueError):
+        return []
+    return [note for note in notes if isinstance(note, dict)] if isinstance(notes, list) else []
 
 
-def _read_seal(run: RunFolder) -> dict[str, str] | None:
-    """Return the digests that this user sealed; None where there are none, or they are somebody else's."""
-    if not _key_path().exists():
-        return None  # whose ever it is
-    try:
-        value = read_json(run.seal)
-        digests, told = value["records"], value["hmac"]
-        good = hmac.compare_digest(_authenticate(run.name, digests), told)
-    except (DamagedError, FileNotFoundError, KeyError, TypeError):
-        return None
-    return digests if good else None
-
-
-def _authenticate(name: str, digests: dict[str, str]) -> str:
-    """Return what only who has the key can tell of a run: by its name, so that no seal fits another."""
-    return hmac.new(key(), _canonical({"run": name, "records": digests}), hashlib.sha256).hexdigest()
+def _differences(records: dict[str, str], note: dict[str, str]) -> list[str]:
+    return sorted(name for name in records.keys() | note.keys() if records.get(name) != note.get(name))
 
 
 def _digests(run: RunFolder) -> Iterator[tuple[str, str]]:
-    """Yield each record that commands believe, and its digest."""
+    """Yield each record that commands believe, and its sha256."""
     for path in (run.config, run.cluster, run.compose, run.control / "started.json", run.manifest):
         try:
-            value = read_json(path)
-        except FileNotFoundError:
-            value = None
-        except DamagedError:
+            value: Any = read_json(path, None)
+        except ValueError:
             value = {"unreadable": True}
         if path == run.manifest and isinstance(value, dict):
             value = {name: part for name, part in value.items() if name not in ADDED_BY_TASKS}
-        yield str(path.relative_to(run.path)), hashlib.sha256(_canonical(value)).hexdigest()
-
-
-def _canonical(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True).encode()
+        text = json.dumps(value, sort_keys=True)
+        yield str(path.relative_to(run.path)), hashlib.sha256(text.encode()).hexdigest()

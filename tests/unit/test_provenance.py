@@ -16,7 +16,7 @@ from invoke import Exit, MockContext
 import tasks
 from cluster.checks import rerun
 from cluster.control import scaling
-from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, PrerequisiteError, UsageError
+from cluster.errors import EXIT_USAGE, ClusterError, PrerequisiteError, UsageError
 from cluster.launch import planning, startup, teardown
 from cluster.launch.request import Request
 from cluster.run import provenance
@@ -48,7 +48,7 @@ def started(resolved: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ru
 
 
 def another_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Have another user's, or another machine's, key from now on."""
+    """Have another user's, or another machine's, notes from now on."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path.with_name(f"{tmp_path.name}-another")))
 
 
@@ -63,7 +63,7 @@ def test_a_run_that_was_started_here_is_gone_on_with_again_and_again(started: Ca
     provenance.check(run)
 
 
-def test_what_the_tasks_write_is_not_sealed(started: Callable[..., RunFolder]) -> None:
+def test_what_the_tasks_write_is_not_covered(started: Callable[..., RunFolder]) -> None:
     run = started()
     write_json(run.manifest, read_json(run.manifest) | {"data": {"name": "x"}, "environment": {"python": "3"}})
     write_json(run.checkpoints / "ckpt-1.json", {"step": 1, "files": {}})
@@ -99,43 +99,32 @@ def test_a_run_of_another_user_or_machine_is_refused_and_of_whoever_moved_it_is_
     monkeypatch.setenv("RUNS_DIR", str(tmp_path / "moved"))
     assert planning.plan(Request(resume="mine", runtime="local")).resumes
     another_user(monkeypatch, tmp_path)
-    told = "run 'mine' has no seal of yours: it was copied, renamed or started by somebody else, "
+    told = "run 'mine' was not started by you on this machine: "
     assert str(refusal(Request(resume="mine", runtime="local"))).startswith(told)
 
 
-def test_a_run_that_was_copied_here_or_has_another_s_seal_is_refused(started: Callable[..., RunFolder]) -> None:
+def test_a_run_that_was_copied_or_renamed_is_refused(started: Callable[..., RunFolder]) -> None:
     mine = started()
-    for name in ("theirs", "named"):
-        shutil.copytree(mine.path, mine.path.with_name(name))
-    theirs, named = RunFolder(mine.path.with_name("theirs")), RunFolder(mine.path.with_name("named"))
-    with pytest.raises(UsageError, match="has no seal of yours"):
+    theirs = RunFolder(mine.path.with_name("theirs"))
+    shutil.copytree(mine.path, theirs.path)
+    with pytest.raises(UsageError, match="was not started by you"):
         provenance.check(theirs)
-    shutil.copy(mine.seal, named.seal)
-    with pytest.raises(UsageError, match="has no seal of yours"):
-        provenance.check(named)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"records": {}, "hmac": ""}', '{"records": 1, "hmac": null}'])
-def test_what_is_no_seal_seals_nothing(make_run: MakeRun, text: str) -> None:
+@pytest.mark.parametrize("text", ["", "{", "{}", "[1]", "[{}]", "null", "[[]]", '[{"config.json": 1}]'])
+def test_a_note_that_is_none_trusts_nothing(make_run: MakeRun, text: str) -> None:
     run = make_run()
-    run.seal.write_text(text)
-    with pytest.raises(UsageError, match="has no seal of yours"):
+    provenance._path(run.name).write_text(text)
+    with pytest.raises(UsageError):
         provenance.check(run)
 
 
-def test_a_seal_with_other_digests_seals_nothing(started: Callable[..., RunFolder]) -> None:
-    run = started()
-    write_json(run.config, {"preset": "theirs:preset"})
-    forged = read_json(run.seal)
-    write_json(run.seal, forged | {"records": dict(provenance._digests(run))})
-    with pytest.raises(UsageError, match="has no seal of yours"):
+def test_two_runs_of_one_name_are_told_apart(started: Callable[..., RunFolder], tmp_path: Path) -> None:
+    first = started()
+    first.path.parent.rename(tmp_path / "elsewhere")
+    second = started()
+    for run in (RunFolder(tmp_path / "elsewhere" / "mine"), second):
         provenance.check(run)
-
-
-def test_no_task_can_write_a_seal_and_no_run_is_hidden_by_one(make_run: MakeRun) -> None:
-    run = make_run("compose")  # whose seal is no record of a run called `.seals`
-    assert not run.seal.is_relative_to(run.path)
-    assert {run.path.name} == {path.parent.name for path in run.path.parent.glob("*/*.json")}
 
 
 # Every command that would start or load something of a run
@@ -195,7 +184,7 @@ def test_no_command_starts_or_loads_anything_of_a_run_that_is_not_trusted(
     assert "error: it was begun" == ending(trust=True)
 
 
-def test_what_is_trusted_and_gone_on_with_is_sealed_from_then_on(
+def test_what_is_trusted_and_gone_on_with_is_known_from_then_on(
     started: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = started()
@@ -214,13 +203,13 @@ def test_a_run_is_scaled_only_if_its_tasks_left_its_records_alone(
     run = started()
     planned = planning.plan(Request(resume="mine", runtime="local", tensorboard_port="0"))
     write_json(run.config, read_json(run.config) | {"preset": "theirs:preset"})  # before the last of them ended
-    before = read_json(run.seal)
+    before = read_json(provenance._path(run.name))
     with pytest.raises(UsageError, match="config.json changed"):
         startup.go_on(planned, Commands())
-    assert (before, 0) == (read_json(run.seal), run.generation)
+    assert (before, 0) == (read_json(provenance._path(run.name)), run.generation)
 
 
-def test_a_rerun_believes_no_runtime_but_the_sealed_one(ready: Callable[[str], RunFolder]) -> None:
+def test_a_rerun_believes_no_runtime_but_the_one_it_was_started_with(ready: Callable[[str], RunFolder]) -> None:
     run = ready("rerun")
     write_json(run.manifest, read_json(run.manifest) | {"runtime": "docker"})
     with pytest.raises(UsageError, match=r"manifest.json changed"):
@@ -241,59 +230,55 @@ def test_ending_a_run_obeys_nothing_that_its_tasks_can_write(
     assert not [word for word in words[5:] if "/" in word or word.startswith("-f")]
 
 
-# The key
+# The notes
 
 
-def test_a_key_is_made_once_and_for_its_user_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    another_user(monkeypatch, tmp_path)
-    first = provenance.key()
-    path = provenance._key_path()
-    assert (32, first) == (len(first), provenance.key())
-    assert [0o600, 0o700] == [path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777]
-    assert [path] == list(path.parent.iterdir())
-    provenance._make_key(path)  # another command's, which came second
-    assert first == provenance.key()
+def test_notes_are_the_user_s_alone(started: Callable[..., RunFolder]) -> None:
+    path = provenance._path(started().name)
+    assert 0o700 == path.parent.stat().st_mode & 0o777
+    assert path.is_file()
 
 
-def test_a_key_is_with_the_user_s_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_notes_are_with_the_user_s_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for ignored in ("", "relative"):
         monkeypatch.setenv("XDG_STATE_HOME", ignored)
-        assert tmp_path / ".local" / "state" / "tf-cluster" / "key" == provenance._key_path()
+        assert tmp_path / ".local" / "state" / "tf-cluster" / "runs" / "a.json" == provenance._path("a")
 
 
-@pytest.mark.parametrize("how", ["readable", "short", "a link", "another's"])
-def test_a_key_that_others_could_know_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str) -> None:
-    another_user(monkeypatch, tmp_path)
-    provenance.key()
-    path = provenance._key_path()
-    if how == "readable":
-        path.chmod(0o640)
-    elif how == "short":
-        path.write_bytes(b"x")
-    elif how == "a link":
-        path.rename(path.with_name("elsewhere"))
-        path.symlink_to("elsewhere")
-    else:
-        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(PrerequisiteError, match=r"the key with which runs are sealed: .*; ") as refused:
-        provenance.key()
-    assert (EXIT_PREREQUISITE, 1) == (refused.value.exit_code, len(str(refused.value).splitlines()))
+def test_a_folder_of_notes_that_is_another_s_is_refused(
+    started: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = started()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(PrerequisiteError):
+        provenance.prepare()
+    with pytest.raises(UsageError):
+        provenance.check(run)
 
 
-def test_where_no_key_can_be_made_nothing_is_started(
+def test_a_name_has_a_bounded_number_of_notes(make_run: MakeRun) -> None:
+    run = make_run()
+    for seed in range(provenance.NOTES + 5):
+        write_json(run.config, {"seed": seed})
+        provenance.write(run)
+    assert provenance.NOTES == len(read_json(provenance._path(run.name)))
+    provenance.check(run)
+
+
+def test_where_nothing_can_be_noted_nothing_is_started(
     resolved: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     planned = planning.plan(Request(name="one", runtime="local", tensorboard_port="0"))
-    with pytest.raises(PrerequisiteError, match="set XDG_STATE_HOME to a folder that you own"):
+    with pytest.raises(PrerequisiteError):
         startup.start(planned, Commands(), began=time.time())
     assert not planned.run.path.exists()
 
 
 @pytest.mark.parametrize("seen", ["RUNS_DIR", "DATA_DIR", "script"])
-def test_no_container_sees_the_key(
+def test_no_container_sees_the_notes(
     resolved: None, docker: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seen: str
 ) -> None:
     docker(WORKING_ENGINE)
@@ -309,7 +294,7 @@ def test_no_container_sees_the_key(
         asked["script"] = str(home / "fit.py")
     else:
         monkeypatch.setenv(seen, str(home))
-    told = f"containers would see {home}, and in it {home}/state/tf-cluster/key, with which runs are sealed; "
+    told = f"containers would see {home}, and in it {home}/state/tf-cluster/runs, "
     error = refusal(Request(**asked))
     assert (EXIT_USAGE, True) == (error.exit_code, str(error).startswith(told))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
