@@ -106,8 +106,8 @@ def _folder() -> Path:
         return Path(state) / "tf-cluster" / "runs"
     if (home := settings.home()) is None:
         raise PrerequisiteError(
-            "HOME is not set, and the system knows no home folder of this user, so there is no place to note which runs "
-            "are yours; set XDG_STATE_HOME to a folder that you own"
+            "HOME is not set, and the system knows no home folder of this user, so there is no place to note which "
+            "runs are yours; set XDG_STATE_HOME to a folder that you own"
         )
     return home / ".local" / "state" / "tf-cluster" / "runs"
 

@@ -18,7 +18,7 @@ from tests.e2e.scenario import Clusters, losses, summary
 
 FOLDER = Path(__file__).parent
 PRESETS = ("fashion_mnist",)
-"""Those whose data can be got anywhere. `mnist` is the same but for its data (`tests/unit/test_config.py`)."""
+"""Those whose data can be got anywhere. `mnist` is the same but for its data (`tests/unit/train/test_config.py`)."""
 
 STEPS, THREADS = 20, 2
 

@@ -67,7 +67,7 @@ def test_a_user_may_have_no_home_folder(value: str | None, monkeypatch: pytest.M
     assert script == check_script(str(script), tmp_path / "runs")
     monkeypatch.delenv("XDG_STATE_HOME")
     with pytest.raises(PrerequisiteError, match="XDG_STATE_HOME"):
-        provenance.key()
+        provenance.prepare()
 
 
 def test_a_home_folder_that_nobody_knows_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ for step in range(12346):
     record.done(step)
 os.kill(os.getpid(), {int(signal.SIGKILL)})
 """
-    subprocess.run([sys.executable, "-c", lines], check=False, cwd=Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", lines], check=False, cwd=Path(__file__).parents[4])
     assert Done(3, 12345) == step_record.read(run, "chief")
     assert 12345 == step_record.furthest(run, "chief", 3) == step_record.newest(run, 3)
     assert -1 == step_record.furthest(run, "chief", 4)

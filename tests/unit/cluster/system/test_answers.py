@@ -18,7 +18,7 @@ from cluster.launch.request import Request
 from cluster.system import processes
 from tests.waiting import wait_for
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[4]
 FORGED = '{"config": {}, "code_dirs": [], "data": "forged"}'
 
 Resolve = Callable[[str], dict[str, object]]

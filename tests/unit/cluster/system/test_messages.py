@@ -20,7 +20,7 @@ from cluster.launch.request import Request
 from cluster.messages import described, system_error
 from tests.unit.launching import refusal
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 def failure_of(body: Callable[[], object]) -> OSError:

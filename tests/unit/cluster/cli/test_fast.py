@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[4]
 FILES = {
     "test_plain": "def test_one(): pass",
     **{

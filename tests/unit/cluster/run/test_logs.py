@@ -54,7 +54,7 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 logs.copy(program.stdout, Path({str(log)!r}), last)
 print("grown by", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, file=sys.stderr)
 """
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[4])}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=120
     )

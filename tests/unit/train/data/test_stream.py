@@ -21,7 +21,7 @@ from cluster.errors import UsageError
 from train.data import arrays, blocks, shards, stream
 from train.data.prepare import sharding
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 DATA = Path(os.environ.get("DATA_DIR", ROOT / "data"))
 GLOBAL_BATCH = 12
 NUM_EXAMPLES = 101  # neither a multiple of the global batch nor of the shards

@@ -21,7 +21,7 @@ from train.data import arrays
 from train.data.prepare import arrays as prepare
 from train.data.prepare.download import SourceFile
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 CONTENT = b"the original file"
 SOURCE = SourceFile("train.gz", "http://x", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
 IMAGES = np.arange(48, dtype=np.uint8).reshape(3, 4, 4, 1)

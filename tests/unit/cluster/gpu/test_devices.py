@@ -10,7 +10,7 @@ import pytest
 from cluster.errors import EXIT_FAILED, EXIT_PREREQUISITE, ClusterError, PrerequisiteError
 from cluster.gpu import devices
 
-RECORDED = Path(__file__).parent / "nvidia"
+RECORDED = Path(__file__).parents[2] / "nvidia"
 HOSTS = sorted(path.name for path in RECORDED.iterdir() if path.is_dir())
 
 NvidiaSmi = Callable[[str], None]

@@ -18,7 +18,7 @@ from train.data import arrays, shards
 from train.data.__main__ import main
 from train.data.prepare import download, sharding
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 IMAGES = np.arange(11 * 12, dtype=np.uint8).reshape(11, 2, 2, 3)
 LABELS = np.arange(11) % 3
 

@@ -18,7 +18,7 @@ from cluster.errors import PrerequisiteError, RunFailed, UsageError
 from train.data import arrays, own_dataset
 from train.data.prepare import arrays as prepare
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 IMAGES = np.arange(48, dtype=np.uint8).reshape(3, 4, 4, 1)
 LABELS = np.array([0, 2, 1], np.uint8)
 FLOATS = np.linspace(0, 1, 6).reshape(3, 2)
