@@ -282,7 +282,7 @@ def doctor(c, bandwidth=False, gpus="", json=False):
 @task(
     auto_shortflags=False,
     help={
-        "write": "renew the table in README.md and docs/strategies.md, if no row failed (default: no)",
+        "write": "renew the table in docs/strategies.md, if no row failed (default: no)",
         "json": JSON_HELP,
     },
 )
@@ -305,7 +305,7 @@ def verify(c, write=False, json=False):
         "runtime": "auto or local; local: nothing that needs an engine (default: auto)",
         "peers": "measure PyTorch and Ray, too; see benchmarks/README.md (default: no)",
         "quick": "only try everything, with few steps, and keep nothing (default: no)",
-        "write": "renew the table in README.md, too (default: no)",
+        "write": "renew the table in docs/figures.md, too (default: no)",
         "json": JSON_HELP,
     },
 )

@@ -17,8 +17,8 @@ from cluster.image import checkout
 from cluster.system.files import read_json, write_json
 
 RESULTS = ROOT / "benchmarks" / "results.json"
-DOCUMENTS = (ROOT / "README.md",)
-KEPT = ("README.md", "benchmarks/results.json", "benchmarks/plots")
+DOCUMENTS = (ROOT / "docs" / "figures.md",)
+KEPT = ("README.md", "docs/figures.md", "benchmarks/results.json", "benchmarks/plots")
 """What a measurement changes: the next one is of the same code."""
 BEGIN = documents.begin("invoke bench --write")
 

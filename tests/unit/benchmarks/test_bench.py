@@ -200,7 +200,7 @@ def test_what_was_measured_elsewhere_must_be_marked() -> None:
     assert lines[-1].endswith("2030-02-03")
 
 
-def test_the_readme_must_have_the_table_of_the_results() -> None:
+def test_the_document_must_have_the_table_of_the_results() -> None:
     expected = results.table(results.read()) if results.RESULTS.exists() else ["Not measured yet."]
     for path in results.DOCUMENTS:
         assert expected == places.written(path, results.BEGIN), "`invoke bench --write` renews it"
