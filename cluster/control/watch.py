@@ -23,13 +23,16 @@ from cluster.results import summary
 from cluster.run import claim, records
 from cluster.run.folder import LOST_AFTER_S, SCALE_PATIENCE_S, RunFolder
 from cluster.run.liveness import Pulse
-from cluster.runtime import tensorboard
+from cluster.runtime import local, tensorboard
 from cluster.system import interrupts
 from cluster.system.files import write_json
 
 POLL_S = 0.2
 START_TIMEOUT_S = 90.0
-"""Longest time without any heartbeat after a start: pulling images and preparing data come before it."""
+"""Longest time without any heartbeat after a start, or while a supervisor lives.
+
+Pulling images and preparing data come before it.
+"""
 STOP_TIMEOUT_S = 75.0
 """Longest time for a graceful stop; the engine's grace period and the agents' are shorter."""
 
@@ -213,7 +216,11 @@ def _notice_silence(run: RunFolder, pulse: Pulse) -> None:
         run: which is watched.
         pulse: what this watcher has seen of it. The times that others wrote would end runs that only seem silent.
     """
-    patience_s = LOST_AFTER_S if pulse.begun else START_TIMEOUT_S
+    if pulse.silence_s <= LOST_AFTER_S:
+        return
+    # While the supervisor imports for all tasks it can be too busy to write their heartbeats, for long under load.
+    starting = not pulse.begun or local.running(run)
+    patience_s = START_TIMEOUT_S if starting else LOST_AFTER_S
     if run.scale_requested:
         patience_s = SCALE_PATIENCE_S
     if pulse.silence_s <= patience_s:

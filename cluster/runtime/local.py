@@ -49,6 +49,8 @@ PRELOAD = "train.startup.preload"
 """The module that imports what the tasks of the built-in trainer share."""
 
 POLL_S = 0.05
+START_S = 60.0
+"""Longest time until a supervisor that lives writes its first heartbeats: well under a second on an idle machine."""
 
 
 def free_ports(count: int) -> tuple[int, ...]:
@@ -159,7 +161,7 @@ def start(run: RunFolder) -> None:
             start_new_session=True,
         )
     owner.supervised(run, owned, processes.identity(supervisor.pid))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + START_S
     while not run.status("chief").exists():
         if supervisor.poll() is not None or time.monotonic() > deadline:
             raise TimedOut(f"the supervisor of {run.name} did not start its tasks; see {run.log('supervisor')}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 
 from cluster.control import watch
-from cluster.run import liveness
+from cluster.run import liveness, owner
 from cluster.run.folder import LOST_AFTER_S, RunFolder
 from cluster.run.liveness import LONGEST_LOOK_S, Pulse, look_once, silent
 from cluster.runtime import engine
+from cluster.system import processes
 from cluster.system.files import write_json
 from tests.unit.ending import end
 
@@ -98,6 +100,25 @@ def test_a_run_that_never_began_is_waited_for_longer(make_run: Callable[..., Run
         pulse.look()
     watch._notice_silence(run, pulse)
     assert "failed" == run.outcome["state"]
+
+
+@pytest.mark.parametrize("supervised", [True, False])
+def test_a_supervisor_that_lives_may_be_silent_for_longer(make_run: Callable[..., RunFolder], supervised: bool) -> None:
+    """It writes the heartbeats of all tasks while it imports what they need, and hardly can on a loaded machine."""
+    run, clock = make_run(), [0.0]
+    this = processes.identity(os.getpid())
+    owner.supervised(run, owner.begin(run, "local"), this if supervised else this | {"start_ticks": 0})
+    beat(run, "chief", age_s=0, state="starting")
+    pulse = Pulse(run, lambda: clock[0])
+    pulse.look()
+    for patience_s, over in ((LOST_AFTER_S, not supervised), (watch.START_TIMEOUT_S, True)):
+        while pulse.silence_s <= patience_s:
+            watch._notice_silence(run, pulse)
+            assert run.outcome is None or not supervised
+            clock[0] += 1
+            pulse.look()
+        watch._notice_silence(run, pulse)
+        assert over == (run.outcome is not None)
 
 
 @pytest.mark.parametrize("age_s", [60, -60, 1e6])
