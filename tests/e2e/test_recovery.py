@@ -29,6 +29,12 @@ class Crashes(keras.callbacks.Callback):
 def crashing(run, task):
     return [Crashes()] if task == "worker-0" else [keras.callbacks.Callback()]
 
+def crashing_once(run, task):
+    return crashing(run, task) if os.environ["GENERATION"] == "0" else [keras.callbacks.Callback()]
+
+def harmless(run, task):
+    return [keras.callbacks.Callback()]
+
 def sleeping(shape, outputs):
     time.sleep(3600)
 """
@@ -71,6 +77,16 @@ def test_a_step_that_crashes_whenever_it_comes_must_end_the_run_within_five_atte
     assert "worker-0" == cause["task"]
     assert "SIGSEGV" in cause["error"]
     assert "on_train_batch_end" in cause["error"]
+
+
+def test_single_steps_after_a_failure_must_not_change_a_bit(own: Clusters) -> None:
+    weights = []
+    for name, callbacks in (("once", "crashing_once"), ("calm", "harmless")):
+        training = ("--", "--steps-per-loop=25", "--max-steps=100", f"--callbacks=wrong:{callbacks}")
+        own.invoke("up", f"--name={name}", *OPTIONS, "--workers=1", "--checkpoint-every=30", *training)
+        weights.append(summary(own.run(name))["weights_sha256"])
+    assert "single_steps_from" in own.run("once").generations()[1]
+    assert weights[0] == weights[1]
 
 
 @pytest.mark.long
