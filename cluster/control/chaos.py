@@ -27,6 +27,7 @@ KINDS = ("kill", "stop", "pause", "partition", "slow", "oom", "diskfull", "corru
 LASTING = ("pause", "partition")
 """Faults that end once the others have noticed: the machine that hung comes back, the cable is plugged in again."""
 SLOW_S = 10.0
+"""How long a fault lasts that no other task acts on: one that only slows a task down, or any in a run of one task."""
 RECOVERY_TIMEOUT_S = 300.0
 POLL_S = 0.02
 WORKING = ("training", "saving", "evaluating", "done", "stopped")
@@ -116,10 +117,11 @@ def inflict(run: RunFolder, fault: Fault, timeout_s: float = RECOVERY_TIMEOUT_S)
     before = _Before(run)
     try:
         _do(run, means, fault)
-        if fault.kind == "slow":
+        if before.nobody_acts_on(fault):
             deadline = before.time + SLOW_S
-            _await(lambda: time.time() > deadline, run, timeout_s, "the slow task")
-        if fault.kind in LASTING:
+            _await(lambda: time.time() > deadline, run, timeout_s, f"the end of {fault}")
+            means.relieve(fault.task)
+        elif fault.kind in LASTING:
             _await(lambda: before.noticed(fault.task), run, timeout_s, f"anybody to notice {fault}")
             means.relieve(fault.task)
         _await(lambda: before.recovered(fault), run, timeout_s, f"the run to recover from {fault}")
@@ -139,6 +141,11 @@ class _Before:
         self.step = run.newest_step
         self.generation = run.generation
 
+    def nobody_acts_on(self, fault: Fault) -> bool:
+        """Whether a lasting fault is one that nobody restarts the task for."""
+        alone = len(self._run.load_cluster().tasks) == 1
+        return fault.kind == "slow" or (fault.kind in LASTING and alone)
+
     def noticed(self, task: str) -> bool:
         """Whether any agent has acted."""
         acted = ("restarted", "frozen", "silent", "hang")
@@ -155,7 +162,7 @@ class _Before:
             return True
         if costs := self.costs():
             return costs[-1]["resumed_s"] is not None
-        return fault.kind == "slow" and bool(self.new_step_after(self.time + SLOW_S))
+        return self.nobody_acts_on(fault) and bool(self.new_step_after(self.time + SLOW_S))
 
     def new_step_after(self, moment: float) -> float | None:
         """Return when a task told of a new step after a moment."""

@@ -160,6 +160,19 @@ def test_a_slow_task_lets_nothing_start_again(start_gang: StartGang, monkeypatch
     assert [] == stopped(gang)["restarts"]
 
 
+def test_a_lone_task_that_nobody_can_see_paused_goes_on_after_a_while(
+    start_gang: StartGang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chaos, "SLOW_S", 1.0)
+    gang = start_gang(STEPS_ON, workers=0)
+    gang.await_step("chief", 5)
+    result = chaos.inflict(gang.run, Fault("pause", "chief"), timeout_s=20)
+    assert (None, 0, None) == (result.detected_s, result.steps_lost, result.ended)
+    assert result.resumed_s is not None and result.resumed_s > 1.0
+    assert 0 == gang.run.generation
+    assert [] == stopped(gang)["restarts"]
+
+
 def test_a_slow_task_that_dies_has_recovered_only_once_it_works_again(
     start_gang: StartGang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
