@@ -36,7 +36,9 @@ def harmless(run, task):
     return [keras.callbacks.Callback()]
 
 def sleeping(shape, outputs):
-    time.sleep(3600)
+    if "GENERATION" in os.environ:  # not where the model is tried before anything starts
+        time.sleep(3600)
+    return keras.Sequential([keras.layers.Input(shape), keras.layers.Flatten(), keras.layers.Dense(outputs)])
 """
 
 
