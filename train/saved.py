@@ -23,6 +23,7 @@ from cluster.run.folder import RunFolder
 from cluster.spec import precision_of
 from cluster.system.files import read_json
 from train.config import TrainConfig
+from train.startup import quiet
 
 if TYPE_CHECKING:
     from tensorflow import keras
@@ -136,10 +137,11 @@ def predict(run: RunFolder, image: Path) -> list[str]:
     """
     if not (run.export / "saved_model.pb").exists():
         raise PrerequisiteError(f"run {run.name} has no export yet; wait for its end, or `invoke export {run.name}`")
-    import numpy as np
-    import tensorflow as tf
+    with quiet.imports():
+        import numpy as np
+        import tensorflow as tf
 
-    from train.model import export as exporting
+        from train.model import export as exporting
 
     serve = tf.saved_model.load(str(run.export)).signatures["serving_default"]
     ((name, given),) = serve.structured_input_signature[1].items()
@@ -176,9 +178,10 @@ def _restore(
     config, cluster = TrainConfig.from_json(read_json(run.config)), run.load_cluster()
     if config.needs_tf_keras(cluster.strategy):
         os.environ["TF_USE_LEGACY_KERAS"] = "1"  # before TensorFlow is imported: it was trained with that
-    from train import strategy
-    from train.data import sources
-    from train.model import models
+    with quiet.imports():
+        from train import strategy
+        from train.data import sources
+        from train.model import models
 
     source = sources.find(config, data_dir, run)
     with strategy.policy(precision_of(cluster.strategy, config.precision) if as_trained else "fp32"):

@@ -15,6 +15,7 @@ from cluster.system import answers
 from train.data import arrays, shards
 from train.data.prepare.arrays import prepare, say
 from train.data.ready import in_words
+from train.startup import quiet
 
 
 class _Parser(argparse.ArgumentParser):
@@ -35,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "verify":
             _verify(name, data_dir)
         elif arguments.command == "shard":
-            from train.data.prepare.sharding import shard  # imports TensorFlow
+            with quiet.imports():
+                from train.data.prepare.sharding import shard  # imports TensorFlow
 
             say(
                 in_words(shard(name, data_dir, num_shards=arguments.shards, size=arguments.size, fresh=arguments.fresh))

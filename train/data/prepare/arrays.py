@@ -24,6 +24,7 @@ from cluster.system.files import sha256
 from train.data import arrays
 from train.data.prepare import debian, download, store
 from train.data.prepare.download import SourceFile
+from train.startup import quiet
 
 if TYPE_CHECKING:
     import numpy as np
@@ -123,7 +124,8 @@ def _upgraded(data_dir: Path, name: str, version: str) -> arrays.ArraySet:
     """
     arrays.find(data_dir, name, version)
     if outdated := store.without_blocks((data_dir / "arrays").glob(f"{store.slug(name)}-*/{arrays.INDEX}")):
-        from train.data import blocks  # imports TensorFlow
+        with quiet.imports():
+            from train.data import blocks  # imports TensorFlow
 
         again = f"run `invoke data.prepare --name {name} --fresh`"
         wanted = arrays.folder_of(data_dir, name, version)
@@ -190,8 +192,7 @@ def _build(name: str, dataset: Dataset, fetch: Fetch, scratch: Path) -> None:
 
 
 def _tfds_dataset() -> Callable[[str, str, Path], Dataset]:
-    from train.data.prepare.tfds_dataset import (
-        TfdsDataset,  # imports TensorFlow: only once there is something to prepare
-    )
+    with quiet.imports():  # TensorFlow, only once there is something to prepare
+        from train.data.prepare.tfds_dataset import TfdsDataset
 
     return TfdsDataset
