@@ -74,10 +74,11 @@ def ask(command: Sequence[str], what: str, setting: str, *, cwd: Path, environme
 def _show(printed: IO[bytes]) -> None:
     """Show on stderr what is printed: nobody must take it for what we print."""
     sys.stderr.flush()
-    for line in printed:
-        if not any(part in line for part in NOISE):
-            with contextlib.suppress(OSError):
-                os.write(2, line)
+    with printed:
+        for line in printed:
+            if not any(part in line for part in NOISE):
+                with contextlib.suppress(OSError):
+                    os.write(2, line)
 
 
 def _wait(process: subprocess.Popen[bytes], bound_s: float) -> int | None:
