@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ class Done:
 
 
 class StepRecord:
-    """Writes one task's record; it has one writer at a time."""
+    """Writes one task's record; it has one writer at a time. The file is open as long as this object lives."""
 
     def __init__(self, run: RunFolder, task: str, generation: int) -> None:
         self._generation = generation
@@ -44,6 +45,7 @@ class StepRecord:
             open_file(_path(run, task), "ab").close()  # creates it
             with open_file(_path(run, task), "r+b") as file:
                 self._descriptor = os.dup(file.fileno())
+                weakref.finalize(self, os.close, self._descriptor)
 
     def done(self, step: int) -> None:
         """Record that this many steps are done."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
 import subprocess
 import sys
@@ -17,18 +19,25 @@ from cluster.run.folder import RunFolder
 MakeRun = Callable[..., RunFolder]
 
 
+def open_files(path: Path) -> list[Path]:
+    """Return the file once for each time that this process has it open."""
+    return [path for each in Path("/proc/self/fd").iterdir() if os.path.realpath(each) == str(path)]
+
+
 def test_the_newest_step_outlives_a_sigkill(make_run: MakeRun) -> None:
     run = make_run(workers=0)
     lines = f"""
-from cluster.runs import RunFolder
-from cluster.step_record import StepRecord
+import os
+from cluster.recovery.step_record import StepRecord
+from cluster.run.folder import RunFolder
 from pathlib import Path
 record = StepRecord(RunFolder(Path({str(run.path)!r})), "chief", 3)
 for step in range(12346):
     record.done(step)
 os.kill(os.getpid(), {int(signal.SIGKILL)})
 """
-    subprocess.run([sys.executable, "-c", lines], check=False, cwd=Path(__file__).parents[4])
+    done = subprocess.run([sys.executable, "-c", lines], check=False, cwd=Path(__file__).parents[4])
+    assert -signal.SIGKILL == done.returncode
     assert Done(3, 12345) == step_record.read(run, "chief")
     assert 12345 == step_record.furthest(run, "chief", 3) == step_record.newest(run, 3)
     assert -1 == step_record.furthest(run, "chief", 4)
@@ -59,6 +68,16 @@ def test_a_record_that_cannot_be_written_ends_nothing(make_run: MakeRun) -> None
     (run.control / "steps").write_text("in the way")
     StepRecord(run, "chief", 1).done(12)
     assert step_record.read(run, "chief") is None
+
+
+def test_a_record_that_nobody_writes_to_any_more_is_closed(make_run: MakeRun) -> None:
+    run = make_run(workers=0)
+    record = StepRecord(run, "chief", 1)
+    path = run.control / "steps" / "chief"
+    assert [path] == open_files(path)
+    del record
+    gc.collect()
+    assert [] == open_files(path)
 
 
 def test_single_steps_are_those_after_the_last_recorded_one(make_run: MakeRun) -> None:
