@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from typing import IO, Any
 from cluster import settings
 from cluster.errors import ClusterError, PrerequisiteError, TimedOut, UsageError
 from cluster.messages import NOISE
+from cluster.system import processes
 
 ANSWER = "ANSWER_FILE"
 """The environment variable that says where the answer belongs."""
@@ -55,7 +55,7 @@ def ask(command: Sequence[str], what: str, setting: str, *, cwd: Path, environme
             stderr=subprocess.STDOUT,
             process_group=0,
         )
-        shown = threading.Thread(target=_show, args=(process.stdout,), daemon=True)
+        shown = threading.Thread(target=_show, args=(process.stdout,), daemon=True)  # it closes what it reads
         shown.start()
         try:
             code = _wait(process, bound_s)
@@ -82,16 +82,9 @@ def _show(printed: IO[bytes]) -> None:
 
 
 def _wait(process: subprocess.Popen[bytes], bound_s: float) -> int | None:
-    """Return the exit code; None where the program still runs after its time. Without the pauses of `Popen.wait`."""
-    with contextlib.suppress(OSError):  # an old kernel, or a sandbox
-        descriptor = os.pidfd_open(process.pid)
-        try:
-            select.select([descriptor], [], [], bound_s)
-        finally:
-            os.close(descriptor)
-        return process.poll()
+    """Return the exit code; None where the program still runs after its time."""
     with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.wait(bound_s)
+        return processes.wait(process, bound_s)
     return None
 
 
