@@ -69,8 +69,8 @@ def told(body: Callable[..., Any]) -> Callable[..., Any]:
     """Tell an expected error in one line with its exit code, instead of a traceback."""
 
     @functools.wraps(body)
-    def wrapped(*arguments: Any, **options: Any) -> None:
-        ended = _refuse_dry(body.__name__, arguments[0]) or _ended(body, arguments, options)
+    def wrapped(c: Context, *arguments: Any, **options: Any) -> None:
+        ended = _refuse_dry(body.__name__, c) or _ended(body, (c, *arguments), options)
         if _unread() and not (ended and ended.message):
             ended = Exit(code=EXIT_UNREAD)
         if ended:

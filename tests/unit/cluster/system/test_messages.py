@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from invoke import Exit
+from invoke import Context, Exit
 
 from cluster.cli import caller, command_line
 from cluster.control import watch
@@ -48,15 +48,15 @@ def test_an_error_of_the_system_names_what_it_is_about(tmp_path: Path) -> None:
         assert "None" not in system_error(error)
 
 
-def told(body: Callable[[], object]) -> tuple[int, str]:
+def told(body: Callable[[Context], object]) -> tuple[int, str]:
     """Return how a task ends whose body is this."""
     with pytest.raises(Exit) as ended:
-        command_line.told(body)()
+        command_line.told(body)(Context())
     return ended.value.code, str(ended.value.message)
 
 
 def test_a_full_disk_without_a_name_is_told_with_what_can_be_done() -> None:
-    def body() -> None:
+    def body(_c: Context) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     code, message = told(body)
@@ -99,7 +99,7 @@ def test_a_folder_that_was_removed_is_told(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    code, message = told(lambda: None)
+    code, message = told(lambda _c: None)
     assert (2, True) == (code, "current folder" in message)
 
 
