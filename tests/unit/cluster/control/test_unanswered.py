@@ -83,14 +83,14 @@ def test_a_client_that_hangs_is_ended_with_all_that_it_started(
     monkeypatch.setattr(engine, "COMPOSE_TIMEOUT_S", 1.0)
     with pytest.raises(TimedOut, match="did not end in 1 s"):
         command_line.shell(context)("docker compose up")
-    assert processes.start_ticks(int(told.read_text())) is None
+    wait_for(lambda: processes.start_ticks(int(told.read_text())) is None, "the plugin's end")
 
 
 def test_a_question_that_hangs_is_ended_with_all_that_it_started(client: Docker, tmp_path: Path) -> None:
     told = tmp_path / "plugin"
     client(HANGS.format(told=told))
     assert 124 == engine.ask("info", timeout_s=1)[0]
-    assert processes.start_ticks(int(told.read_text())) is None
+    wait_for(lambda: processes.start_ticks(int(told.read_text())) is None, "the plugin's end")
 
 
 @pytest.mark.parametrize(

@@ -281,11 +281,15 @@ def test_nor_does_what_is_copied_or_kept_for_later(
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "requirements.txt").touch()
     planned = planning.plan(Request(script=str(script), name="one", runtime="local", tensorboard_port="0"))
-    planned = dataclasses.replace(planned, payload=dataclasses.replace(planned.payload, packages=tmp_path / "packages"))
+    startup.start(planned, Commands(), began=time.time())
+    planned.run.end("stopped")
+    files.write_json(planned.run.summary, {"state": "stopped"})
+    resumed = planning.plan(Request(resume="one", runtime="local", tensorboard_port="0"))
+    resumed = dataclasses.replace(resumed, payload=dataclasses.replace(resumed.payload, packages=tmp_path / "packages"))
     for name in ("requirements.txt", "control/reserve"):
         swap(planned.run.path / name, outside / "secret")
         with pytest.raises(OSError, match=r"not followed.*" + name):
-            startup.start(planned, Commands(), began=time.time())
+            startup.start(resumed, Commands(), began=time.time())
         (planned.run.path / name).unlink()
     assert untouched()
 
