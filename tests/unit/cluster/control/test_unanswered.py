@@ -16,9 +16,10 @@ import tasks
 from cluster.cli import command_line
 from cluster.control import watch
 from cluster.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREREQUISITE, PrerequisiteError, RunFailed, TimedOut
-from cluster.launch import configuration, startup
+from cluster.launch import configuration, planning, startup
+from cluster.launch.request import Request
 from cluster.paths import ROOT
-from cluster.run import owner
+from cluster.run import claim, owner
 from cluster.run.folder import RunFolder
 from cluster.runtime import compose, engine, local, tensorboard
 from cluster.system import processes
@@ -257,17 +258,17 @@ def test_of_two_that_start_containers_the_loser_ends_nothing(
         started.set()
         assert go.wait(60)
 
-    request = startup.Request(name="one", runtime="docker", tensorboard_port="0")
-    plans = [startup.launch.plan(request) for _ in range(2)]
+    request = Request(name="one", runtime="docker", tensorboard_port="0")
+    plans = [planning.plan(request) for _ in range(2)]
     winner = threading.Thread(target=lambda: startup.start(plans[0], wait, began=0.0))
     winner.start()
     assert started.wait(60)
     commands = Commands()
-    with pytest.raises(startup.claim.Taken):
+    with pytest.raises(claim.Taken):
         startup.start(plans[1], commands, began=0.0)
     go.set()
     winner.join()
-    with pytest.raises(startup.claim.Taken):
+    with pytest.raises(claim.Taken):
         startup.start(plans[1], commands, began=0.0)
     assert [] == commands
     write_json(plans[0].run.summary, {})

@@ -60,7 +60,8 @@ def test_a_manifest_holds_no_path_of_this_machine(started: Callable[..., RunFold
 def test_outside_of_a_git_checkout_the_files_themselves_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkout, "ROOT", tmp_path)
+    for module in (checkout, manifest):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
     for part in ("train", "cluster"):
         (tmp_path / part).mkdir()
         (tmp_path / part / "code.py").write_text("1")
