@@ -85,8 +85,11 @@ class Recovery:
         return pause_s
 
     def _single_steps_from(self, generation: int, end: End) -> int | None:
-        """Return from where on the next generation goes step by step: after a kill as the one before did."""
-        if end.kind != OUTSIDE:
+        """Return from where on the next generation goes step by step.
+
+        After a kill, and after a failure that came before any step, that is where this one did.
+        """
+        if end.kind != OUTSIDE and end.furthest >= 0:
             return end.furthest
         before: int | None = step_record.began(self._run, generation).get(SINGLE_STEPS_FROM)
         return before

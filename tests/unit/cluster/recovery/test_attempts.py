@@ -56,7 +56,7 @@ def test_a_network_that_never_carries_ends_the_run_late() -> None:
 
 
 def test_pauses_grow_to_a_bound_and_kills_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempts, "FIRST_PAUSE_S", 1.0)
+    monkeypatch.setenv("RESTART_PAUSE_S", "1")
     failures = [attempts.pause_s([own(5)] * (n + 1)) for n in range(8)]
     assert [1, 2, 4, 8, 16, 30, 30, 30] == failures
     assert 0 == attempts.pause_s([own(5), own(5), Attempt(OUTSIDE, 5)])
@@ -193,6 +193,19 @@ def test_two_tasks_that_fail_together_count_once(make_run: MakeRun) -> None:
     assert run.outcome is not None
     worker.restart_gang(3, worker.end(3, OWN, "it died"))
     assert 3 == run.generation
+
+
+def test_a_failure_before_any_step_leaves_it_where_the_next_attempts_go_step_by_step(make_run: MakeRun) -> None:
+    run = make_run(workers=0)
+    chief = Recovery(run, run.load_cluster(), run.load_cluster().task("chief"))
+    chief.restart_gang(0, chief.end(0, OWN, "a failure before the first step"))
+    assert range(0) == step_record.single_steps(run, 1, 25)
+    step_record.StepRecord(run, "chief", 1).done(26)
+    chief.restart_gang(1, chief.end(1, OWN, "step 27 failed"))
+    for generation in (2, 3):
+        assert range(26, 51) == step_record.single_steps(run, generation, 25)
+        chief.restart_gang(generation, chief.end(generation, OWN, "a failure before the first step"))
+    assert (4, None) == (run.generation, run.outcome)
 
 
 def test_the_culprit_is_the_task_that_failed_first(make_run: MakeRun) -> None:
