@@ -13,11 +13,11 @@ has saved at 10, then at 20, and is no nearer to its end.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cluster import settings
 from cluster.run.folder import RunFolder
 
 OWN, OUTSIDE, LOST_CONTACT = "own", "outside", "lost contact"
@@ -28,7 +28,6 @@ MAX_LOST_CONTACTS = 10
 """How often tasks that lost contact are started again without progress: more often, as there is no culprit."""
 STEADY_S = 600.0
 """A script tells no step: an attempt that lived this long got somewhere."""
-FIRST_PAUSE_S = float(os.environ.get("RESTART_PAUSE_S", "1"))
 LONGEST_PAUSE_S = 30.0
 
 
@@ -78,7 +77,7 @@ def pause_s(attempts: Sequence[Attempt]) -> float:
     if attempts[-1].kind == OUTSIDE:
         return 0.0
     count = max(1, without_progress(attempts, (OWN, LOST_CONTACT)))
-    return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(count - 1, 30)))
+    return float(min(LONGEST_PAUSE_S, settings.seconds("RESTART_PAUSE_S") * 2 ** min(count - 1, 30)))
 
 
 def of_gang(run: RunFolder, generation: int) -> list[Attempt]:

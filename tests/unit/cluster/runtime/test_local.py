@@ -13,7 +13,6 @@ import pytest
 
 from cluster import spec
 from cluster.errors import PrerequisiteError, TimedOut
-from cluster.recovery import attempts
 from cluster.run.folder import RunFolder
 from cluster.runtime import local
 from cluster.system import processes
@@ -118,7 +117,6 @@ def test_an_agent_that_keeps_failing_ends_the_run(
     make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     run = make_run(workers=0)
-    monkeypatch.setattr(attempts, "FIRST_PAUSE_S", 0.01)
     dies = {"command": ["sh", "-c", end], "environment": {}}
     write_json(run.compose, {"runtime": "local", "tasks": {"chief": dies}})
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the supervisor runs in this very process
