@@ -36,6 +36,6 @@ def test_a_new_life_begins_a_new_line_of_the_log(tmp_path: Path) -> None:
         script = Script([sys.executable, "-c", "print('last', end='')"], dict(os.environ), tmp_path / "log", tmp_path)
         script.open_gate({})
         assert 0 == script.wait(30)
-        assert "last" == script.last_line
+        assert "exit code 0, last line: last" == script.error(0)
         script.end(0)
     assert "last\nlast\n" == (tmp_path / "log").read_text()

@@ -140,7 +140,7 @@ def test_up_and_plan_ask_for_the_same() -> None:
 def test_options_and_overrides_reach_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def plan(request: Request, *, installs: bool) -> None:
+    def plan(request: Request) -> None:
         asked.append(request)
         raise PrerequisiteError("enough")
 
@@ -153,7 +153,7 @@ def test_options_and_overrides_reach_the_request(monkeypatch: pytest.MonkeyPatch
 def test_words_reach_a_script_as_they_were_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def plan(request: Request, *, installs: bool) -> None:
+    def plan(request: Request) -> None:
         asked.append(request.overrides)
         raise PrerequisiteError("enough")
 
@@ -172,7 +172,7 @@ def test_help_behind_the_dashes_shows_the_training_options(task: str, tmp_path: 
 
 
 def test_no_task_imports_tensorflow() -> None:
-    modules = [f"cluster.{path.stem}" for path in (ROOT / "cluster").glob("[a-z]*.py")]
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "cluster").rglob("[a-z]*.py")]
     lines = f"import sys, tasks, {', '.join(modules)}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", lines], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not {"tensorflow", "keras", "numpy", "tyro", "train"} & set(done.stdout.split())
@@ -281,7 +281,7 @@ def test_waiting_tells_how_the_run_ended(
 
 
 def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(request: Request, *, installs: bool) -> None:
+    def interrupt(request: Request) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(planning, "plan", interrupt)
