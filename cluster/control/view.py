@@ -304,7 +304,8 @@ def _failure(run: RunFolder, summary: dict[str, Any]) -> list[str]:
     for restart in summary["restarts"]:
         inside.append(f"restart {restart['generation']}: {restart['task']}, {restart['cause']}")
     at = time.strftime("%H:%M:%S", time.localtime(cause["time"]))
-    how = f", {describe_exit(cause['exit_code'])}" if cause["exit_code"] and cause["task"] and not run.script else ""
+    how = describe_exit(cause["exit_code"]) if cause["exit_code"] and cause["task"] and not run.script else ""
+    how = "" if str(cause["error"]).startswith(how) else f", {how}"
     inside.append(f"root cause: {cause['task'] or 'the run'} at {at}{how}: {cause['error']}")
     if cause["task"]:
         inside.append(f"its log: invoke logs {cause['task']}")

@@ -224,6 +224,12 @@ def test_a_failure_tells_the_root_cause_last(run: RunFolder) -> None:
     assert ("run folder   runs/demo", "next         mend the cause, then invoke up --resume demo") == (folder, further)
 
 
+def test_an_exit_code_that_the_error_begins_with_is_shown_once(run: RunFolder) -> None:
+    end(run, "failed", task="chief", exit_code=1, error="exit code 1, last line: nan")
+    (told,) = [line for line in view.ended(run, "runs/demo") if line.startswith("root cause: ")]
+    assert re.fullmatch(r"root cause: chief at \d\d:\d\d:\d\d: exit code 1, last line: nan", told)
+
+
 def test_a_failure_that_is_no_task_s_is_told_too(run: RunFolder) -> None:
     end(run, "failed", error="no task gives a sign of life")
     (told,) = [line for line in view.ended(run, "runs/demo") if line.startswith("root cause: ")]
