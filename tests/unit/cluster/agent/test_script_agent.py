@@ -110,6 +110,7 @@ def test_a_run_succeeds_when_every_script_ended_with_0(start_scripts: StartScrip
         "restarts": [],
         "goodput": None,
         "goodput_split": None,
+        "checkpoint_every_s": None,
         "pace": {"tasks": {}, "stragglers": [], "starved": []},
         "tasks": {"chief": 0, "worker-0": 0, "worker-1": 0},
     } == summary

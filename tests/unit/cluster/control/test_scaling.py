@@ -287,9 +287,8 @@ def test_a_run_that_ends_by_itself_first_tells_so(
 
 
 def test_a_run_that_fails_first_has_failed(start_gang: StartGang, scale: Callable[..., int]) -> None:
-    end = (
-        "print('loss is nan', flush=True), os._exit(1)"  # at once: a signal could still end the interpreter's teardown
-    )
+    # It ends at once: a signal could still end the interpreter's teardown.
+    end = "print('error: loss is nan', flush=True), os._exit(1)"
     gang = start_gang(f"train(3), until(lambda: run.stop_requested), {end}", workers=0)
     assert 1 == scale(gang, workers="1")
     assert ("failed", "loss is nan") == (gang.summary()["state"], gang.summary()["cause"]["error"])
@@ -359,7 +358,7 @@ def test_a_cluster_that_fails_at_once_ends_the_run(
     start_gang: StartGang, scale: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     gang = start_gang("train(3), work()", workers=1)
-    assert 1 == scale(gang, "print('no such option'), sys.exit(2)", workers="0")
+    assert 1 == scale(gang, "print('error: no such option'), sys.exit(2)", workers="0")
     assert "run was scaled from 1 to 0 workers at step 0 (3 steps done again: " in capsys.readouterr().out
     assert "no such option" == gang.summary()["cause"]["error"]
 
