@@ -152,7 +152,7 @@ def test_processes_are_found_by_what_they_were_started_with(tmp_path: Path) -> N
 def test_a_process_dies_with_its_parent(tmp_path: Path) -> None:
     lines = """
 import subprocess, sys, time
-from cluster.processes import die_with_parent
+from cluster.system.processes import die_with_parent
 child = subprocess.Popen(["sleep", "60"], preexec_fn=die_with_parent)
 open(sys.argv[1], "w").write(str(child.pid) + "\\n")
 time.sleep(60)

@@ -134,8 +134,8 @@ def test_a_full_disk_leaves_the_good_one(small_disk: Path) -> None:
 KILLED = f"""
 import sys
 from pathlib import Path
-from tests.unit.test_checkpoint_files import State
-from train.checkpoint_files import Saved, clean, finished, prune, write
+from tests.unit.train.saving.test_files_of_checkpoints import State
+from train.saving.files import Saved, clean, finished, prune, write
 folder, generation = Path(sys.argv[1]), int(sys.argv[2])
 clean(folder, generation)
 step = max((saved.step for saved in finished(folder)), default=0)
