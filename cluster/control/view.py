@@ -193,6 +193,7 @@ class Live:
         self._drawn = 0
         self._terminal = sys.stdout.isatty()
         self._states: dict[str, str] = {}
+        self._line = ""
         self._told_at = 0.0
 
     def show(self, value: dict[str, Any]) -> None:
@@ -210,8 +211,9 @@ class Live:
                 print(plain("  ".join(f"{name} {state}" for name, state in states.items())), flush=True)
                 self._states |= settled
             if value["step"] and time.monotonic() - self._told_at > self.LINE_EVERY_S:
-                print(plain(progress(value)), flush=True)
-                self._told_at = time.monotonic()
+                if (line := plain(progress(value))) != self._line:
+                    print(line, flush=True)
+                self._line, self._told_at = line, time.monotonic()
         sys.stdout.flush()
 
     def clear(self) -> None:

@@ -155,6 +155,17 @@ def test_without_a_terminal_only_news_are_printed(run: RunFolder, capsys: pytest
     assert ["chief waiting", "chief training", "step 5", "chief done"] == capsys.readouterr().out.splitlines()
 
 
+def test_a_step_that_takes_long_is_told_once(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(view.Live, "LINE_EVERY_S", 0.0)
+    live = view.Live()
+    for step in (5, 5, 5, 6):
+        beat(run, "chief", "training", step=step)
+        live.show(view.status(run))
+    assert ["chief training", "step 5", "step 6"] == capsys.readouterr().out.splitlines()
+
+
 def test_in_a_terminal_the_table_redraws_itself(
     run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
