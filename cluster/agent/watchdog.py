@@ -68,10 +68,14 @@ class Watchdog:
         return self._frozen(beats, ages, now) or self._hanging(beats, ages, now)
 
     def silent_task(self, patience_s: float) -> str | None:
-        """Return another task that gave no sign of life for so long, agent and all; None where all others did."""
+        """Return another task that gave no sign of life for so long, agent and all; None where all others did.
+
+        A program writes no heartbeat after its end, but its agent reports that.
+        """
         now = time.monotonic()
+        known = {self._task.name, "evaluator", *ends.ended_tasks(self._run, self._generation)}
         ages = {n: now - self._since(n, b["updated_at"], now) for n, b in self._beats().items() if _lives(b)}
-        silent = [n for n, age in ages.items() if age > patience_s and n not in (self._task.name, "evaluator")]
+        silent = [n for n, age in ages.items() if age > patience_s and n not in known]
         return silent[0] if silent else None
 
     @property

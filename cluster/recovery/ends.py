@@ -74,6 +74,12 @@ def record(run: RunFolder, generation: int, end: End) -> None:
         create_json(run.control / "ends" / f"{generation}-{end.task}.json", asdict(end))
 
 
+def ended_tasks(run: RunFolder, generation: int) -> frozenset[str]:
+    """Return the tasks whose agents have reported an end of this generation."""
+    paths = (run.control / "ends").glob(f"{generation}-*.json")
+    return frozenset(path.stem.partition("-")[2] for path in paths)
+
+
 def culprit(run: RunFolder, generation: int, own: End) -> End:
     """Return the end that began a generation's failure: the first, and none that may be due to another."""
     found = [own]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -120,6 +121,21 @@ def test_a_silent_task_is_found_by_the_others(make_run: Callable[..., RunFolder]
     found = elapse_alive(dog, run, clock, watchdog.SILENT_S + 1)
     assert found is not None
     assert ("worker-0", "silent") == (found.task, found.kind)
+
+
+def test_a_task_whose_agent_reported_its_end_is_not_silent(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+    """All lose contact when one is cut off: none of those that wait for the culprit to speak up is it."""
+    run = make_run(workers=2)
+    beats(run)
+    dog = watch(run, "chief")
+    assert dog.silent_task(3.0) is None
+    clock.now += 4.0
+    assert "worker-0" == dog.silent_task(3.0)
+    lost = ends.End("worker-0", ends.LOST_CONTACT, "lost contact", None, 0.0, may_follow=True)
+    ends.record(run, 0, lost)
+    assert "worker-1" == dog.silent_task(3.0)
+    ends.record(run, 0, dataclasses.replace(lost, task="worker-1"))
+    assert dog.silent_task(3.0) is None
 
 
 @pytest.mark.parametrize("state", ["done", "failed", "stopped"])
