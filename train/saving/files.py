@@ -182,8 +182,10 @@ def write(checkpoint: Writer, saved: Saved, generation: int = 0) -> None:
             files[path.name] = {"size_bytes": path.stat().st_size, "sha256": sha256(path)}
         for path in written:
             path.replace(saved.folder / path.name)
-    sync(saved.folder)
-    write_json(saved.record, {"step": saved.step, "prefix": prefix, "files": files})
+        sync(saved.folder)
+        record = Path(scratch, saved.record.name)  # in there, so that `clean` finds what a kill leaves of it
+        write_json(record, {"step": saved.step, "prefix": prefix, "files": files})
+        record.replace(saved.record)
     sync(saved.folder)
     for path in saved.paths()[1:]:
         if path.name not in files:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -167,6 +168,30 @@ def test_a_kill_at_any_moment_leaves_a_good_one_and_nothing_for_ever(tmp_path: P
     newest = Saved(tmp_path, last)
     prune(newest, 1)
     assert sorted(path.name for path in newest.paths()) == sorted(path.name for path in tmp_path.iterdir())
+
+
+def test_a_kill_before_the_record_counts_leaves_nothing_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 4)
+    before = contents(tmp_path)
+    replace = os.replace
+
+    def killed(source: Any, target: Any, **folders: Any) -> None:
+        if str(target).endswith(".json"):
+            os._exit(EXIT_FAILED)
+        replace(source, target, **folders)
+
+    if not (child := os.fork()):
+        try:
+            monkeypatch.setattr(os, "replace", killed)
+            write(State(5), Saved(tmp_path, 5))
+        finally:
+            os._exit(0)
+    assert EXIT_FAILED == os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert any(".json." in path.name for path in tmp_path.rglob(".ckpt-*"))  # it was cut short in there
+    clean(tmp_path, 1)
+    assert before == contents(tmp_path)
 
 
 # Deleting
