@@ -128,6 +128,7 @@ def trained(source: sources.Source, times: int) -> dict[str, Any]:
     objective = objectives.build("sparse_categorical_crossentropy", classifies=True)
     trainee = steps.Trainee(model, optimizer, objective, EXAMPLES, 1)
     once = tf.distribute.coordinator.ClusterCoordinator.schedule
+    worked: list[tuple[int, int]] = []
 
     def schedule(self: Any, *arguments: Any) -> Any:
         for _ in range(times):
@@ -138,7 +139,14 @@ def trained(source: sources.Source, times: int) -> dict[str, Any]:
     tf.distribute.coordinator.ClusterCoordinator.schedule = schedule
     try:
         inner = parameter_server.asynchronous(
-            strategy, trainee, source, seed=7, steps_per_loop=8, workers=2, save_due=lambda: False
+            strategy,
+            trainee,
+            source,
+            seed=7,
+            steps_per_loop=8,
+            workers=2,
+            wants=lambda stop, _count: steps.Signals(stop),
+            worked=lambda worker, step: worked.append((worker, step)),
         )
         results = [inner(first, 8, False) for first in (0, 8)]
     finally:
