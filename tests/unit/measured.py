@@ -10,6 +10,7 @@ import fcntl
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,10 @@ from typing import Any
 from tests import fast
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"}
+
+HANG_S = 900.0
+"""What no measurement takes unless it hangs, also on a busy machine: otherwise it is a minute or two."""
 
 results = Path()
 """The folder of what was measured, which all processes of a test run share; see `conftest.py`."""
@@ -28,7 +32,7 @@ def start(module: str, result: Path, *arguments: str, **environment: str) -> sub
     """Start `tests/unit/measure/<module>.py`, which writes what it measured to `result`."""
     fast.leave_out("starts TensorFlow")
     return subprocess.Popen(
-        [sys.executable, "-m", f"tests.unit.measure.{module}", str(result), *arguments],
+        [sys.executable, "-X", "faulthandler", "-m", f"tests.unit.measure.{module}", str(result), *arguments],
         cwd=ROOT,
         env={**os.environ, **ENVIRONMENT, **environment},
         stdin=subprocess.DEVNULL,
@@ -38,13 +42,13 @@ def start(module: str, result: Path, *arguments: str, **environment: str) -> sub
     )
 
 
-def finish(process: subprocess.Popen[str], result: Path, timeout_s: float = 240) -> dict[str, Any]:
+def finish(process: subprocess.Popen[str], result: Path, timeout_s: float = HANG_S) -> dict[str, Any]:
     """Wait for a process of `start` and return what it measured."""
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        process.kill()
-        raise AssertionError(f"still measuring after {timeout_s:g} s: {process.communicate()[0][-4000:]}") from None
+        process.send_signal(signal.SIGABRT)  # it prints where its threads are
+        raise AssertionError(f"still measuring after {timeout_s:g} s: {process.communicate()[0][-8000:]}") from None
     assert 0 == process.returncode, output[-4000:]
     return json.loads(result.read_text())
 
