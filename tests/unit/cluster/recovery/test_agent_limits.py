@@ -145,9 +145,9 @@ def test_a_stop_ends_a_pause_of_the_evaluator(start_gang: StartGang) -> None:
 @pytest.mark.usefixtures("long_pause")
 def test_a_stop_brings_back_a_worker_that_the_chief_saves_with(start_gang: StartGang) -> None:
     lines = """
-if NAME == 'worker-0' and not RESTARTS: sys.exit(70)
+if NAME == 'worker-0' and not RESTARTS: until(lambda: run.heartbeats().get('chief', {}).get('step') == 3), sys.exit(70)
 if NAME != 'chief': serve()
-train(3), until(lambda: run.heartbeats()['worker-0']['state'] == 'training', timeout_s=15), work()
+train(3), until(lambda: run.heartbeats()['worker-0']['state'] == 'training', timeout_s=60), work()
 """
     gang = start_gang(lines, workers=1, ps=1)
     wait_for(lambda: pausing(gang, "worker-0") and gang.beat("chief")["step"] == 3, "the worker's pause")
