@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster.recovery import ends
 from cluster.run.folder import FINAL_STATES, RunFolder
 from cluster.spec import ClusterSpec, Role, Task
 from cluster.system.files import create_json

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from cluster.agent import watchdog
+from cluster.recovery import ends
 from cluster.run.folder import RunFolder
 from cluster.run.heartbeat import Heartbeat
 from cluster.system.files import read_json, write_json
