@@ -57,7 +57,8 @@ def without_progress(attempts: Sequence[Attempt], kinds: Collection[str] = (OWN,
         best = max(best, attempt.furthest)
         if attempt.kind not in kinds:
             continue
-        nearer = attempt.saved > saved_then and attempt.furthest < best_then
+        # What others saved while the task at fault did no step of its own brings it no nearer.
+        nearer = attempt.saved > saved_then and 0 <= attempt.furthest < best_then
         progress = best > best_then or nearer or attempt.lived_s > STEADY_S
         count = 1 if progress else count + 1
         best_then, saved_then = best, attempt.saved

@@ -50,7 +50,6 @@ class Report:
             self._heartbeat.update(steps_total=assignment.total_steps)
         self.metrics = Metrics(run, name, talks=assignment.chief, resumed_at=first)
         self._heartbeat.update(state="compiling", step=first)
-        self.done(first)
 
     def done(self, step: int) -> None:
         """Record that so many steps are done: at once, since the next one may end this process."""

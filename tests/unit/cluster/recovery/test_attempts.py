@@ -43,6 +43,11 @@ def test_failures_are_counted_since_the_newest_progress(tried: list[Attempt], co
     assert count == attempts.without_progress(tried)
 
 
+def test_what_others_save_is_no_progress_of_a_task_that_does_no_step() -> None:
+    tried = [Attempt(OWN, 26, 10), *(Attempt(OWN, -1, saved) for saved in (27, 28, 29))]
+    assert 4 == attempts.too_many(tried, 3)
+
+
 @pytest.mark.parametrize(("max_restarts", "tolerated"), [(0, 0), (1, 1), (3, 3)])
 def test_the_run_fails_after_so_many_restarts_without_progress(max_restarts: int, tolerated: int) -> None:
     assert [0] * tolerated == [attempts.too_many([own(5)] * (n + 1), max_restarts) for n in range(tolerated)]
@@ -102,7 +107,6 @@ class Story:
         run, generation = self.run, self.run.generation
         first = max(run.saved_steps, default=0)
         record = step_record.StepRecord(run, "chief", generation)
-        record.done(first)
         ends_at = first + self.kills.pop() if self.kills else self.total + 1
         recovery = Recovery(run, run.load_cluster(), run.load_cluster().task("chief"))
         try:
