@@ -81,8 +81,8 @@ def code_dir(reference: str) -> Path | None:
     if path.name == "__init__.py":
         path = path.parent
     folder = path.parent
-    installed = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return None if folder == ROOT or str(folder) in installed else folder
+    installed = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return None if folder in {ROOT.resolve(), *installed} else folder
 
 
 def _source(option: str, reference: str) -> Path | None:
