@@ -108,7 +108,7 @@ class Training:
 
 
 def _draw_by_place(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:
-    """Have random layers draw by the step and the replica, see `guards.random_place`."""
+    """Have random layers draw by the step and the replica, see `keras_compat.random_place`."""
     train_step = model.train_step
 
     def placed(data: Any) -> Any:
