@@ -23,6 +23,7 @@ from cluster.run.folder import RunFolder
 from cluster.spec import precision_of
 from cluster.system.files import read_json
 from train.config import TrainConfig
+from train.model import variables
 from train.startup import quiet
 
 if TYPE_CHECKING:
@@ -176,8 +177,9 @@ def _restore(
     The model computes in float32, or `as_trained`: in the precision of the run.
     """
     config, cluster = TrainConfig.from_json(read_json(run.config)), run.load_cluster()
+    variables.set_defaults(config.onednn)  # with what it was trained: oneDNN has other bits, in bfloat16 many
     if config.needs_tf_keras(cluster.strategy):
-        os.environ["TF_USE_LEGACY_KERAS"] = "1"  # before TensorFlow is imported: it was trained with that
+        os.environ["TF_USE_LEGACY_KERAS"] = "1"  # before TensorFlow is imported
     with quiet.imports():
         from train import strategy
         from train.data import sources
