@@ -90,6 +90,11 @@ def started(folder: Path) -> list[str]:
     return [path.name for path in folder.glob("started-*")]
 
 
+def is_watched(folder: Path, tmp_path: Path) -> bool:
+    """Whether the script of run `one` runs, and `up` has come from starting the run to watching it."""
+    return bool(started(folder)) and not claim.held(RunFolder(tmp_path / "runs" / "one"))
+
+
 def test_two_without_a_name_in_the_same_second_are_two_runs(up: Up, folder: Path, tmp_path: Path) -> None:
     both = up(), up()
     wait_for(lambda: len(started(folder)) == 2, "both scripts")
@@ -150,7 +155,7 @@ def test_of_two_that_resume_one_run_one_is_refused(up: Up, folder: Path, tmp_pat
 
 def test_down_ends_a_run_that_somebody_watches(up: Up, invoke: Up, folder: Path, tmp_path: Path) -> None:
     watched = up("--name=one")
-    wait_for(lambda: started(folder), "the script")
+    wait_for(lambda: is_watched(folder, tmp_path), "the script")
     ((code, out, error),) = finished(invoke("down", "--timeout=0"))
     assert (EXIT_DONE, "") == (code, error)
     assert "one is down" in out
@@ -163,7 +168,7 @@ def test_down_ends_a_run_that_somebody_watches(up: Up, invoke: Up, folder: Path,
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_sigterm_stops_a_run_as_ctrl_c_does(up: Up, folder: Path, tmp_path: Path, number: int) -> None:
     watched = up("--name=one")
-    wait_for(lambda: started(folder), "the script")
+    wait_for(lambda: is_watched(folder, tmp_path), "the script")
     watched.send_signal(number)
     ((code, out, _),) = finished(watched)
     assert EXIT_INTERRUPTED == code
@@ -178,7 +183,7 @@ def test_a_second_signal_kills_a_script_that_does_not_listen(up: Up, folder: Pat
     (folder / "script.py").write_text(deaf + (folder / "script.py").read_text())
     watched = up("--name=one")
     run = RunFolder(tmp_path / "runs" / "one")
-    wait_for(lambda: started(folder), "the script")
+    wait_for(lambda: is_watched(folder, tmp_path), "the script")
     watched.send_signal(signal.SIGTERM)
     wait_for(lambda: run.stop_requested, "the request to stop")
     watched.send_signal(signal.SIGTERM)
@@ -191,7 +196,7 @@ def test_a_second_signal_kills_a_script_that_does_not_listen(up: Up, folder: Pat
 def test_a_run_whose_terminal_is_closed_goes_on(up: Up, folder: Path, tmp_path: Path) -> None:
     watched = up("--name=one")
     run = RunFolder(tmp_path / "runs" / "one")
-    wait_for(lambda: started(folder), "the script")
+    wait_for(lambda: is_watched(folder, tmp_path), "the script")
     watched.send_signal(signal.SIGHUP)
     ((code, out, _),) = finished(watched)
     assert EXIT_HUNG_UP == code
