@@ -378,7 +378,7 @@ def chaos(
 
 ABREAST = (
     *(f"tests/e2e/test_{name}.py" for name in ("image_contents", "own_models", "strategies", "scripts")),
-    *(f"tests/e2e/test_{name}.py" for name in ("saved", "virtual_tasks", "asked_gpus", "golden", "checkout_paths")),
+    *(f"tests/e2e/test_{name}.py" for name in ("saved", "virtual_tasks", "golden", "checkout_paths")),
     *("tests/compose", "tests/unit"),
 )
 """Tests that run two at a time, the longest first. The others measure times: they have the machine to themselves."""
