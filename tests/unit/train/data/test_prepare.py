@@ -155,7 +155,7 @@ def test_a_killed_prepare_leaves_nothing_half_and_the_next_one_works(tmp_path: P
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         import test_prepare
         from pathlib import Path
-        from train.data import store
+        from train.data.prepare import store
         def replace(source, target):
             os.kill(os.getpid(), signal.SIGKILL)
         store.os = type("os", (), {{"replace": replace}})
