@@ -63,6 +63,7 @@ def host(clusters: Clusters, nvidia_smi: Callable[[str], None], monkeypatch: pyt
     yield context
     for run in teardown.leftovers(clusters.runs_dir).runs:
         teardown.kill(run, shell(context))
+        teardown.record_end(run)  # no agent is left to write it, and until then its GPUs are taken
     clusters.invoke("down")
 
 
