@@ -96,9 +96,11 @@ class Recovery:
 
     def _fail(self, end: End, count: int) -> None:
         """End the run for a failure that is one too many."""
-        after = f" after step {end.furthest}" if end.furthest >= 0 else ""
+        step = end.furthest
+        if step < 0:  # it did no step of its own this time: how far the others came
+            step = max(self._run.newest_step, step_record.newest(self._run, self._run.generation), 0)
+        after = f" after step {step}" if step else ""
         error = f"failed {counted(count, 'time')} without progress{after}: {end.reported}"
-        step = max(0, end.furthest)
         self._run.end("failed", task=end.task, exit_code=EXIT_FAILED, step=step, error=error)
 
 
