@@ -291,11 +291,6 @@ def kill_all(find: Callable[[Table], list[int]], what: str, timeout_s: float = 1
     return first or 0
 
 
-def with_environment(name: str, value: str) -> list[int]:
-    """Return the processes that were started with this environment variable, this one excepted."""
-    return sorted(Table().marked(name, value))
-
-
 def kill_with_environment(name: str, value: str, timeout_s: float = 10.0) -> int:
     """Kill every process that was started with this environment variable; return how many there were at first.
 

@@ -19,6 +19,7 @@ from cluster.run.folder import RunFolder
 from cluster.runtime import tensorboard
 from cluster.system.files import read_json, write_json
 from tests.unit.ending import end
+from tests.unit.lives import LIFE
 
 MakeRun = Callable[..., RunFolder]
 
@@ -36,19 +37,6 @@ def beat(run: RunFolder, task: str, state: str, **values: Any) -> None:
     known = {"task": task, "role": task.partition("-")[0], "state": state, "generation": 0, "step": 0}
     rest = {"examples_per_s": None, "loss": None, "restarts": 0, "updated_at": time.time()}
     write_json(run.status(task), known | rest | values)
-
-
-LIFE: dict[str, Any] = {
-    "generation": 0,
-    "began": 1.0,
-    "first_step_at": 1.0,
-    "first": 0,
-    "updated_at": 1.0,
-    "step": 1,
-    "timed_steps": 1,
-    "seconds": {"input": 0.0, "compute": 4.0, "save": 1.0, "evaluate": 0.0},
-}
-"""What the chief records of one life."""
 
 
 def save(run: RunFolder, *steps: int) -> None:

@@ -21,7 +21,7 @@ from cluster.results import summary
 from cluster.run import liveness, logs
 from cluster.run.folder import RunFolder
 from cluster.runtime import local
-from cluster.system import files, journal, processes
+from cluster.system import files, journal
 from tests.unit import damage
 from tests.unit.gang import StartGang
 from tests.waiting import wait_for
@@ -70,7 +70,6 @@ def commands(monkeypatch: pytest.MonkeyPatch, resolved: None) -> None:
     monkeypatch.setattr(logs, "PART_BYTES", 10**6)
     monkeypatch.setattr(local, "start", lambda run: None)
     monkeypatch.setattr(local, "check_memory", lambda *_, **__: None)
-    monkeypatch.setattr(processes, "with_environment", lambda *_: [])
     monkeypatch.setattr("cluster.control.trace.PATIENCE_S", 0.2)
     monkeypatch.setattr("cluster.launch.planning.engine.choose_runtime", lambda requested: ("local", "asked for"))
     monkeypatch.setattr("cluster.runtime.engine.ask", lambda *_, **__: (1, ""))

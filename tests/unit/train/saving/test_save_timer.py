@@ -12,6 +12,7 @@ import pytest
 
 from cluster.run.folder import RunFolder
 from cluster.system.files import write_json
+from tests.unit.lives import LIFE
 from train.saving.timer import (
     CALM_MTBF_S,
     EXPECTED_COST_S,
@@ -166,19 +167,6 @@ def test_calls_are_brief_only_where_a_checkpoint_is_due_before_the_end_of_a_full
 
 
 # What earlier lives say
-
-
-LIFE: dict[str, Any] = {
-    "generation": 0,
-    "began": 1.0,
-    "first_step_at": 1.0,
-    "first": 0,
-    "updated_at": 1.0,
-    "step": 1,
-    "timed_steps": 1,
-    "seconds": {"input": 0.0, "compute": 4.0, "save": 1.0, "evaluate": 0.0},
-}
-"""What the chief records of one life."""
 
 
 def life(run: RunFolder, generation: int, first: int, **values: Any) -> None:
