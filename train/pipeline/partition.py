@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ def partition(blocks: Sequence[Block], plan: Plan, cut: Sequence[str] = ()) -> l
             memory_of(blocks, plan, number, first, last),
             tuple(layer for block in blocks[first:last] for layer in block.layers),
         )
-        for number, (first, last) in enumerate(zip(borders, borders[1:], strict=False))
+        for number, (first, last) in enumerate(itertools.pairwise(borders))
     ]
     if plan.memory_bytes is not None:
         for stage in stages:
