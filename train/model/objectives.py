@@ -1,6 +1,6 @@
 """What is minimised and what is told of it: a loss and a score for every example.
 
-Shapes: B batch, K outputs.
+Shapes: B batch, K outputs; of sequences T positions, over which an example's loss and score are averaged.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Objective:
 
 
 def sparse_categorical_crossentropy(labels_B: tf.Tensor, logits_BK: tf.Tensor) -> tf.Tensor:
-    """Return the cross entropy of logits with integer classes, `[B] float32`."""
-    return tf.nn.sparse_softmax_cross_entropy_with_logits(labels_B, tf.cast(logits_BK, tf.float32))
+    """Return the cross entropy of logits with integer classes, `[B] float32`; of sequences `[B, T]` and `[B, T, K]`."""
+    return _by_example(tf.nn.sparse_softmax_cross_entropy_with_logits(labels_B, tf.cast(logits_BK, tf.float32)))
 
 
 def mean_squared_error(labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:
@@ -38,7 +38,7 @@ def mean_squared_error(labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:
 
 def accuracy(labels_B: tf.Tensor, logits_BK: tf.Tensor) -> tf.Tensor:
     """Return 1 where the largest logit is that of the label, otherwise 0, `[B] float32`."""
-    return tf.cast(tf.argmax(logits_BK, -1, tf.int64) == tf.cast(labels_B, tf.int64), tf.float32)
+    return _by_example(tf.cast(tf.argmax(logits_BK, -1, tf.int64) == tf.cast(labels_B, tf.int64), tf.float32))
 
 
 def absolute_error(labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:
@@ -79,6 +79,12 @@ def global_mean(values_B: tf.Tensor, weights_B: tf.Tensor, global_batch: int) ->
         global_batch: examples in the batch over all replicas, padding not counted.
     """
     return tf.nn.compute_average_loss(values_B, sample_weight=weights_B, global_batch_size=global_batch)
+
+
+def _by_example(values: tf.Tensor) -> tf.Tensor:
+    """Return values averaged over the positions of a sequence, where examples are sequences."""
+    rank = values.shape.rank
+    return values if rank in (None, 1) else tf.reduce_mean(values, axis=list(range(1, rank)))
 
 
 def _difference(labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:
