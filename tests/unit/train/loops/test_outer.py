@@ -150,7 +150,9 @@ def test_calls_get_shorter_where_a_task_wants_it_and_longer_otherwise() -> None:
 def test_what_was_done_is_told() -> None:
     told: list[outer.Progress] = []
     run(Inner(), total=9, report=told.append)
-    assert [(0, 1, True), (1, 3, False), (3, 7, False), (7, 9, False)] == [(one.first, one.step, one.compiled) for one in told]
+    assert [(0, 1, True), (1, 3, False), (3, 7, False), (7, 9, False)] == [
+        (one.first, one.step, one.compiled) for one in told
+    ]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
