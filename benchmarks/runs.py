@@ -22,7 +22,7 @@ from cluster.launch import planning
 from cluster.run.folder import RunFolder
 from cluster.runtime import engine, local
 from cluster.system import processes
-from cluster.system.files import read_json
+from cluster.system.json_files import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
 DATASET = "fashion_mnist"

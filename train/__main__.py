@@ -24,7 +24,7 @@ from cluster.errors import EXIT_PEER_LOST, ClusterError, RunFailed
 from cluster.messages import described, plain
 from cluster.run.folder import RunFolder
 from cluster.system import answers
-from cluster.system.files import read_json
+from cluster.system.json_files import read_json
 from train import config
 from train.data import ready
 from train.startup import preload

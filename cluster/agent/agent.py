@@ -41,7 +41,7 @@ from cluster.run.heartbeat import Heartbeat
 from cluster.run.logs import last_line
 from cluster.spec import Role, Task
 from cluster.system import cgroup, kernel_log, processes
-from cluster.system.files import write_json
+from cluster.system.json_files import write_json
 from cluster.system.processes import as_exit_code, describe_exit, identity
 
 GRACE_S = 40.0

@@ -18,7 +18,8 @@ from cluster.run.liveness import look_once
 from cluster.runtime import tensorboard
 from cluster.spec import Role
 from cluster.system import digest
-from cluster.system.files import create_json, refuse_links, remove
+from cluster.system.files import refuse_links, remove
+from cluster.system.json_files import create_json
 
 PATIENCE_S = 120.0
 """Longest wait for a trace: the calls that it holds, their trace's end, and a restart meanwhile."""

@@ -8,7 +8,7 @@ from typing import Any
 from cluster.run import records
 from cluster.run.fields import anything
 from cluster.run.folder import RunFolder
-from cluster.system.files import DamagedError
+from cluster.system.json_files import DamagedError
 
 
 def undisturbed(run: RunFolder) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from cluster.recovery import restarts
 from cluster.results import goodput, stragglers
 from cluster.run import records
 from cluster.run.folder import RunFolder
-from cluster.system.files import write_json
+from cluster.system.json_files import write_json
 
 SETTLE_S = 20.0
 """How long the summary waits for the other tasks' last heartbeats; a task killed for good never sends one."""

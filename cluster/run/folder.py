@@ -21,18 +21,9 @@ from cluster.errors import PrerequisiteError
 from cluster.run import records
 from cluster.run.fields import count, record
 from cluster.spec import MAX_TASKS, ClusterSpec
-from cluster.system.files import (
-    RESERVE,
-    RESERVE_BYTES,
-    create_json,
-    guard,
-    make_folder,
-    open_file,
-    remove,
-    rename,
-    write_json,
-)
+from cluster.system.files import guard, make_folder, open_file, remove, rename
 from cluster.system.journal import Journal, append_json, read_json_lines
+from cluster.system.json_files import RESERVE, RESERVE_BYTES, create_json, write_json
 
 LOST_AFTER_S = 15.0
 """Seconds without a new heartbeat, by the clock of whoever looks, after which a task counts as lost."""

@@ -16,7 +16,8 @@ from typing import Any
 
 from cluster.run.folder import RunFolder
 from cluster.system import processes
-from cluster.system.files import read_json, remove, write_json
+from cluster.system.files import remove
+from cluster.system.json_files import read_json, write_json
 
 TOKEN = "TF_CLUSTER_TOKEN"  # noqa: S105  # the variable's name
 """The environment variable that every process of a local run is started with."""

@@ -28,7 +28,7 @@ from cluster.run.fields import (
 )
 from cluster.spec import MAX_DEVICES, MAX_TASKS, ClusterSpec, Role, Task
 from cluster.strategies import STRATEGIES
-from cluster.system.files import RECORD_BYTES, DamagedError, read_json, warn_once
+from cluster.system.json_files import RECORD_BYTES, DamagedError, read_json, warn_once
 
 TASK_BYTES = 2**20
 """The largest record that a task writes often."""

@@ -13,8 +13,8 @@ from typing import Any
 from cluster.run.folder import RunFolder
 from cluster.run.heartbeat import Heartbeat
 from cluster.runtime import local
-from cluster.system.files import write_json
 from cluster.system.journal import append_json
+from cluster.system.json_files import write_json
 from cluster.system.processes import identity
 
 ABSENT_PID = 2**22 - 1

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from cluster.recovery.step_record import StepRecord
 from cluster.run.folder import RunFolder
 from cluster.run.heartbeat import Heartbeat
-from cluster.system.files import read_json, write_json
+from cluster.system.json_files import read_json, write_json
 from tests.doors import GREETING
 
 __all__ = [

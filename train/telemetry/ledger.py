@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from cluster.run.folder import RunFolder
-from cluster.system.files import write_json
+from cluster.system.json_files import write_json
 
 WRITE_EVERY_S = 1.0
 

@@ -18,7 +18,7 @@ from cluster.control.faults import ContainerMeans, LocalMeans
 from cluster.errors import ClusterError, UsageError
 from cluster.run.folder import RunFolder
 from cluster.runtime import compose
-from cluster.system.files import write_json
+from cluster.system.json_files import write_json
 from cluster.system.processes import identity
 from tests.waiting import wait_for
 

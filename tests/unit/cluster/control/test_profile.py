@@ -16,7 +16,7 @@ from cluster.run.folder import RunFolder
 from cluster.run.heartbeat import Heartbeat
 from cluster.runtime import tensorboard
 from cluster.system import digest
-from cluster.system.files import read_json, write_json
+from cluster.system.json_files import read_json, write_json
 from tests.waiting import wait_for
 
 MakeRun = Callable[..., RunFolder]

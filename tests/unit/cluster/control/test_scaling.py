@@ -22,7 +22,7 @@ from cluster.run import provenance
 from cluster.run.folder import LOST_AFTER_S, SCALE, RunFolder
 from cluster.runtime import local
 from cluster.system import processes
-from cluster.system.files import read_json, write_json
+from cluster.system.json_files import read_json, write_json
 from tests.unit.gang import Gang, StartGang
 from tests.waiting import wait_for
 

@@ -17,7 +17,7 @@ from cluster.errors import TimedOut
 from cluster.results import summary
 from cluster.run.folder import RunFolder
 from cluster.runtime import tensorboard
-from cluster.system.files import read_json, write_json
+from cluster.system.json_files import read_json, write_json
 from tests.unit.ending import end
 from tests.unit.lives import LIFE
 

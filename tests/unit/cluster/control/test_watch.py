@@ -16,7 +16,7 @@ from cluster.run.folder import LOST_AFTER_S, RunFolder
 from cluster.run.liveness import LONGEST_LOOK_S, Pulse, look_once, silent
 from cluster.runtime import engine
 from cluster.system import processes
-from cluster.system.files import write_json
+from cluster.system.json_files import write_json
 from tests.unit.ending import end
 
 

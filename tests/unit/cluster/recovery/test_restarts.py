@@ -12,8 +12,8 @@ from cluster.recovery import restarts
 from cluster.results import summary
 from cluster.run.folder import RunFolder
 from cluster.spec import Role
-from cluster.system.files import read_json, write_json
 from cluster.system.journal import append_json
+from cluster.system.json_files import read_json, write_json
 from tests.unit.ending import end
 
 MakeRun = Callable[..., RunFolder]

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.results import reference
 from cluster.run.folder import RunFolder
-from cluster.system.files import write_json
+from cluster.system.json_files import write_json
 
 CONFIG = {"model": "cnn", "seed": 1, "global_batch": 192, "log_every": 10, "checkpoint_every": 100}
 

@@ -20,7 +20,7 @@ from cluster.run.folder import RunFolder
 from cluster.runtime import engine, memory
 from cluster.runtime.memory import Memory
 from cluster.system import cgroup, processes
-from cluster.system.files import read_json, write_json
+from cluster.system.json_files import read_json, write_json
 from tests.unit.gang import StartGang
 from tests.unit.launching import WORKING_ENGINE, refusal
 

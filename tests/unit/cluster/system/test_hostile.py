@@ -36,7 +36,7 @@ from cluster.run.folder import RunFolder
 from cluster.runtime import compose, local
 from cluster.runtime.compose import Containers
 from cluster.system import answers
-from cluster.system.files import write_json
+from cluster.system.json_files import write_json
 
 MakeRun = Callable[..., RunFolder]
 

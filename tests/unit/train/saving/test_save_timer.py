@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cluster.run.folder import RunFolder
-from cluster.system.files import write_json
+from cluster.system.json_files import write_json
 from tests.unit.lives import LIFE
 from train.saving.timer import (
     CALM_MTBF_S,
