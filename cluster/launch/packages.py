@@ -26,7 +26,7 @@ from urllib.parse import unquote, urlsplit
 from cluster.errors import ClusterError, PrerequisiteError, UsageError
 from cluster.image import locks
 from cluster.paths import ROOT
-from cluster.system.files import sha256
+from cluster.system.files import make_readable, sha256
 
 FOLDER = ROOT / ".build" / "packages"
 LOCK = ROOT / "requirements" / "train-cpu.lock"
