@@ -32,7 +32,7 @@ from cluster.launch import planning
 from cluster.messages import plain, system_error
 from cluster.paths import ROOT
 from cluster.runtime import engine
-from cluster.system.files import DISK_FULL
+from cluster.system.json_files import DISK_FULL
 
 JSON_HELP = "print as JSON (default: no)"
 RUN_HELP = "run folder's name (default: the current run)"
