@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cluster.run.folder import RunFolder
-from cluster.system.files import write_json
+from cluster.system.json_files import write_json
 from tests.unit.lives import LIFE
 from train.saving.timer import (
     CALM_MTBF_S,
@@ -190,7 +190,7 @@ def test_calls_grow_from_one_step_and_shrink_to_one() -> None:
 
 def life(run: RunFolder, generation: int, first: int, **values: Any) -> None:
     """Leave what the chief records of a life."""
-    write_json(run.life(generation), LIFE | {"generation": generation, "first": first} | values)
+    write_json(run.ledger(generation), LIFE | {"generation": generation, "first": first} | values)
 
 
 def fail(run: RunFolder, generation: int) -> None:
