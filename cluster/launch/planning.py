@@ -297,6 +297,7 @@ def _check_sharing(config: dict[str, Any], cluster: spec.ClusterSpec) -> None:
         UsageError: they cannot.
     """
     spec.check_precision(cluster, config.get("precision", "fp32"))
+    spec.check_micro_batches(cluster, config)
     if shards := config.get("bitwise_elastic", 0):  # the training program has checked that they cut the batch evenly
         spec.check_shards(cluster, shards)
     else:

@@ -16,10 +16,11 @@ from cluster.errors import PrerequisiteError, UsageError
 from cluster.launch.options import Group, Needs, check_choices, declared, option, switch
 from cluster.recovery.attempts import MAX_RESTARTS
 from cluster.runtime import tensorboard
-from cluster.spec import ClusterSpec, Role
+from cluster.spec import MAX_TASKS, ClusterSpec, Role, parse_count
 
 PRESET = "fashion_mnist"
 LOOPS = ("custom", "fit")
+SCHEDULES = ("gpipe", "1f1b", "pipedream")
 WORKERS = "2"
 DEVICE_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")
 """Where a TPU of this machine shows itself."""
@@ -49,7 +50,7 @@ class Request:
     )
     preset: str = option(
         Group.TRAINS,
-        "fashion_mnist, mnist, resnet50_synthetic or package.module:function",
+        "fashion_mnist, mnist, resnet50_synthetic, transformer_lm or package.module:function",
         PRESET,
         needs=Needs.TRAINER,
     )
@@ -65,6 +66,38 @@ class Request:
         "virtual shards V: any number of replicas up to V gives the same bits",
         "0, none",
         kinds=(int,),
+        needs=Needs.TRAINER,
+    )
+    stages: str = option(
+        Group.TRAINS,
+        "with --strategy pipeline: stages, each a task; with --workers 0 each a device of the chief",
+        "as many as tasks and devices",
+        kinds=(int,),
+        needs=Needs.TRAINER,
+    )
+    micro_batches: str = option(
+        Group.TRAINS,
+        "with --strategy pipeline: parts of the global batch that flow through the stages",
+        1,
+        kinds=(int,),
+        needs=Needs.TRAINER,
+    )
+    schedule: str = option(
+        Group.TRAINS,
+        "with --strategy pipeline: gpipe, 1f1b or pipedream",
+        SCHEDULES[0],
+        choices=SCHEDULES,
+        needs=Needs.TRAINER,
+    )
+    remat: bool = switch(
+        Group.TRAINS,
+        "with --strategy pipeline: compute activations again for the backward instead of keeping them",
+        needs=Needs.TRAINER,
+    )
+    cut: str = option(
+        Group.TRAINS,
+        "with --strategy pipeline: the first layer of each stage but the first, such as dense,logits",
+        "the best one",
         needs=Needs.TRAINER,
     )
     script: str = option(
@@ -156,9 +189,11 @@ class Request:
 
     def training(self) -> list[str]:
         """Return the overrides of the training configuration, those that are options of `up` first."""
-        names = ("loop", "bitwise_elastic", "precision", "checkpoint_every")
-        given = [(f"--{OPTIONS[name].key}", value) for name in names if (value := getattr(self, name))]
-        return [*(word for pair in given for word in pair), *self.overrides]
+        names = ("loop", "bitwise_elastic", "precision", "checkpoint_every", "micro_batches")
+        given = {f"--{OPTIONS[name].key}": getattr(self, name) for name in names}
+        given |= {f"--pipeline.{name}": getattr(self, name) for name in ("schedule", "cut")}
+        words = [word for pair in given.items() if pair[1] for word in pair]
+        return [*words, *(["--pipeline.remat"] if self.remat else []), *self.overrides]
 
     def run_name(self) -> str:
         """Return what the run is called unless it was given a name."""
@@ -210,6 +245,8 @@ def topology(request: Request, resumed: ClusterSpec | None = None) -> dict[str, 
     strategy = request.strategy or strategies.AUTO
     requested = strategies.requested(strategy)
     alone = requested is not None and requested.one_process
+    if request.stages:
+        return _stages(request, requested, resumed)
     if resumed is None:
         return {
             "workers": request.workers or ("0" if alone else WORKERS),
@@ -234,6 +271,32 @@ def topology(request: Request, resumed: ClusterSpec | None = None) -> dict[str, 
         "evaluator": request.evaluator or bool(resumed.of(Role.EVALUATOR)),
         "strategy": strategy,
         "devices": request.devices or ("1" if requested and requested.single_device else str(resumed.devices)),
+    }
+
+
+def _stages(request: Request, requested: strategies.Strategy | None, resumed: ClusterSpec | None) -> dict[str, Any]:
+    """Return the options of `spec.build` for a number of stages: each a task, or each a device of the only one."""
+    stages = parse_count("stages", request.stages, 1, MAX_TASKS)
+    if not (requested.staged if requested else resumed is not None and resumed.kind.staged):
+        raise UsageError(f"--stages {stages} without --strategy pipeline: add that, or leave --stages out")
+    strategy = next(name for name, record in strategies.STRATEGIES.items() if record.staged)
+    alone = (request.workers or "-") == "0"
+    workers = request.workers or str(stages - 1)
+    devices = request.devices or (str(stages) if alone else "1")
+    if request.workers.isdecimal() and not alone and int(request.workers) != stages - 1:
+        raise UsageError(
+            f"--stages {stages} with --workers {request.workers}: each stage is a task, the chief the first one; use "
+            f"--workers {stages - 1}, or --workers 0 for stages on the devices of one task"
+        )
+    if alone and request.devices.isdecimal() and int(request.devices) != stages:
+        raise UsageError(f"--stages {stages} with --workers 0 and --devices {request.devices}: use --devices {stages}")
+    evaluator = request.evaluator or (resumed is not None and bool(resumed.of(Role.EVALUATOR)))
+    return {
+        "workers": workers,
+        "ps": request.ps or "0",
+        "evaluator": evaluator,
+        "strategy": strategy,
+        "devices": devices,
     }
 
 

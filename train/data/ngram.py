@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from train.data.sources import Source
 
 ORDERS = 3
 GRID = tuple(share / 20 for share in range(20))
@@ -27,6 +31,13 @@ def trigram_perplexity(train: np.ndarray, test: np.ndarray, vocabulary: int = 25
     candidates = [(1 - UNSEEN - sum(weights), *weights) for weights in higher]
     best = min(candidates, key=lambda weights: _perplexity(held, weights, vocabulary))
     return _perplexity(_probabilities(train, test, vocabulary), best, vocabulary)
+
+
+def of_source(source: Source) -> float:
+    """Return the baseline of a prepared text."""
+    assert source.arrays is not None
+    train, test = (np.fromfile(split.features.path, np.uint8) for split in (source.arrays.train, source.arrays.test))
+    return trigram_perplexity(train, test)
 
 
 def _perplexity(probabilities: list[np.ndarray], weights: Sequence[float], vocabulary: int) -> float:

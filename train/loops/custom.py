@@ -11,7 +11,7 @@ from train.context import Assignment
 from train.data.sources import train_feed
 from train.elastic.train_step import ElasticTrainee
 from train.elastic.virtual_shards import VirtualShards
-from train.loops import callbacks, outer, parameter_server, steps
+from train.loops import callbacks, outer, parameter_server, pipeline, steps
 from train.loops.callback_state import CallbackState
 from train.model import gradients, keras_compat
 from train.saving import timer
@@ -40,7 +40,12 @@ class Training:
         shards = config.bitwise_elastic
         cut = VirtualShards(shards, strategy.num_replicas_in_sync) if shards else None
         trainee = self._trainee(cut)
-        if assignment.asynchronous:
+        self._pipeline: pipeline.Pipeline | None = None
+        if assignment.spec.kind.staged:
+            self._pipeline = pipeline.Pipeline(assignment, self._optimizer, self._wants)
+            self._inner: outer.Inner = self._pipeline.run
+            self._agree: Callable[[steps.Signals], steps.Signals] = steps.agreement(assignment.gang)
+        elif assignment.asynchronous:
             self._inner = parameter_server.asynchronous(
                 strategy,
                 trainee,
@@ -51,11 +56,11 @@ class Training:
                 wants=self._wants,
                 worked=self._record_work,
             )
-            self._agree: Callable[[steps.Signals], steps.Signals] = lambda signals: signals  # the chief decides alone
+            self._agree = lambda signals: signals  # the chief decides alone
         else:
             feed = train_feed(strategy, assignment.source, self._first, config.global_batch, config.seed, cut)
             self._inner = steps.synchronous(strategy, trainee, feed, config.steps_per_loop, self._wants)
-            self._agree = steps.agreement(strategy)
+            self._agree = steps.agreement(assignment.gang)
         self._evaluated_at: int | None = None
         self._saved_at: int | None = None
         self._hooks: callbacks.Hooks | None = None
@@ -114,6 +119,8 @@ class Training:
         return self._assignment.new_evaluation()  # reads the test split, which the first step need not wait for
 
     def _results(self) -> dict[str, float]:
+        if self._pipeline:
+            self._pipeline.share()
         return self._evaluation()
 
     @property
@@ -144,6 +151,8 @@ class Training:
         )
 
     def _save(self, step: int) -> None:
+        if self._pipeline:
+            self._pipeline.share()
         if self._hooks:
             self._hooks.keep()
         self._report.save(step, self._checkpoint, self._save_timer)

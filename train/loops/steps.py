@@ -5,6 +5,7 @@ Shapes: B replica batch, K outputs, S steps of one loop, P parts of a step's res
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from train.data import memory
 from train.data.memory import Batch
 from train.data.sources import Feed
 from train.model import gradients as descent
-from train.model import keras_compat
+from train.model import keras_compat, models
 from train.model.objectives import Objective, global_mean
 from train.telemetry.pace import Times
 from train.telemetry.stopwatch import Lap, Stopwatch
@@ -117,7 +118,7 @@ class Trainee:
         divided by the global batch, and the model's own losses (regularisation), which every replica computes whole,
         by the number of replicas.
         """
-        outputs_BK = full_precision(self.model(tf.cast(batch.features, tf.float32), training=True))
+        outputs_BK = full_precision(self.model(as_input(self.model, batch.features), training=True))
         losses_B = self.objective.loss(batch.labels, outputs_BK)
         loss = global_mean(losses_B, batch.weights, self.global_batch)
         if self.model.losses:
@@ -189,6 +190,11 @@ def synchronous(
     return run
 
 
+def as_input(model: keras.Model, features: tf.Tensor) -> tf.Tensor:
+    """Return features in the type that a model takes."""
+    return tf.cast(features, models.input_dtype(model))
+
+
 def full_precision(outputs_BK: tf.Tensor) -> tf.Tensor:
     """Return a model's outputs in float32, whatever its layers compute in: losses are computed in that."""
     return tf.cast(outputs_BK, tf.float32)
@@ -223,18 +229,18 @@ def gathering(strategy: tf.distribute.Strategy) -> Callable[[int], list[int]]:
 
 def agreement(strategy: tf.distribute.Strategy) -> Callable[[Signals], Signals]:
     """Return a function: what this task wants -> what any task wants; all tasks call it at the same step."""
-    total = _total(strategy)
-    return lambda signals: Signals.from_sum(total(tf.constant(signals.to_array())).numpy())
+    sum_up = total(strategy)
+    return lambda signals: Signals.from_sum(sum_up(tf.constant(signals.to_array())).numpy())
 
 
-def _total(strategy: tf.distribute.Strategy) -> Callable[[tf.Tensor], tf.Tensor]:
+def total(strategy: tf.distribute.Strategy) -> Callable[[tf.Tensor], tf.Tensor]:
     """Return a function that adds up each task's value over all replicas."""
 
     @tf.function(autograph=False)
-    def total(value: tf.Tensor) -> tf.Tensor:
+    def sum_up(value: tf.Tensor) -> tf.Tensor:
         return strategy.reduce("SUM", strategy.run(lambda: tf.identity(value)), axis=None)
 
-    return total
+    return sum_up
 
 
 def evaluation(
@@ -266,7 +272,7 @@ def evaluation(
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group if strategy else 0
         replica = tf.cast(replica, tf.int64)
         examples = feed.batch(given, at, replica)
-        outputs_BK = full_precision(model(tf.cast(examples.features, tf.float32), training=False))
+        outputs_BK = full_precision(model(as_input(model, examples.features), training=False))
         losses_B = objective.loss(examples.labels, outputs_BK) * examples.weights
         scores_B = objective.score(examples.labels, outputs_BK) * examples.weights
         totals_2 = tf.stack([tf.reduce_sum(losses_B), tf.reduce_sum(scores_B)])
@@ -284,6 +290,7 @@ def evaluation(
     def run() -> dict[str, float]:
         # Each replica has told of batches of its own, which are those of any other number of replicas: so is their sum.
         loss, score = evaluate_all().numpy().astype(np.float64).cumsum(0)[-1].tolist()
-        return {"eval_loss": loss / num_examples, f"eval_{objective.score_name}": score / num_examples}
+        results = {"eval_loss": loss / num_examples, f"eval_{objective.score_name}": score / num_examples}
+        return results | ({"eval_perplexity": math.exp(results["eval_loss"])} if objective.predicts_text else {})
 
     return run

@@ -24,6 +24,8 @@ class Objective:
     score: PerExample
     score_name: str
     """`accuracy` or `absolute_error`: what metrics and summaries call the score."""
+    predicts_text: bool = False
+    """Whether outputs are the next bytes of a text, so that the loss has a perplexity."""
 
 
 def sparse_categorical_crossentropy(labels_B: tf.Tensor, logits_BK: tf.Tensor) -> tf.Tensor:
@@ -49,12 +51,13 @@ def absolute_error(labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:
 LOSSES: dict[str, PerExample] = {loss.__name__: loss for loss in (sparse_categorical_crossentropy, mean_squared_error)}
 
 
-def build(loss: str, *, classifies: bool) -> Objective:
+def build(loss: str, *, classifies: bool, predicts_text: bool = False) -> Objective:
     """Return the objective with the loss called `loss`, built in or `package.module:function`.
 
     Args:
         loss: a key of `LOSSES`, or a reference to a function of the form `PerExample`.
         classifies: whether the labels are classes: then the score is the accuracy.
+        predicts_text: see `Objective`.
 
     Raises:
         UsageError: there is no such function.
@@ -62,7 +65,7 @@ def build(loss: str, *, classifies: bool) -> Objective:
     # Somebody's own may branch on tensors, which autograph converts: what calls it is not converted.
     function = LOSSES[loss] if loss in LOSSES else tf.function(references.load("--loss", loss))
     if classifies:
-        return Objective(function, accuracy, "accuracy")
+        return Objective(function, accuracy, "accuracy", predicts_text)
     return Objective(function, absolute_error, "absolute_error")
 
 

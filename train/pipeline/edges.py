@@ -6,6 +6,7 @@ instance key of its own, reused at every step: a key stands for one shape for ev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +17,8 @@ FIRST_GROUP = 7_000
 FIRST_INSTANCE = 1_000_000
 VALUES, GRADIENTS = 0, 1
 """Directions: to the next stage, and back."""
+NORMS, STATE = 0, 1
+"""What all stages share: the norms of gradients, and all that they train."""
 TIMEOUT_S = 0.0
 """None: a neighbour may compile for long, and one that is lost is noticed by its closed connection."""
 
@@ -81,25 +84,28 @@ class LocalEdges:
         return tf.ensure_shape(tf.identity(self._sent.pop((direction, stage, micro_batch))), spec.shape)
 
 
-def broadcast(tensors: list[tf.Tensor], owner: int, task: int, tasks: int) -> list[tf.Tensor]:
-    """Return on every task what the owner's tensors hold; all tasks call it in the same order, with the same shapes.
+def broadcast(
+    own: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec], owner: int, task: int, tasks: int, what: int
+) -> list[tf.Tensor]:
+    """Return on every task what the owner has; all tasks call it with the same specs.
 
     Args:
-        tensors: of the owner; of others, of the same shapes and types.
-        owner: the task whose tensors they become.
+        own: of the owner; not used on other tasks.
+        specs: of each tensor.
+        owner: the task that has them.
         task: this one's number.
         tasks: of the cluster.
+        what: `NORMS` or `STATE`: shares that may be under way at the same time.
     """
+    group, first = FIRST_GROUP - 1 - 2 * owner - what, 10_000 * (2 * owner + what)
     results = []
-    for number, tensor in enumerate(tensors):
-        keys = {"group_size": tasks, "group_key": FIRST_GROUP - 1 - owner}
-        keys["instance_key"] = FIRST_INSTANCE // 2 + 10_000 * owner + number
+    for number, spec in enumerate(specs):
+        keys = {"group_size": tasks, "group_key": group, "instance_key": first + number + FIRST_INSTANCE // 10}
         with tf.device("CPU:0"):
             if task == owner:
-                sent = tf.raw_ops.CollectiveBcastSendV2(input=tensor, timeout_seconds=TIMEOUT_S, **keys)
+                result = tf.raw_ops.CollectiveBcastSendV2(input=own[number], timeout_seconds=TIMEOUT_S, **keys)
             else:
-                sent = tf.raw_ops.CollectiveBcastRecvV2(
-                    shape=tensor.shape.as_list(), T=tensor.dtype, timeout_seconds=TIMEOUT_S, **keys
-                )
-        results.append(sent)
+                shape = tf.constant(spec.shape.as_list(), tf.int32)
+                result = tf.raw_ops.CollectiveBcastRecvV2(shape=shape, T=spec.dtype, timeout_seconds=TIMEOUT_S, **keys)
+        results.append(tf.ensure_shape(result, spec.shape))
     return results

@@ -12,6 +12,8 @@ Shapes: B micro-batch.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,8 +30,9 @@ Features = Callable[[tf.Tensor], tf.Tensor]
 """micro-batch, int64 scalar -> what enters the model, `[B, ...]`."""
 Loss = Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor]
 """outputs `[B, ...]`, step, micro-batch -> `[2] float32`: the micro-batch's share of the loss, and of the score."""
-Update = Callable[[Sequence[tf.Tensor]], Sequence[tf.Operation | tf.Tensor]]
-"""Applies the gradients of the stage's variables; returns operations that come after it."""
+Update = Callable[[Sequence[tf.Tensor], int], tf.Tensor]
+"""Applies the gradients of the stage's variables, after a micro-batch; returns 0 once that is done, or NaN where they
+are not finite."""
 
 
 class Stage:
@@ -86,13 +89,21 @@ class Stage:
         self._kept: dict[int, tuple[Any, ...]] = {}
         self._sums: list[tf.Tensor] | None = None
         self._results: list[tf.Tensor] = []
+        self._flags: list[tf.Tensor] = []
         self._chain: list[tf.Tensor | tf.Operation] = [step, step]
         self._sent: list[tf.Operation] = []
+
+    @property
+    def sums(self) -> list[tf.Tensor]:
+        """The gradients of the stage's variables, added up since the last update."""
+        assert self._sums is not None
+        return self._sums
 
     def end(self) -> tf.Tensor:
         """Return what the step gave, `[2] float32`: loss and score on the last stage, zeros on others."""
         with tf.control_dependencies([*self._sent, self._chain[-1]]):
-            return tf.add_n(self._results) if self._results else tf.zeros([2])
+            result = functools.reduce(operator.add, self._results, tf.zeros([2]))
+            return result + tf.stack([functools.reduce(operator.add, self._flags, tf.zeros([])), 0.0])
 
     def execute(self, instruction: Instruction) -> None:
         """Add the operations of an instruction to the graph."""
@@ -114,7 +125,7 @@ class Stage:
                 case Action.SEND_GRADIENTS:
                     self._send(self._gradients.pop(at), GRADIENTS, at)
                 case Action.UPDATE:
-                    self._do_update()
+                    self._do_update(at)
 
     def _do_forward(self, at: int) -> None:
         micro_batch = tf.constant(at, tf.int64)
@@ -157,12 +168,11 @@ class Stage:
             self._sums = dense if self._sums is None else add(self._sums, dense)
         self._done(self._sums[0])
 
-    def _do_update(self) -> None:
-        assert self._sums is not None
+    def _do_update(self, at: int) -> None:
         with tf.control_dependencies([self._chain[-1]]):
-            after = self._update(self._sums)
+            self._flags.append(self._update(self.sums, at))
         self._sums = None
-        self._chain.append(tf.group(*after) if after else self._chain[-1])
+        self._done(self._flags[-1])
 
     def _send(self, tensor: tf.Tensor, direction: int, at: int) -> None:
         self._sent += self._edges.send(tensor, direction, self._number, at)

@@ -55,7 +55,7 @@ def check(config: TrainConfig, data_dir: Path) -> None:
     from train.model import models, objectives
 
     source = sources.find(config, data_dir)
-    models.build(config.model, source.feature_shape, source.num_outputs)
+    models.of(config, source.feature_shape, source.num_outputs)
     _check_loss(config, source, objectives.build(config.loss, classifies=source.classifies).loss)
 
 

@@ -16,7 +16,7 @@ from cluster.system.json_files import write_json
 from train.context import Assignment
 from train.data import memory
 from train.loops import outer, steps
-from train.model import export
+from train.model import export, models
 from train.model.gradients import LossScale
 from train.saving.checkpoint import Checkpoint
 from train.saving.timer import SaveTimer
@@ -188,7 +188,8 @@ class Report:
         return self._config.epoch(step, self._assignment.source.train_examples)
 
     def _serving_graph(self) -> tf.types.experimental.ConcreteFunction:
-        specification = tf.TensorSpec([None, *self._assignment.source.feature_shape], tf.float32, name="features")
+        dtype = models.input_dtype(self._assignment.model)
+        specification = tf.TensorSpec([None, *self._assignment.source.feature_shape], dtype, name="features")
         return tf.function(self._assignment.model.__call__).get_concrete_function(specification)
 
     def _show_predictions(self, step: int) -> None:

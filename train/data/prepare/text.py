@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from cluster.errors import PrerequisiteError
+from train.data.arrays import WINDOW
 from train.data.prepare.download import SourceFile
 
 TEXTS = {
@@ -22,8 +23,6 @@ TEXTS = {
     )
 }
 """The file of each text that is known here."""
-WINDOW = 1024
-"""L. A training cuts windows into contexts that divide it."""
 TEST_SHARE = 0.1
 """Of the windows, the last of the text."""
 VOCABULARY = 256

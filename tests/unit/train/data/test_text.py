@@ -20,7 +20,6 @@ def short(monkeypatch):
     """Have the Jargon File be a short text."""
     file = SourceFile("jargon.dict", "", len(TEXT), hashlib.sha256(TEXT).hexdigest())
     monkeypatch.setitem(text.TEXTS, "jargon_file", file)
-    monkeypatch.setattr(text, "WINDOW", 64)
     monkeypatch.setattr(text.split, "__defaults__", (64,))
     return file
 
