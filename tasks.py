@@ -25,7 +25,7 @@ from cluster.control import storm as storming
 from cluster.control import trace as tracing
 from cluster.control import watch as watching
 from cluster.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, RunFailed, UsageError
-from cluster.launch import configuration, planning, saved, startup, teardown
+from cluster.launch import configuration, folders, planning, saved, startup, teardown
 from cluster.runtime import tensorboard as board
 from cluster.system import interrupts
 
@@ -122,7 +122,7 @@ def plan(
 @told
 def status(c, run="", watch=False, json=False):
     """Show every task's state, step, speed, loss and restarts."""
-    folder = planning.find_run(run)
+    folder = folders.find_run(run)
     if watch:
         live = view.Live()
         watching.follow(folder, live.show)
@@ -139,7 +139,7 @@ def status(c, run="", watch=False, json=False):
 @told
 def logs(c, task=None, run="", follow=False):
     """Show what the tasks' programs printed."""
-    folder = planning.find_run(run)
+    folder = folders.find_run(run)
     cluster = folder.load_cluster()
     view.logs(folder, [cluster.task(task).name] if task else [member.name for member in cluster.tasks], follow)
 
@@ -159,7 +159,7 @@ def profile(c, task=None, steps="5", run=""):
     """Trace some steps of a task while it trains, to be read in TensorBoard's Profile tab."""
     if not task:
         raise UsageError("the task is missing: name one that trains, such as invoke profile worker-0")
-    print("\n".join(tracing.trace(planning.find_run(run), task, spec.parse_count("steps", steps, 1, 10_000))))
+    print("\n".join(tracing.trace(folders.find_run(run), task, spec.parse_count("steps", steps, 1, 10_000))))
 
 
 @task(
@@ -171,10 +171,10 @@ def profile(c, task=None, steps="5", run=""):
 @told
 def wait(c, run=None, timeout=""):
     """Wait for a run to end and tell how; exit code 0 done, 1 failed, 4 timed out, 130 stopped."""
-    folder = planning.find_run(run)
+    folder = folders.find_run(run)
     bound = spec.parse_count("timeout", timeout, 1, 10**9) if timeout else float("inf")
     ended = watching.follow(folder, lambda value: None, bound)
-    print("\n".join(view.ended(folder, planning.shown(folder.path))))
+    print("\n".join(view.ended(folder, folders.shown(folder.path))))
     raise Exit(code=watching.exit_code(ended))
 
 
@@ -182,10 +182,10 @@ def wait(c, run=None, timeout=""):
 @told
 def stop(c, run=None):
     """Save a checkpoint at the same step on every task and stop; go on with `up --resume`."""
-    folder = planning.find_run(run)
+    folder = folders.find_run(run)
     watching.stop(folder, "invoke stop")
     left = teardown.finish(folder, shell(c))
-    print("\n".join(view.ended(folder, planning.shown(folder.path))), flush=True)
+    print("\n".join(view.ended(folder, folders.shown(folder.path))), flush=True)
     if left:
         raise RunFailed(left)
 
@@ -202,7 +202,7 @@ def stop(c, run=None):
 @told
 def scale(c, workers="", ps="", run="", trust=False):
     """Go on with more or fewer workers: save at the same step on every task, and train on from there at once."""
-    raise Exit(code=scaling.scale(planning.find_run(run), workers, ps, shell(c), trust=trust))
+    raise Exit(code=scaling.scale(folders.find_run(run), workers, ps, shell(c), trust=trust))
 
 
 @task(
@@ -218,7 +218,7 @@ def scale(c, workers="", ps="", run="", trust=False):
 def down(c, run=None, timeout="15"):
     """End every process, container and network that `up` started. Run folders stay."""
     bound = spec.parse_count("timeout", timeout, 0, 10**9)
-    raise Exit(code=ending.down(planning.runs_dir(), run, bound, shell(c)))
+    raise Exit(code=ending.down(folders.runs_dir(), run, bound, shell(c)))
 
 
 SAVED_HELP = {"run": RUN_HELP, "trust": TRUST_HELP}
@@ -228,14 +228,14 @@ SAVED_HELP = {"run": RUN_HELP, "trust": TRUST_HELP}
 @told
 def evaluate(c, run=None, trust=False, json=False):
     """Evaluate a run's newest checkpoint on the whole test split, in one process without a strategy."""
-    shell(c, quiet=True)(saved.command("evaluate", planning.find_run(run), *(["--json"] if json else []), trust=trust))
+    shell(c, quiet=True)(saved.command("evaluate", folders.find_run(run), *(["--json"] if json else []), trust=trust))
 
 
 @task(auto_shortflags=False, positional=["run"], optional=["run"], help=SAVED_HELP)
 @told
 def export(c, run=None, trust=False):
     """Write a run's newest checkpoint as a SavedModel to its folder export/."""
-    shell(c, quiet=True)(saved.command("export", planning.find_run(run), trust=trust))
+    shell(c, quiet=True)(saved.command("export", folders.find_run(run), trust=trust))
 
 
 @task(
@@ -250,7 +250,7 @@ def predict(c, run=None, image="", trust=False):
     if not image:
         raise UsageError("--image is missing: name an image file, such as --image boot.png")
     shell(c, quiet=True)(
-        saved.command("predict", planning.find_run(run), "--image", str(Path(image).absolute()), trust=trust)
+        saved.command("predict", folders.find_run(run), "--image", str(Path(image).absolute()), trust=trust)
     )
 
 
@@ -259,7 +259,7 @@ def predict(c, run=None, image="", trust=False):
 def tensorboard(c, port=str(board.PORT), runtime="auto"):
     """Start TensorBoard over all runs, unless it runs, and say where."""
     number = spec.parse_count("port", port, 1, 65535)
-    board.start(planning.runs_dir(), number, startup.tensorboard_runtime(runtime, shell(c)), shell(c))
+    board.start(folders.runs_dir(), number, startup.tensorboard_runtime(runtime, shell(c)), shell(c))
     print(board.address(number))
 
 
@@ -335,7 +335,7 @@ def bench(c, only="", rounds="5", runtime="auto", peers=False, quick=False, writ
 @told
 def rerun(c, run=None, runtime="", tolerance="0", trust=False, json=False):
     """Make a run once more and compare every logged loss and the final weights; exit code 0 where they are the same."""
-    folder = planning.find_run(run or "")
+    folder = folders.find_run(run or "")
     bound, sh = repeating.parse_tolerance(tolerance), shell(c, aside=json)
     again, verdict = repeating.rerun(folder, runtime, bound, sh, trust=trust)
     show(repeating.to_json(again, verdict), lambda _: repeating.lines(again, verdict), as_json=json)
@@ -363,7 +363,7 @@ def chaos(
     json=False,
 ):  # fmt: skip
     """Inflict a real fault on a run and say what it cost, once the run has recovered or ended."""
-    folder = planning.find_run(run)
+    folder = folders.find_run(run)
     if kind == "storm":
         count, drawn = spec.parse_count("faults", faults, 1, 10_000), [word for word in kinds.split(",") if word]
         raise Exit(code=storming.main(folder, count, spec.parse_count("seed", seed, 0, 2**31 - 1), drawn))

@@ -23,13 +23,13 @@ from cluster.cli.command_line import told
 from cluster.control import watch
 from cluster.errors import PrerequisiteError, TimedOut
 from cluster.findings import Finding
-from cluster.image import images, locks
-from cluster.launch import configuration, planning, startup, teardown
+from cluster.image import engine, images, locks
+from cluster.launch import configuration, folders, planning, startup, teardown
 from cluster.launch.request import Request
 from cluster.paths import ROOT
 from cluster.run import owner
 from cluster.run.folder import RunFolder
-from cluster.runtime import compose, engine, local
+from cluster.runtime import compose, local
 from cluster.runtime import tensorboard as board
 from cluster.system.files import write_json
 
@@ -469,5 +469,5 @@ def test_down_ends_every_run_that_is_left_and_tensorboard(
     monkeypatch.setattr(local, "kill", stopped.append)
     monkeypatch.setattr(board, "stop", lambda runs_dir, sh: stopped.append(runs_dir) is None)
     assert (0, "") == refusal("down")
-    assert [left, planning.runs_dir()] == stopped
+    assert [left, folders.runs_dir()] == stopped
     assert "TensorBoard is down" == capsys.readouterr().out.splitlines()[-1]
