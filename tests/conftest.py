@@ -20,7 +20,7 @@ from cluster.image import engine
 from cluster.run import provenance
 from cluster.run.folder import RunFolder
 from cluster.runtime import local
-from cluster.system.files import write_json
+from cluster.system.json_files import write_json
 
 LAST_LINES = 15
 NVIDIA = Path(__file__).parent / "unit" / "nvidia"

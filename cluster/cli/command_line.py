@@ -32,7 +32,7 @@ from cluster.launch import folders
 from cluster.launch.request import Request
 from cluster.messages import plain, system_error
 from cluster.paths import ROOT
-from cluster.system.files import DISK_FULL
+from cluster.system.json_files import DISK_FULL
 
 JSON_HELP = "print as JSON (default: no)"
 KNOWN_CODES = (EXIT_USAGE, EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_INTERRUPTED)

@@ -81,7 +81,9 @@ class Past:
     def read(cls, run: RunFolder, generation: int, first: int) -> Past:
         """Return what a run folder tells of the generations before this one, which goes on from step `first`."""
         failed = {begun["generation"] for begun in run.generations() if "task" in begun}
-        lives = sorted((life for life in run.lives() if life["generation"] < generation), key=lambda g: g["generation"])
+        lives = sorted(
+            (life for life in run.ledgers() if life["generation"] < generation), key=lambda g: g["generation"]
+        )
         begun = [life["generation"] for life in lives] + [generation]
         ended = [
             life

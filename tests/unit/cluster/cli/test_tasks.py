@@ -31,7 +31,7 @@ from cluster.run import owner
 from cluster.run.folder import RunFolder
 from cluster.runtime import compose, local
 from cluster.runtime import tensorboard as board
-from cluster.system.files import write_json
+from cluster.system.json_files import write_json
 
 MakeRun = Callable[..., RunFolder]
 

@@ -23,7 +23,7 @@ from cluster.run import provenance
 from cluster.run.folder import RunFolder
 from cluster.runtime import local, toolkit
 from cluster.system import namespaces
-from cluster.system.files import read_json, write_json
+from cluster.system.json_files import read_json, write_json
 from tests.unit.launching import WORKING_ENGINE, Commands, refusal
 
 NvidiaSmi = Callable[[str], None]

@@ -22,7 +22,7 @@ from cluster.launch.request import Request
 from cluster.run import provenance
 from cluster.run.folder import RunFolder
 from cluster.runtime import compose, local
-from cluster.system.files import read_json, write_json
+from cluster.system.json_files import read_json, write_json
 from tests.unit.launching import WORKING_ENGINE, Commands, refusal
 
 MakeRun = Callable[..., RunFolder]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cluster.run.folder import RunFolder
-from cluster.system.files import write_json
+from cluster.system.json_files import write_json
 from tests.unit.lives import LIFE
 from train.saving.timer import (
     CALM_MTBF_S,
@@ -171,7 +171,7 @@ def test_calls_are_brief_only_where_a_checkpoint_is_due_before_the_end_of_a_full
 
 def life(run: RunFolder, generation: int, first: int, **values: Any) -> None:
     """Leave what the chief records of a life."""
-    write_json(run.life(generation), LIFE | {"generation": generation, "first": first} | values)
+    write_json(run.ledger(generation), LIFE | {"generation": generation, "first": first} | values)
 
 
 def fail(run: RunFolder, generation: int) -> None:
