@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.figures import Figure, Goal, ratios
 from benchmarks.runs import DATASET, GLOBAL_BATCH, Bench
 from cluster.launch import planning
-from cluster.system.files import read_json
+from cluster.system.json_files import read_json
 
 BATCHES = 900
 """About three epochs: both read every shard again and again, from memory."""

@@ -14,7 +14,7 @@ from benchmarks.runs import ROOT
 from cluster.checks import documents
 from cluster.errors import RunFailed
 from cluster.image import checkout
-from cluster.system.files import read_json, write_json
+from cluster.system.json_files import read_json, write_json
 
 RESULTS = ROOT / "benchmarks" / "results.json"
 DOCUMENTS = (ROOT / "docs" / "figures.md",)

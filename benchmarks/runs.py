@@ -21,8 +21,8 @@ from cluster.errors import RunFailed, TimedOut
 from cluster.launch import planning
 from cluster.run.folder import RunFolder
 from cluster.runtime import engine, local
-from cluster.system import processes
-from cluster.system.files import read_json
+from cluster.system import process_table
+from cluster.system.json_files import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
 DATASET = "fashion_mnist"
@@ -217,7 +217,7 @@ def bench(**options: Any) -> Iterator[Bench]:
             finally:
                 with contextlib.suppress(RunFailed, TimedOut):
                     runs.invoke("down", "--timeout=0")
-                processes.kill_with_environment("RUNS_DIR", folder)
+                process_table.kill_with_environment("RUNS_DIR", folder)
     finally:
         signal.signal(signal.SIGTERM, before)
         for name, value in kept.items():

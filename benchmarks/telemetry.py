@@ -12,7 +12,7 @@ from benchmarks.runs import ENDLESS, ROOT, TRAINING, Bench
 from cluster.launch import planning
 from cluster.launch.request import Request
 from cluster.run.folder import RunFolder
-from cluster.system.files import write_json
+from cluster.system.json_files import write_json
 
 STEPS, FIRST = 350, 50
 """The last step of what is timed, and the step that it begins after."""

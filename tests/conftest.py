@@ -19,7 +19,7 @@ from cluster.gpu import devices
 from cluster.run import provenance
 from cluster.run.folder import RunFolder
 from cluster.runtime import engine, local
-from cluster.system.files import write_json
+from cluster.system.json_files import write_json
 
 LAST_LINES = 15
 NVIDIA = Path(__file__).parent / "unit" / "nvidia"

@@ -23,8 +23,8 @@ from typing import Any
 from cluster.errors import EXIT_PEER_LOST, ClusterError, RunFailed
 from cluster.messages import described, plain
 from cluster.run.folder import RunFolder
-from cluster.system import answers
-from cluster.system.files import read_json
+from cluster.system import user_code
+from cluster.system.json_files import read_json
 from train import config
 from train.data import ready
 from train.startup import preload
@@ -45,8 +45,8 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.print_config:
-            if answers.ANSWER in os.environ:
-                return answers.give(lambda: _resolved(options))
+            if user_code.RESULT_FILE in os.environ:
+                return user_code.reply(lambda: _resolved(options))
             found = _resolved(options)
             print(found if isinstance(found, str) else json.dumps(found))
             return 0
@@ -77,7 +77,7 @@ def train(run: RunFolder) -> int:
     preload.load(run)  # TensorFlow is imported here, unless this process is a copy of one that has done it
     from train import program
 
-    if "SPARE" in os.environ:
+    if "STANDBY" in os.environ:
         program.rehearse(run)
     wait_at_gate()
     faulthandler.enable()  # a crash in native code shows the stack that led to it

@@ -15,7 +15,7 @@ from cluster.messages import system_error
 from cluster.run.folder import RunFolder
 from cluster.run.heartbeat import Heartbeat
 from cluster.spec import Role, Task, precision_of
-from cluster.system.files import DISK_FULL, read_json
+from cluster.system.json_files import DISK_FULL, read_json
 from train import evaluator, strategy
 from train.config import TrainConfig
 from train.context import Assignment

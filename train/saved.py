@@ -21,7 +21,7 @@ from cluster.errors import ClusterError, PrerequisiteError, UsageError
 from cluster.messages import plain
 from cluster.run.folder import RunFolder
 from cluster.spec import precision_of
-from cluster.system.files import read_json
+from cluster.system.json_files import read_json
 from train.config import TrainConfig
 from train.model import variables
 from train.startup import quiet

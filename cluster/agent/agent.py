@@ -28,7 +28,7 @@ import time
 
 from cluster.agent import rendezvous
 from cluster.agent.program import Program, Trainer
-from cluster.agent.standby import Spare
+from cluster.agent.standby import Standby
 from cluster.agent.watchdog import FROZEN_S, SILENT_S, Finding, Watchdog
 from cluster.errors import EXIT_FAILED, EXIT_PEER_LOST, EXIT_TIMEOUT, ClusterError
 from cluster.recovery import attempts, ends, step_record
@@ -40,8 +40,8 @@ from cluster.run.folder import RunFolder
 from cluster.run.heartbeat import Heartbeat
 from cluster.run.logs import last_line
 from cluster.spec import Role, Task
-from cluster.system import cgroup, kernel_log, processes
-from cluster.system.files import write_json
+from cluster.system import memory, processes
+from cluster.system.json_files import write_json
 from cluster.system.processes import as_exit_code, describe_exit, identity
 
 GRACE_S = 40.0
@@ -73,8 +73,8 @@ class Agent:
         self.alone = self.spec.restarts_alone(self.task)
         self.resumes = False
         self.exit_code: int | None = None
-        self.spare = Spare(self._program, self.spec.tasks.index(self.task), len(self.spec.tasks))
-        self._kills_before = cgroup.kills()
+        self.standby = Standby(self._program, self.spec.tasks.index(self.task), len(self.spec.tasks))
+        self._kills_before = memory.kills()
         self._began_s = time.monotonic()
         self._watchdog = Watchdog(run, self.spec, self.task, run.generation)
         self.recovery = Recovery(run, self.spec, self.task)
@@ -90,7 +90,7 @@ class Agent:
         self._notice_own_death()
         while not self.run.outcome:
             self._live(self.run.generation)
-        self.spare.end()
+        self.standby.end()
         self._finish()
         return 0
 
@@ -125,8 +125,8 @@ class Agent:
             return
         life = {"GENERATION": str(generation), "RESTARTS": str(again)}
         self.run.programs(self.task.name).unlink(missing_ok=True)  # those of the life before
-        program = self.spare.take() or self._program(os.environ | life)
-        self._kills_before, self._began_s = cgroup.kills(), time.monotonic()
+        program = self.standby.take() or self._program(os.environ | life)
+        self._kills_before, self._began_s = memory.kills(), time.monotonic()
         self._watchdog = Watchdog(self.run, self.spec, self.task, generation)
         try:
             if self._meet(program, heartbeat, generation):
@@ -243,7 +243,7 @@ class Agent:
                 return self._act_on_finding(finding, watchdog, program, generation)
             if self.run.stop_requested and not self.serves:
                 self._ask_to_end(program)
-            if self.resumes or (program.can_wait and not self.spare.settled):
+            if self.resumes or (program.can_wait and not self.standby.settled):
                 self._notice_training(program)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 program.wait(POLL_S)
@@ -263,7 +263,7 @@ class Agent:
             self.run.event(self.task.name, "resumed")
             self.resumes = False
         if program.can_wait:
-            self.spare.keep(training=training)
+            self.standby.keep(training=training)
 
     def _act_on_finding(self, finding: Finding, watchdog: Watchdog, program: Program, generation: int) -> None:
         """Apply the failure policy to a task that lives but does nothing."""
@@ -378,8 +378,8 @@ class Agent:
 
     def _describe(self, code: int, *, out_of_memory: bool) -> str:
         """Return what ended the program."""
-        if out_of_memory and cgroup.limit_bytes() < sys.maxsize:
-            return f"killed for memory: the task may use {cgroup.limit_bytes() / 2**30:.1f} GiB, see --memory of up"
+        if out_of_memory and memory.limit_bytes() < sys.maxsize:
+            return f"killed for memory: the task may use {memory.limit_bytes() / 2**30:.1f} GiB, see --memory of up"
         if out_of_memory:
             return "killed for memory: the machine had none left, says the kernel"
         return describe_exit(code) if code else "ended with exit code 0 before it was done"
@@ -388,8 +388,8 @@ class Agent:
         """Whether the kernel says that it killed the program for want of memory, and not the standby alone."""
         if code != -signal.SIGKILL:
             return False
-        in_container = cgroup.kills() > self._kills_before + int(self.spare.killed)
-        return in_container or kernel_log.killed_for_memory(program.pid, self._began_s)
+        in_container = memory.kills() > self._kills_before + int(self.standby.killed)
+        return in_container or memory.in_kernel_log(program.pid, self._began_s)
 
     def _restart_alone(self, end: End) -> None:
         """Start only this task's program again, unless that failed the run."""

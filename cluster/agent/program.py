@@ -32,7 +32,7 @@ class Program(ABC):
         self._scratch = tempfile.TemporaryDirectory(prefix="tf-cluster-", ignore_cleanup_errors=True)
         self._environment = environment | {"TMPDIR": self._scratch.name}
         self._log = log
-        self._process: subprocess.Popen[bytes] | fork_server.Copy | None = None
+        self._process: subprocess.Popen[bytes] | fork_server.ForkedProcess | None = None
         self._pump: threading.Thread | None = None
         self._lines: list[str] = []
         self._asked_to_end = False

@@ -15,7 +15,7 @@ from typing import Any
 from cluster.recovery import ends
 from cluster.run.folder import FINAL_STATES, RunFolder
 from cluster.spec import ClusterSpec, Role, Task
-from cluster.system.files import create_json
+from cluster.system.json_files import create_json
 
 FROZEN_S = 8.0
 """A program that writes no heartbeat for so long (one is due every second) is frozen, and ended by its agent."""

@@ -315,7 +315,7 @@ def ways() -> list[str]:
 
 def _toolkit_version() -> str:
     """Return the version of NVIDIA's container toolkit; empty where it is not installed."""
-    code, printed, _ = processes.ask(["nvidia-ctk", "--version"], gpus.ANSWER_TIMEOUT_S)
+    code, printed, _ = processes.run(["nvidia-ctk", "--version"], gpus.ANSWER_TIMEOUT_S)
     if code in (124, 126, 127):
         return ""
     match = re.search(r"version (\S+)", printed)

@@ -25,7 +25,7 @@ from cluster.messages import counted
 from cluster.paths import ROOT
 from cluster.run.folder import RunFolder
 from cluster.strategies import STRATEGIES, Strategy
-from cluster.system import processes
+from cluster.system import process_table
 
 DATASET = "fashion_mnist"
 STEPS = 20
@@ -153,7 +153,7 @@ def train(case: Case, runs: Path, limit_s: float) -> Ended:
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            processes.kill_with_environment("RUNS_DIR", str(runs))
+            process_table.kill_with_environment("RUNS_DIR", str(runs))
             if up:  # Ctrl-C may come while it is being started
                 up.wait()
     told = log.read_text(errors="replace").splitlines()

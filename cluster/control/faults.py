@@ -19,7 +19,7 @@ from cluster.launch.teardown import is_docker
 from cluster.run import records
 from cluster.run.folder import RunFolder
 from cluster.runtime import compose, engine
-from cluster.system import processes
+from cluster.system import memory, processes
 
 SLOWED_SHARE = 0.2
 """How much of one core a slowed task keeps."""
@@ -209,7 +209,7 @@ class ContainerMeans(Means):
         had = int(self._docker("inspect", "--format", "{{.HostConfig.Memory}}", container))
         limit = used + 2**27
         self._docker("update", "--memory", str(limit), "--memory-swap", str(limit), container)
-        before = str(had or processes.available_bytes() + limit)  # the engine takes no limit back
+        before = str(had or memory.available_bytes() + limit)  # the engine takes no limit back
         self._undo.append(("update", "--memory", before, "--memory-swap", before, container))
         # Killed or not, what counts is the program's end.
         engine.ask("exec", container, "python", "-c", _HOG, str(program), str(limit // 2**24 + 16), timeout_s=60)

@@ -10,6 +10,7 @@ import time
 import uuid
 from typing import Any
 
+from cluster.control import trace_cache
 from cluster.errors import RunFailed, TimedOut, UsageError
 from cluster.messages import counted, plain
 from cluster.run import records
@@ -17,8 +18,8 @@ from cluster.run.folder import FINAL_STATES, RunFolder
 from cluster.run.liveness import look_once
 from cluster.runtime import tensorboard
 from cluster.spec import Role
-from cluster.system import digest
-from cluster.system.files import create_json, refuse_links, remove
+from cluster.system.files import refuse_links, remove
+from cluster.system.json_files import create_json
 
 PATIENCE_S = 120.0
 """Longest wait for a trace: the calls that it holds, their trace's end, and a restart meanwhile."""
@@ -40,18 +41,15 @@ def trace(run: RunFolder, name: str, steps: int, timeout_s: float = PATIENCE_S) 
     try:
         answer = _await(run, request, timeout_s)
     finally:
-        if records.read(run.trace_request, records.asked, {}).get("id") == request["id"]:
+        if records.read(run.trace_request, records.trace_request, {}).get("id") == request["id"]:
             remove(run.trace_request)
     if "error" in answer:
         raise RunFailed(f"{name} cannot be traced: {answer['error']}; end the other trace, then try again")
     refuse_links(run.tensorboard(name))
-    prepared = [digest.digest(folder) for folder in run.traces(name) if not (folder / digest.VERSION).exists()]
-    note = (
-        []
-        if all(prepared)
-        else ["note         not prepared for the Profile tab in a container; `make setup` renews .venv"]
-    )
-    return [*told(run, answer, steps), *note]
+    unprepared = [folder for folder in run.traces(name) if not (folder / trace_cache.VERSION).exists()]
+    worked = [trace_cache.prepare(folder) for folder in unprepared]
+    failed = ["note         not prepared for the Profile tab in a container; `make setup` renews .venv"]
+    return [*told(run, answer, steps), *([] if all(worked) else failed)]
 
 
 def check(run: RunFolder, name: str) -> None:
@@ -99,15 +97,15 @@ def told(run: RunFolder, answer: dict[str, Any], steps: int) -> list[str]:
 
 
 def _ask(run: RunFolder, request: dict[str, Any]) -> None:
-    if create_json(run.trace_request, request, records.asked):
+    if create_json(run.trace_request, request, records.trace_request):
         return
-    other = records.read(run.trace_request, records.asked, {"until": 0.0})
+    other = records.read(run.trace_request, records.trace_request, {"until": 0.0})
     if other["until"] > time.time():
         raise UsageError(
             f"{other['task']} of run {run.name!r} is being traced; wait until that is done, then try again"
         )
     remove(run.trace_request)  # whoever asked was killed
-    if not create_json(run.trace_request, request, records.asked):
+    if not create_json(run.trace_request, request, records.trace_request):
         raise UsageError(f"somebody else has just asked run {run.name!r} for a trace; wait until that is done")
 
 
@@ -115,7 +113,7 @@ def _await(run: RunFolder, request: dict[str, Any], timeout_s: float) -> dict[st
     deadline = time.monotonic() + timeout_s
     while True:
         ended = run.outcome is not None  # before reading: what was answered until then counts
-        answer: dict[str, Any] = records.read(run.trace_answer, records.answer, {})
+        answer: dict[str, Any] = records.read(run.trace_answer, records.trace_answer, {})
         if answer.get("id") == request["id"]:
             return answer
         if ended:

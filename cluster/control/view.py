@@ -83,7 +83,7 @@ def status(
 
 
 def _checkpoint(run: RunFolder) -> dict[str, Any] | None:
-    lives = (records.read(run.life(number), records.life, {}) for number in range(run.generation, -1, -1))
+    lives = (records.read(run.ledger(number), records.ledger, {}) for number in range(run.generation, -1, -1))
     for saved in reversed(run.saved_steps):
         with contextlib.suppress(FileNotFoundError):  # a newer one has just pushed it out
             age_s = time.time() - (run.checkpoints / f"ckpt-{saved}.json").stat().st_mtime
@@ -243,7 +243,7 @@ def ended(run: RunFolder, shown_path: str) -> list[str]:
     if every_s := summary.get("checkpoint_every_s"):
         lines += [f"checkpoints  every {every_s:.1f} s"]
     lines += [f"pace         {found}" for found in stragglers.lines(summary.get("pace", {}))]
-    lines += [*reference.compared(run), f"run folder   {shown_path}"]
+    lines += [*reference.fault_lines(run), f"run folder   {shown_path}"]
     if run.script:
         lines += [f"its files    {shown_path}/work/TASK"]
     if port:

@@ -25,7 +25,7 @@ from cluster.run.folder import LOST_AFTER_S, SCALE_PATIENCE_S, RunFolder
 from cluster.run.liveness import Pulse
 from cluster.runtime import local, tensorboard
 from cluster.system import interrupts
-from cluster.system.files import write_json
+from cluster.system.json_files import write_json
 
 POLL_S = 0.2
 START_TIMEOUT_S = 90.0

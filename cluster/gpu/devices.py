@@ -61,7 +61,7 @@ class Machine:
 
 def ask(*words: str) -> tuple[int, str]:
     """Run `nvidia-smi`; return its exit code and output, or the reason why there is none."""
-    code, printed, complained = processes.ask(["nvidia-smi", *words], ANSWER_TIMEOUT_S)
+    code, printed, complained = processes.run(["nvidia-smi", *words], ANSWER_TIMEOUT_S)
     return code, printed if code == 0 else printed.strip() or complained.strip()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from cluster.launch.request import PRESET, Request
 from cluster.paths import ROOT
 from cluster.runtime import inherited
-from cluster.system import answers
+from cluster.system import user_code
 
 
 def resolve(
@@ -54,7 +54,7 @@ def check(config: dict[str, Any], strategy: str, path: Sequence[str], data_dir: 
     if not any(":" in name and not name.startswith("train.") for name in named):
         return
     words = ["--config", json.dumps(config), "--strategy", strategy, "--data-dir", str(data_dir)]
-    answers.ask(
+    user_code.run(
         [sys.executable, "-m", "train.startup.preflight", *words],
         f"--model {config['model']!r} or --loss {config['loss']!r}",
         "PRESET_TIMEOUT_S",
@@ -76,7 +76,7 @@ def _ask(preset: str, words: list[str], packages: Path | None) -> Any:
     # The caller's modules are looked for where the caller is, although the program runs in the checkout.
     here = [] if Path.cwd() == ROOT else [str(Path.cwd())]
     path = [*here, *inherited.python_path(), *([str(packages)] if packages else [])]
-    return answers.ask(
+    return user_code.run(
         [sys.executable, "-m", "train", "--print-config", f"--preset={preset}", *words],
         f"--preset {preset!r}",
         "PRESET_TIMEOUT_S",

@@ -18,7 +18,8 @@ from cluster.launch.planning import Plan
 from cluster.paths import ROOT
 from cluster.run import records
 from cluster.run.folder import RunFolder
-from cluster.system.files import files_sha256, sha256, write_json
+from cluster.system.files import files_sha256, sha256
+from cluster.system.json_files import write_json
 
 SCHEMA = 1
 CODE = ("cluster", "train")

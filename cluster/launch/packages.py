@@ -26,7 +26,7 @@ from urllib.parse import unquote, urlsplit
 from cluster.errors import ClusterError, PrerequisiteError, UsageError
 from cluster.image import locks
 from cluster.paths import ROOT
-from cluster.system.files import let_all_read, sha256
+from cluster.system.files import make_readable, sha256
 
 FOLDER = ROOT / ".build" / "packages"
 LOCK = ROOT / "requirements" / "train-cpu.lock"
@@ -131,7 +131,7 @@ def _fill(requirements: Path, python: str, scratch: Path) -> Path:
     if lines:
         pip = [*_PIP, "install", "--no-deps", "--require-hashes", "--target", str(filled), "-r"]
         _run([*pip, str(filled / RESOLVED), *_for_python(python)], requirements)
-    let_all_read(filled)
+    make_readable(filled)
     return filled
 
 

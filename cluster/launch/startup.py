@@ -20,7 +20,7 @@ from cluster.messages import counted
 from cluster.run import claim, owner, provenance
 from cluster.run.folder import SCALE
 from cluster.runtime import compose, engine, local, tensorboard, toolkit
-from cluster.system import files, interrupts
+from cluster.system import files, interrupts, json_files
 
 Shell = Callable[[str], object]
 """Runs a shell command and shows it; raises where it fails."""
@@ -257,13 +257,13 @@ def _write_records(plan: Plan, began: float) -> None:
             file.write((plan.payload.packages / packages.RESOLVED).read_bytes())
     if plan.payload.script:
         data_dir().mkdir(parents=True, exist_ok=True)  # the tasks see it, and nothing was prepared
-    files.write_json(plan.run.config, plan.config)
+    json_files.write_json(plan.run.config, plan.config)
     requirements = str(plan.payload.requirements) if plan.payload.requirements else ""
     started = {"time": began, "runtime": plan.runtime, "requirements": requirements}
     started |= {"hang_timeout_s": plan.hang_timeout_s, "max_restarts": plan.max_restarts}
     started |= {"gpus": plan.gpus.to_json(), "memory": plan.memory.asked, "network": plan.network.asked}
     started["env"] = list(plan.payload.env)
-    files.write_json(plan.run.control / "started.json", started)
+    json_files.write_json(plan.run.control / "started.json", started)
     _begin_life(plan)
 
 
@@ -289,8 +289,8 @@ def _begin_life(plan: Plan) -> dict[str, Any]:
     In this order: whoever watches a run is patient with a generation that has just begun, and until then with the
     request to stop for another size.
     """
-    files.write_json(plan.run.cluster, plan.cluster.to_json())
-    files.write_json(plan.run.compose, plan.compose)
+    json_files.write_json(plan.run.cluster, plan.cluster.to_json())
+    json_files.write_json(plan.run.compose, plan.compose)
     manifest.write(plan)
     provenance.write(plan.run)
     plan.run.begin_generation(plan.run.generation + 1 if plan.resumes else 0, resumed=plan.resumes)
@@ -308,7 +308,7 @@ def _let_tasks_read_data() -> None:
     if (mode := data_dir().stat().st_mode) & 0o055 != 0o055:
         data_dir().chmod(mode | 0o055)
     for folder in ("arrays", "shards"):
-        files.let_all_read(data_dir() / folder)
+        files.make_readable(data_dir() / folder)
 
 
 def _hand_over(folder: Path) -> None:

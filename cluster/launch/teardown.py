@@ -13,7 +13,7 @@ from cluster.run import claim, owner
 from cluster.run.folder import RunFolder
 from cluster.run.liveness import silent
 from cluster.runtime import compose, engine, local
-from cluster.system import processes
+from cluster.system import process_table
 
 
 def in_progress(run: RunFolder) -> bool:
@@ -136,7 +136,7 @@ def leftovers(runs_dir: Path) -> Leftovers:
     recorded = owner.recorded(runs_dir)
     names = {run.name for run in recorded} | {path.parent.name for path in runs_dir.glob("*/compose.json")}
     answers, found = _contained(runs_dir, names)
-    table = processes.Table()
+    table = process_table.ProcessTable()
     out = [] if answers else [run for run in recorded if is_docker(run)]
     here = {run.name for run in recorded if local.processes_left(run, table)}
     left = [RunFolder(runs_dir / name) for name in sorted(found | here)]

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from cluster.recovery.attempts import LOST_CONTACT, OUTSIDE, OWN
 from cluster.run import records
 from cluster.run.folder import RunFolder
-from cluster.system.files import create_json
+from cluster.system.json_files import create_json
 
 OWN_SIGNALS = frozenset(
     -number

@@ -8,10 +8,10 @@ from typing import Any
 from cluster.run import records
 from cluster.run.fields import anything
 from cluster.run.folder import RunFolder
-from cluster.system.files import DamagedError
+from cluster.system.json_files import DamagedError
 
 
-def undisturbed(run: RunFolder) -> dict[str, Any] | None:
+def find(run: RunFolder) -> dict[str, Any] | None:
     """Return the newest run that differs from this one in nothing but its faults, with its name; None without one."""
     found, mine = None, _computes(run)
     if mine is None:
@@ -27,11 +27,11 @@ def undisturbed(run: RunFolder) -> dict[str, Any] | None:
 
 def same_bits(run: RunFolder) -> bool | None:
     """Whether a run ended with the weights of its undisturbed twin; None where there is nothing to compare."""
-    calm = undisturbed(run)
+    calm = find(run)
     return None if calm is None else _same_bits(run, calm)
 
 
-def compared(run: RunFolder) -> list[str]:
+def fault_lines(run: RunFolder) -> list[str]:
     """Return what a run on which faults were inflicted says of them at its end; nothing for any other."""
     inflicted = [event for event in run.events() if event["event"] == "fault"]
     if not inflicted:
@@ -41,7 +41,7 @@ def compared(run: RunFolder) -> list[str]:
     resumed = [cost["resumed_s"] for cost in restarts if cost["resumed_s"] is not None]
     if resumed:
         told += f"; next new step after {median(resumed):.2f} s (median), {max(resumed):.2f} s (most)"
-    calm = undisturbed(run)
+    calm = find(run)
     if calm is None or (same := _same_bits(run, calm)) is None:
         return [told]
     return [told, f"weights      {'the same bits as' if same else 'NOT those of'} the undisturbed run {calm['run']}"]

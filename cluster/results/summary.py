@@ -9,7 +9,7 @@ from cluster.recovery import restarts
 from cluster.results import goodput, stragglers
 from cluster.run import records
 from cluster.run.folder import RunFolder
-from cluster.system.files import write_json
+from cluster.system.json_files import write_json
 
 SETTLE_S = 20.0
 """How long the summary waits for the other tasks' last heartbeats; a task killed for good never sends one."""
@@ -41,9 +41,9 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
         "weights_sha256": result.get("weights_sha256"),
         "restarts": restarts.costs(run, started),
         "goodput": _goodput(run, started, wall_s),
-        "goodput_split": goodput.split(started, outcome["time"], run.lives(), restarts.failures(run, started)),
+        "goodput_split": goodput.split(started, outcome["time"], run.ledgers(), restarts.failures(run, started)),
         "checkpoint_every_s": goodput.checkpoint_every_s(
-            sorted(run.lives(), key=lambda life: life["generation"], reverse=True)
+            sorted(run.ledgers(), key=lambda life: life["generation"], reverse=True)
         ),
         "pace": {"tasks": paces, **stragglers.findings(paces)},
         "tasks": {name: beats.get(name, {}).get("exit_code") for name in names},

@@ -7,19 +7,16 @@ it, however that ends, so there is nothing to clean up; the file says which proc
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from cluster.errors import PrerequisiteError, UsageError
 from cluster.run.folder import RunFolder
+from cluster.system.files import lock
 
 WAIT_S = 60.0
 """Longest wait of a command that ends a run for the one that is starting or scaling it."""
-POLL_S = 0.05
 MOMENT_S = 0.5
 """How long a claim is waited for that is only looked at, or about to be released."""
 
@@ -53,11 +50,8 @@ def hold(run: RunFolder, doing: str, *, wait_s: float = MOMENT_S) -> Iterator[No
     except OSError as error:
         raise _unusable(path.parent, error) from error
     try:
-        deadline = time.monotonic() + wait_s
-        while not _try(descriptor, path):
-            if time.monotonic() >= deadline:
-                raise Taken(_describe(run, path))
-            time.sleep(POLL_S)
+        if not _lock(descriptor, path, wait_s):
+            raise Taken(_describe(run, path))
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{doing} by process {os.getpid()}\n".encode(), 0)
         yield
@@ -73,19 +67,16 @@ def held(run: RunFolder) -> bool:
     except OSError:
         return False
     try:
-        return not _try(descriptor, path)
+        return not _lock(descriptor, path, 0.0)
     finally:
         os.close(descriptor)
 
 
-def _try(descriptor: int, path: Path) -> bool:
+def _lock(descriptor: int, path: Path, timeout_s: float) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EINTR):
-            return False
+        return lock(descriptor, timeout_s)
+    except OSError as error:  # a file system without locks
         raise _unusable(path.parent, error) from error
-    return True
 
 
 def _describe(run: RunFolder, path: Path) -> str:

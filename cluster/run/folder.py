@@ -21,18 +21,9 @@ from cluster.errors import PrerequisiteError
 from cluster.run import records
 from cluster.run.fields import count, record
 from cluster.spec import MAX_TASKS, ClusterSpec
-from cluster.system.files import (
-    RESERVE,
-    RESERVE_BYTES,
-    create_json,
-    guard,
-    make_folder,
-    open_file,
-    remove,
-    rename,
-    write_json,
-)
+from cluster.system.files import guard, make_folder, open_file, remove, rename
 from cluster.system.journal import Journal, append_json, read_json_lines
+from cluster.system.json_files import RESERVE, RESERVE_BYTES, create_json, write_json
 
 LOST_AFTER_S = 15.0
 """Seconds without a new heartbeat, by the clock of whoever looks, after which a task counts as lost."""
@@ -157,8 +148,8 @@ class RunFolder:
         """The task's TensorBoard event files."""
         return self.path / "tensorboard" / task
 
-    def life(self, generation: int) -> Path:
-        """What the chief's life in a generation spent its time on."""
+    def ledger(self, generation: int) -> Path:
+        """What the chief spent its time on in a generation."""
         return self.control / "lives" / f"{generation}.json"
 
     @property
@@ -323,11 +314,11 @@ class RunFolder:
         """How the run ended, as the first task that knew recorded it; None while it goes on."""
         return records.read(self.control / "outcome.json", records.outcome, None, limit=records.TASK_BYTES)
 
-    def lives(self) -> list[dict[str, Any]]:
-        """Return what the chief's lives spent their time on, as far as each could tell."""
+    def ledgers(self) -> list[dict[str, Any]]:
+        """Return what the chief spent its time on in each generation that has such a record."""
         paths = sorted((self.control / "lives").glob("*.json"))
-        found = (records.read(path, records.life, None, limit=records.TASK_BYTES) for path in paths)
-        return [life for life in found if life]
+        found = (records.read(path, records.ledger, None, limit=records.TASK_BYTES) for path in paths)
+        return [ledger for ledger in found if ledger]
 
     def end(self, state: str, **why: Any) -> bool:
         """Record the outcome unless another task already did; return whether this call did."""

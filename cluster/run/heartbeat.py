@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.run.folder import FINAL_STATES, RunFolder
 from cluster.spec import Task
-from cluster.system.files import write_json
+from cluster.system.json_files import write_json
 
 HEARTBEAT_S = 1.0
 """Longest time between two heartbeats of a live task."""

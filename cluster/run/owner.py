@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from cluster.run.folder import RunFolder
-from cluster.system import processes
-from cluster.system.files import read_json, remove, write_json
+from cluster.system import process_table, processes
+from cluster.system.files import remove
+from cluster.system.json_files import read_json, write_json
 
 TOKEN = "TF_CLUSTER_TOKEN"  # noqa: S105  # the variable's name
 """The environment variable that every process of a local run is started with."""
@@ -38,12 +39,12 @@ class Owner:
         """Whether the supervisor lives."""
         return processes.alive(self.supervisor)
 
-    def processes(self, table: processes.Table) -> list[int]:
+    def processes(self, table: process_table.ProcessTable) -> list[int]:
         """Return the ids of the run's processes, the supervisor last: what ends before it is still known to be its."""
-        found = table.marked(TOKEN, self.token)
+        found = table.with_environment(TOKEN, self.token)
         if self.supervisor and self.alive:
             top = self.supervisor["pid"]
-            return [*sorted((found | table.below(top)) - {top}), top]
+            return [*sorted((found | table.descendants(top)) - {top}), top]
         return sorted(found)
 
 
@@ -59,7 +60,7 @@ def begin(run: RunFolder, runtime: str) -> Owner:
     return owner
 
 
-def supervised(run: RunFolder, owner: Owner, supervisor: dict[str, Any]) -> None:
+def record_supervisor(run: RunFolder, owner: Owner, supervisor: dict[str, Any]) -> None:
     """Record the process that looks after the run's processes."""
     write_json(record_path(run), asdict(replace(owner, supervisor=supervisor)))
 

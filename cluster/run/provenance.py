@@ -18,7 +18,7 @@ from typing import Any
 from cluster import settings
 from cluster.errors import PrerequisiteError, UsageError
 from cluster.run.folder import RunFolder
-from cluster.system.files import read_json, write_json
+from cluster.system.json_files import read_json, write_json
 
 ADDED_BY_TASKS = ("data", "environment")
 """What the chief adds to the manifest once it trains."""

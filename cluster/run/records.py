@@ -28,7 +28,7 @@ from cluster.run.fields import (
 )
 from cluster.spec import MAX_DEVICES, MAX_TASKS, ClusterSpec, Role, Task
 from cluster.strategies import STRATEGIES
-from cluster.system.files import RECORD_BYTES, DamagedError, read_json, warn_once
+from cluster.system.json_files import RECORD_BYTES, DamagedError, read_json, warn_once
 
 TASK_BYTES = 2**20
 """The largest record that a task writes often."""
@@ -198,7 +198,7 @@ started = record(
     },
 )
 
-life = record(
+ledger = record(
     {
         "generation": count,
         "began": seconds,
@@ -211,7 +211,7 @@ life = record(
     },
     {"saves": (mapping(measured), ABSENT)},
 )
-"""What one life of the chief spent its time on."""
+"""What the chief spent its time on in one generation."""
 
 result = record(
     {},
@@ -322,13 +322,13 @@ def _pid(value: Any) -> int:
 process = record({"pid": _pid}, {"start_ticks": (optional(count), None)})
 programs = record({"agent": process, "program": process})
 checkpoint = record({"files": mapping(record({}, {"size_bytes": (count, 0)}))})
-answer = record(
+trace_answer = record(
     {"id": text, "task": text},
     {"first": (count, 0), "last": (count, 0), "error": (text, ABSENT)},
 )
-"""To a request for a trace."""
+"""The answer to a request for a trace."""
 
-asked = record({"id": text, "task": text, "until": seconds})
+trace_request = record({"id": text, "task": text, "until": seconds})
 """A request for a trace."""
 
 HOST = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,253}")

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from cluster.errors import PrerequisiteError, UsageError, nearest
-from cluster.system import processes
+from cluster.system import memory, processes
 
 RUNTIMES = ("auto", "docker", "local")
 ANSWER_TIMEOUT_S = 10.0
@@ -30,7 +30,7 @@ class Answer:
 
 def ask(*words: str, timeout_s: float = ANSWER_TIMEOUT_S) -> tuple[int, str]:
     """Run a docker command; return its exit code and its output, or the reason why there is none."""
-    code, printed, complained = processes.ask(["docker", *words], timeout_s, f"docker {words[0]}")
+    code, printed, complained = processes.run(["docker", *words], timeout_s, f"docker {words[0]}")
     return code, printed.strip() if code == 0 else _ADVICE.sub("", complained.strip()) or printed.strip()
 
 
@@ -72,7 +72,7 @@ def fix(detail: str) -> str:
 def memory_bytes() -> int:
     """Return the memory of the engine's machine, perhaps a virtual one; where it does not tell, of this one."""
     code, text = ask("info", "--format", "{{.MemTotal}}")
-    return int(text) if code == 0 and text.isdecimal() and int(text) else processes.total_bytes()
+    return int(text) if code == 0 and text.isdecimal() and int(text) else memory.total_bytes()
 
 
 def demand(what: str) -> None:

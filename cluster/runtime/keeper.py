@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from cluster.system import processes
+from cluster.system import process_table, processes
 
 KILL_TIMEOUT_S = 10.0
 """Longest time for what is left to end; a process in an uninterruptible call to the kernel may take longer."""
@@ -56,7 +56,7 @@ def _reap_until(child: int) -> int:
 
 def _kill_the_rest() -> None:
     deadline = time.monotonic() + KILL_TIMEOUT_S
-    while left := (table := processes.Table()).below(os.getpid()):
+    while left := (table := process_table.ProcessTable()).descendants(os.getpid()):
         for pid in left:
             table.kill(pid)
         with contextlib.suppress(ChildProcessError):

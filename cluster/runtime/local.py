@@ -36,7 +36,7 @@ from cluster.run.heartbeat import Heartbeat
 from cluster.runtime import inherited, keeper
 from cluster.runtime.network import HOST, PRIVATE
 from cluster.spec import ClusterSpec
-from cluster.system import fork_server, namespaces, processes
+from cluster.system import fork_server, memory, namespaces, process_table, processes
 from cluster.system.files import open_file
 
 PORTS = range(20000, 32000)
@@ -84,7 +84,7 @@ def check_memory(num_tasks: int, ending: int = 0) -> None:
     Raises:
         PrerequisiteError: they do not.
     """
-    available = processes.available_bytes() + ending * TASK_MEMORY_BYTES
+    available = memory.available_bytes() + ending * TASK_MEMORY_BYTES
     if num_tasks * TASK_MEMORY_BYTES > available:
         raise PrerequisiteError(
             f"{counted(num_tasks, 'task')} need about {num_tasks * TASK_MEMORY_BYTES / 2**30:.1f} GiB of memory, "
@@ -160,7 +160,7 @@ def start(run: RunFolder) -> None:
             stderr=log,
             start_new_session=True,
         )
-    owner.supervised(run, owned, processes.identity(supervisor.pid))
+    owner.record_supervisor(run, owned, processes.identity(supervisor.pid))
     deadline = time.monotonic() + START_S
     while not run.status("chief").exists():
         if supervisor.poll() is not None or time.monotonic() > deadline:
@@ -185,10 +185,10 @@ def running(run: RunFolder) -> bool:
     return owned is not None and owned.alive
 
 
-def processes_left(run: RunFolder, table: processes.Table | None = None) -> list[int]:
+def processes_left(run: RunFolder, table: process_table.ProcessTable | None = None) -> list[int]:
     """Return the ids of the run's processes, in a look at all processes that several runs can share."""
     owned = owner.read(run)
-    return owned.processes(table or processes.Table()) if owned else []
+    return owned.processes(table or process_table.ProcessTable()) if owned else []
 
 
 def kill(run: RunFolder) -> int:
@@ -198,7 +198,7 @@ def kill(run: RunFolder) -> int:
         TimedOut: some do not end.
     """
     owned = owner.read(run)
-    return processes.kill_all(owned.processes, f"run {run.name}") if owned else 0
+    return process_table.kill_all(owned.processes, f"run {run.name}") if owned else 0
 
 
 class Supervisor:
@@ -209,7 +209,7 @@ class Supervisor:
         how = records.read(run.compose, records.compose)
         self.preload: str = how.get("preload", "")
         self.tasks: dict[str, Any] = how["tasks"]
-        self.agents: dict[str, subprocess.Popen[bytes] | fork_server.Copy] = {}
+        self.agents: dict[str, subprocess.Popen[bytes] | fork_server.ForkedProcess] = {}
         self._failures: dict[str, list[Attempt]] = {name: [] for name in self.tasks}
         self._due: dict[str, float] = {}
         """When an agent is started again that failed by itself."""

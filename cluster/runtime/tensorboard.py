@@ -19,7 +19,7 @@ from cluster.run import claim
 from cluster.run.folder import RunFolder
 from cluster.runtime import compose, engine
 from cluster.system import processes
-from cluster.system.files import read_json, write_json
+from cluster.system.json_files import read_json, write_json
 
 PORT = 6006
 START_TIMEOUT_S = 60.0

@@ -1,9 +1,9 @@
-"""Processes that begin as a copy of this one, with all that it has imported.
+"""Starts Python processes by forking this one, with everything that it has imported.
 
-Importing TensorFlow is most of what a local task's start takes, and of its memory. So the supervisor imports it once:
-agents are copies of the supervisor and programs are copies of their agents, as the kernel makes them (fork), which
-takes a hundredth of a second and shares the memory that nobody writes to. A process that is copied must not have used
-TensorFlow: its threads would be missing in the copy.
+Most of the time and memory that a local task needs to start goes into importing TensorFlow. So the supervisor imports
+it once: agents are forked from the supervisor and programs from their agents. A fork takes a hundredth of a second and
+shares all memory that is not written to. A process that forks must not have used TensorFlow: its threads would be
+missing in the child.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ _preloaded = False
 
 
 def preload(module: str, *arguments: object) -> None:
-    """Call `load` of a module, which imports what others need; Python processes that `start` begins then are copies."""
+    """Call `load` of a module, which imports what others need. From then on `start` forks Python processes."""
     global _preloaded  # noqa: PLW0603  # it is a fact about this process
     importlib.import_module(module).load(*arguments)
     _preloaded = True
 
 
-def start(command: list[str], **how: Any) -> subprocess.Popen[bytes] | Copy:
-    """Start a process: a copy of this one where it can be one, otherwise a new one.
+def start(command: list[str], **how: Any) -> subprocess.Popen[bytes] | ForkedProcess:
+    """Start a process, forked from this one if it runs Python code and `preload` was called.
 
     Args:
         command: such as `[sys.executable, "-m", "train", "--run-dir", "runs/a"]`.
-        how: as for `subprocess.Popen`; of these `Copy` knows what is in its signature.
+        how: options of `subprocess.Popen`; a forked process takes those of `ForkedProcess`.
     """
     if _preloaded and command[0] == sys.executable and command[1] in _RUN:
-        return Copy(command, **how)
+        return ForkedProcess(command, **how)
     return subprocess.Popen(command, **how)
 
 
-class Copy:
-    """A copy of this process that runs other Python code. To its parent it is what a `subprocess.Popen` is."""
+class ForkedProcess:
+    """A fork of this process that runs other Python code. Its parent uses it like a `subprocess.Popen`."""
 
     stdout: IO[bytes] | None = None
-    """What it prints, where that is a pipe."""
+    """Its output, if that is a pipe."""
 
     def __init__(
         self,
@@ -79,29 +79,29 @@ class Copy:
         errors = written if isinstance(stderr, int) else stderr.fileno()
         parent = os.getpid()
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()  # what lies in their buffers is the parent's to write
+            stream.flush()  # the child would print the buffered text again
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # other threads: none holds what the copy needs
+            warnings.simplefilter("ignore", DeprecationWarning)  # other threads: none holds a lock that the child needs
             self.pid = os.fork()
         if self.pid == 0:
             try:
                 preexec_fn()
-                if os.getppid() != parent:  # it died before the kernel was asked to tell
+                if os.getppid() != parent:  # it died before `preexec_fn` ran
                     os._exit(128 + signal.SIGKILL)
                 if start_new_session:
                     os.setsid()
                 elif process_group is not None:
                     os.setpgid(0, process_group)
-                _forget_handlers()
-                _keep_only((null, written, errors), pass_fds)
+                _reset_handlers()
+                _set_files((null, written, errors), pass_fds)
                 os.environ.clear()
                 os.environ.update(env)
-                tempfile.tempdir = None  # it is remembered, and $TMPDIR may be another one now
+                tempfile.tempdir = None  # cached, and $TMPDIR may differ now
                 _run(command)
             finally:
                 os._exit(1)
         if process_group is not None:
-            with contextlib.suppress(OSError):  # the copy does it too: whoever is first
+            with contextlib.suppress(OSError):  # the child does it too, whichever comes first
                 os.setpgid(self.pid, process_group)
         os.close(null)
         if stdout == subprocess.PIPE:
@@ -124,21 +124,21 @@ class Copy:
         return processes.wait(self, timeout)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to it, unless it has ended."""
+        """Send a signal to it unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
 
-def _forget_handlers() -> None:
-    """Have signals do again what they do in a new process."""
+def _reset_handlers() -> None:
+    """Restore the signal handlers of a new process."""
     for number in signal.valid_signals():
         if callable(handler := signal.getsignal(number)) and handler is not signal.default_int_handler:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _keep_only(streams: tuple[int, int, int], others: tuple[int, ...]) -> None:
-    """Have these be standard input, output and errors, and close every other file but some."""
-    for number, stream in enumerate([os.dup(stream) for stream in streams]):  # one may lie where another belongs
+def _set_files(streams: tuple[int, int, int], others: tuple[int, ...]) -> None:
+    """Make these standard input, output and error, keep some other files open and close the rest."""
+    for number, stream in enumerate([os.dup(stream) for stream in streams]):  # one may have the number of another
         os.dup2(stream, number)
     low = 3
     for kept in sorted(others):
@@ -146,14 +146,14 @@ def _keep_only(streams: tuple[int, int, int], others: tuple[int, ...]) -> None:
         os.closerange(low, kept)
         low = kept + 1
     os.closerange(low, os.sysconf("SC_OPEN_MAX"))
-    # Those of the parent may hold a lock. Never closed: an object that goes out of use would take the file with it.
+    # The parent's objects may hold a lock. `closefd` keeps an object that is collected from closing the file.
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
 
 
 def _run(command: list[str]) -> NoReturn:
-    """Do what Python would do with these words, and end."""
+    """Do what Python does with these arguments, then exit."""
     code = 1
     try:
         _RUN[command[1]](command[2:])
@@ -171,15 +171,15 @@ def _run(command: list[str]) -> NoReturn:
         os._exit(code & 0xFF)
 
 
-def _run_module(words: list[str]) -> None:
-    sys.argv = list(words)
-    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+def _run_module(arguments: list[str]) -> None:
+    sys.argv = list(arguments)
+    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
 
 
-def _run_code(words: list[str]) -> None:
-    sys.argv = ["-c", *words[1:]]
+def _run_code(arguments: list[str]) -> None:
+    sys.argv = ["-c", *arguments[1:]]
     sys.modules["__main__"] = main = types.ModuleType("__main__")
-    exec(compile(words[0], "<string>", "exec"), main.__dict__)  # noqa: S102  # as `python -c` does
+    exec(compile(arguments[0], "<string>", "exec"), main.__dict__)  # noqa: S102  # as `python -c` does
 
 
 _RUN: dict[str, Callable[[list[str]], None]] = {"-m": _run_module, "-c": _run_code}

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from cluster.system.files import UNREADABLE as NO_FILE
-from cluster.system.files import DamagedError, locked, open_file, parse_json, warn_once
+from cluster.system.files import lock, open_file
+from cluster.system.json_files import UNREADABLE as NO_FILE
+from cluster.system.json_files import DamagedError, parse_json, warn_once
 
 LINE_BYTES = 2**18
 """The longest line that is read."""
@@ -37,7 +38,7 @@ def append_json(path: Path, value: Any) -> None:
     line = (json.dumps(value) + "\n").encode()
     with open_file(path, "a+b") as file:
         with contextlib.suppress(OSError):  # a file system without locks
-            locked(file.fileno(), LOCK_TIMEOUT_S)
+            lock(file.fileno(), LOCK_TIMEOUT_S)
         size = os.fstat(file.fileno()).st_size
         if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
             line = b"\n" + line

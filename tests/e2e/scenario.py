@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.run.folder import RunFolder
-from cluster.system.files import read_json
+from cluster.system.json_files import read_json
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("DATA_DIR", ROOT / "data"))

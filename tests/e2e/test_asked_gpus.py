@@ -22,7 +22,7 @@ from cluster.launch import planning, startup, teardown
 from cluster.launch.payload import Payload
 from cluster.launch.request import Request
 from cluster.runtime import compose, engine, local
-from cluster.system.files import read_json
+from cluster.system.json_files import read_json
 from tests.e2e.scenario import TRAIN_IMAGE, Clusters
 from tests.e2e.test_containers import containers
 

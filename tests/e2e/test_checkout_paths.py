@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster.runtime import engine
-from cluster.system.files import read_json
+from cluster.system.json_files import read_json
 from tests.e2e.scenario import DATA, ROOT, Clusters
 
 NAME = 'a;touch PWNED; $(touch PWNED) `touch PWNED` bob\'s "R&D" (1) ${x} ü'

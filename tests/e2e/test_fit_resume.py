@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.system.files import read_json
+from cluster.system.json_files import read_json
 from tests.e2e.scenario import Clusters, step_of, summary
 from tests.waiting import wait_for
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cluster.system.files import read_json
+from cluster.system.json_files import read_json
 from tests.e2e.scenario import Clusters
 from tests.golden import losses as golden
 

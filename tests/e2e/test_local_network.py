@@ -8,7 +8,7 @@ import pytest
 
 from cluster.runtime import local
 from cluster.system import namespaces
-from cluster.system.files import read_json
+from cluster.system.json_files import read_json
 from tests import doors
 from tests.e2e.scenario import TRAINING, Clusters, step_of
 from tests.waiting import wait_for

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.system.files import read_json
+from cluster.system.json_files import read_json
 from tests.e2e.scenario import Clusters, summary
 
 STEPS = 140

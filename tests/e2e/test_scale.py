@@ -8,8 +8,8 @@ import pytest
 
 from cluster.run.folder import RunFolder
 from cluster.runtime import local
-from cluster.system.files import read_json
 from cluster.system.journal import read_json_lines
+from cluster.system.json_files import read_json
 from tests.e2e.scenario import TRAINING, Clusters, losses, step_of, summary
 from tests.waiting import wait_for
 

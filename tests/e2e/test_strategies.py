@@ -16,7 +16,7 @@ import pytest
 
 from cluster.checks import documents, verify
 from cluster.strategies import STRATEGIES
-from cluster.system import processes
+from cluster.system import process_table
 from tests.e2e.scenario import DATA, ROOT
 
 
@@ -49,7 +49,7 @@ def verified(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[V
     )
     assert documents == [path.read_text() for path in verify.DOCUMENTS]
     yield Verified(done.returncode, json.loads(done.stdout)["rows"], time.monotonic() - began, temporary)
-    assert [] == sorted(processes.Table().marked("TMPDIR", str(temporary)))
+    assert [] == sorted(process_table.ProcessTable().with_environment("TMPDIR", str(temporary)))
 
 
 def test_every_strategy_with_both_loops_must_be_ok_on_cpu(verified: Verified) -> None:

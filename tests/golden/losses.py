@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.run.folder import RunFolder
-from cluster.system.files import read_json, write_json
+from cluster.system.json_files import read_json, write_json
 from tests.e2e.scenario import Clusters, losses, summary
 
 FOLDER = Path(__file__).parent

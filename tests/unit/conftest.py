@@ -21,7 +21,7 @@ from cluster.run.folder import RunFolder
 from cluster.run.liveness import Pulse
 from cluster.runtime import local
 from cluster.runtime.network import HOST
-from cluster.system.files import read_json, write_json
+from cluster.system.json_files import read_json, write_json
 from tests import fast
 from tests.unit import measured
 from tests.unit.gang import Gang, StartGang

@@ -9,7 +9,7 @@ from typing import Any
 from cluster.run import owner
 from cluster.run.folder import RunFolder
 from cluster.runtime import local
-from cluster.system.files import read_json
+from cluster.system.json_files import read_json
 from tests.waiting import wait_for
 
 

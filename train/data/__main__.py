@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from cluster.errors import EXIT_DONE, EXIT_INTERRUPTED, ClusterError, PrerequisiteError, UsageError
 from cluster.messages import plain
-from cluster.system import answers
+from cluster.system import user_code
 from train.data import arrays, shards
 from train.data.prepare.arrays import prepare, say
 from train.data.ready import in_words
@@ -62,12 +62,12 @@ def _prepare(arguments: argparse.Namespace) -> int:
     if not arrays.is_own(arguments.name):
         say(told())
         return EXIT_DONE
-    if answers.ANSWER in os.environ:
-        return answers.give(told)
+    if user_code.RESULT_FILE in os.environ:
+        return user_code.reply(told)
     command = [sys.executable, "-m", "train.data", "prepare", f"--name={arguments.name}"]
     command += [f"--data-dir={arguments.data_dir}", *(["--fresh"] if arguments.fresh else [])]
     what = f"dataset {arguments.name}"
-    say(answers.ask(command, what, "DATA_TIMEOUT_S", cwd=Path.cwd(), environment=os.environ))
+    say(user_code.run(command, what, "DATA_TIMEOUT_S", cwd=Path.cwd(), environment=os.environ))
     return EXIT_DONE
 
 

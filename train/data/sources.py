@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from cluster.errors import PrerequisiteError, RunFailed
 from cluster.run.folder import RunFolder
-from cluster.system.files import create_json, read_json
+from cluster.system.json_files import create_json, read_json
 from train.config import TrainConfig
 from train.data import arrays, memory, shards, stream
 from train.data.memory import Batch

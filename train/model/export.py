@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from tensorflow import keras
 
-from cluster.system.files import write_json
+from cluster.system.json_files import write_json
 
 CLASSES = Path("assets.extra", "classes.json")
 """Where an export keeps the names of its classes: TensorFlow Serving's place for what it need not know."""

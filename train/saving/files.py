@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cluster.errors import RunFailed
-from cluster.system.files import read_json, sha256, sync, write_json
+from cluster.system.files import sha256, sync
+from cluster.system.json_files import read_json, write_json
 
 ASIDE = "aside"
 NO_CHECKPOINT = -1

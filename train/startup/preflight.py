@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from cluster.errors import ClusterError, UsageError
 from cluster.messages import described
-from cluster.system import answers
+from cluster.system import user_code
 from train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1", KERAS_BACKEND="tensorflow")
     if config.needs_tf_keras(options.strategy):
         os.environ["TF_USE_LEGACY_KERAS"] = "1"  # before TensorFlow is imported
-    return answers.give(lambda: check(config, options.data_dir))
+    return user_code.reply(lambda: check(config, options.data_dir))
 
 
 def check(config: TrainConfig, data_dir: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from cluster.run.folder import RunFolder
-from cluster.system.files import read_json
+from cluster.system.json_files import read_json
 from train import config
 from train.model import variables
 from train.startup import imports

@@ -13,7 +13,8 @@ import tensorflow as tf
 
 from cluster.errors import RunFailed
 from cluster.run.folder import RunFolder
-from cluster.system.files import read_json, sha256, write_json
+from cluster.system.files import sha256
+from cluster.system.json_files import read_json, write_json
 from train.data.sources import Source
 
 PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "tf_keras", "numpy", "nvidia-nccl-cu12")

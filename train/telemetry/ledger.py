@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from cluster.run.folder import RunFolder
-from cluster.system.files import write_json
+from cluster.system.json_files import write_json
 
 WRITE_EVERY_S = 1.0
 
@@ -18,7 +18,7 @@ class Ledger:
 
     def __init__(self, run: RunFolder, generation: int, first: int) -> None:
         """Begin a life that goes on from step `first`."""
-        self._path = run.life(generation)
+        self._path = run.ledger(generation)
         self._seconds = {"input": 0.0, "compute": 0.0, "save": 0.0, "evaluate": 0.0}
         self._told: dict[str, Any] = {"generation": generation, "began": time.time(), "first_step_at": None}
         self._told |= {"first": first, "saves": {}}

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from cluster.recovery.step_record import StepRecord
 from cluster.run.heartbeat import HEARTBEAT_S
-from cluster.system.files import write_json
+from cluster.system.json_files import write_json
 from train.context import Assignment
 from train.data import memory
 from train.loops import outer, steps

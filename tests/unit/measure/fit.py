@@ -28,8 +28,8 @@ from tensorflow import keras  # noqa: E402
 from cluster.run.folder import RunFolder  # noqa: E402
 from cluster.run.heartbeat import Heartbeat  # noqa: E402
 from cluster.spec import build  # noqa: E402
-from cluster.system.files import read_json  # noqa: E402
 from cluster.system.journal import read_json_lines  # noqa: E402
+from cluster.system.json_files import read_json  # noqa: E402
 from train.config import Optimizer, TrainConfig  # noqa: E402
 from train.context import Assignment  # noqa: E402
 from train.data import (  # noqa: E402

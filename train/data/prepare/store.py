@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import PrerequisiteError, RunFailed, UsageError
-from cluster.system.files import DISK_FULL, sha256
+from cluster.system.files import sha256
+from cluster.system.json_files import DISK_FULL
 
 BLOCK_BYTES = 4 << 20
 """Prepared files are checked by blocks of this size, see `train/data/blocks.py`; a file's last one may be smaller."""

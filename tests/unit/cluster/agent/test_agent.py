@@ -15,7 +15,7 @@ from cluster.agent import agent
 from cluster.control import watch
 from cluster.errors import EXIT_FAILED, EXIT_USAGE
 from cluster.run.folder import RunFolder
-from cluster.system.files import read_json
+from cluster.system.json_files import read_json
 from cluster.system.processes import start_ticks
 from tests.unit.gang import StartGang
 from tests.waiting import wait_for
@@ -129,7 +129,7 @@ if GENERATION: finish()
 if NAME == 'chief':
     meet(), sys.exit(75)
 from cluster.system.processes import start_ticks
-from cluster.system.files import read_json
+from cluster.system.json_files import read_json
 until(lambda: (run.path / 'pids/chief.json').exists())
 chief = read_json(run.path / 'pids/chief.json')['program']
 until(lambda: start_ticks(chief) is None and not os.path.exists(f'/proc/{chief}'))  # its agent has seen the end

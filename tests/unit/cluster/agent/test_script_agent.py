@@ -18,7 +18,7 @@ from cluster.control import view, watch
 from cluster.launch.payload import Payload, lay_out
 from cluster.run.folder import RunFolder
 from cluster.runtime import local
-from cluster.system.files import write_json
+from cluster.system.json_files import write_json
 from tests import fast
 from tests.unit.gang import Gang
 from tests.waiting import wait_for

@@ -16,12 +16,12 @@ from tests.waiting import wait_for
 
 DIES_AS_A_SPARE = """
 import os, sys
-if 'SPARE' in os.environ:
+if 'STANDBY' in os.environ:
     open(os.environ['RUN_DIR'] + '/spare', 'w').write(str(os.getpid()))
     sys.exit(3)
 """
 LINES = """
-(run.path / f'{NAME}.{os.getpid()}.{GENERATION}.{RESTARTS}.spare={"SPARE" in os.environ}').touch()
+(run.path / f'{NAME}.{os.getpid()}.{GENERATION}.{RESTARTS}.spare={"STANDBY" in os.environ}').touch()
 train(5)
 if not GENERATION: work()
 train(6), meet(), finish()
@@ -65,8 +65,8 @@ def test_a_spare_that_died_is_not_used(start_gang: StartGang) -> None:
 
 
 def test_where_memory_is_short_there_is_no_spare(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standby, "available_bytes", lambda: standby.RESERVE_BYTES)
-    kept = standby.Spare(lambda environment: pytest.fail("a spare was started"), 0, 1)
+    monkeypatch.setattr(standby.memory, "available_bytes", lambda: standby.RESERVE_BYTES)
+    kept = standby.Standby(lambda environment: pytest.fail("a spare was started"), 0, 1)
     kept.keep(training=True)
     kept.keep(training=True)
     assert kept.take() is None

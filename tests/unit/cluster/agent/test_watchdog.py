@@ -15,7 +15,7 @@ from cluster.agent import watchdog
 from cluster.recovery import ends
 from cluster.run.folder import RunFolder
 from cluster.run.heartbeat import Heartbeat
-from cluster.system.files import read_json, write_json
+from cluster.system.json_files import read_json, write_json
 from tests.unit.gang import StartGang
 from tests.waiting import wait_for
 

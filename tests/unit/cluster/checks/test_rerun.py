@@ -13,8 +13,8 @@ from cluster.control import watch
 from cluster.errors import UsageError
 from cluster.launch import planning, startup
 from cluster.run.folder import RunFolder
-from cluster.system.files import read_json, write_json
 from cluster.system.journal import append_json
+from cluster.system.json_files import read_json, write_json
 
 MakeRun = Callable[..., RunFolder]
 LOSSES = {1: 2.3, 2: 2.2, 3: 2.0}

@@ -21,7 +21,7 @@ from cluster.checks import documents as places
 from cluster.checks import verify
 from cluster.checks.verify import CASES, FAILED, OK, UNVERIFIED, Case, Ended
 from cluster.errors import ClusterError, RunFailed
-from cluster.system import processes
+from cluster.system import process_table
 
 FAKE_UP = """
 import json, os, pathlib, sys
@@ -222,7 +222,7 @@ def test_what_hangs_is_ended_with_everything_it_started(folder: Path, up: dict[s
     ended = verify.train(MIRRORED, folder, 1)
     assert ended.code is None
     assert re.fullmatch(r"ended after [1-9]\d* s because it was not done: no task started", ended.problem)
-    assert [] == sorted(processes.Table().marked("RUNS_DIR", str(folder)))
+    assert [] == sorted(process_table.ProcessTable().with_environment("RUNS_DIR", str(folder)))
 
 
 def test_a_hang_says_what_every_task_was_doing(
@@ -254,7 +254,7 @@ def test_interrupted_it_ends_what_it_started(
     )
     with pytest.raises(KeyboardInterrupt):
         verify.examine(quiet)
-    assert [] == sorted(processes.Table().marked("RUNS_DIR", made[0]))
+    assert [] == sorted(process_table.ProcessTable().with_environment("RUNS_DIR", made[0]))
     assert [] == list(folder.iterdir())
     assert signal.SIG_DFL == signal.getsignal(signal.SIGTERM)
 

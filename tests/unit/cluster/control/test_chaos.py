@@ -20,8 +20,8 @@ from cluster.control.chaos import Fault, Result
 from cluster.errors import TimedOut, UsageError
 from cluster.paths import ROOT
 from cluster.run.folder import RunFolder
-from cluster.system.files import read_json, write_json
 from cluster.system.journal import read_json_lines
+from cluster.system.json_files import read_json, write_json
 from tests.unit.gang import Gang, StartGang
 from tests.waiting import wait_for
 

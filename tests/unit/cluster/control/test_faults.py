@@ -18,7 +18,7 @@ from cluster.control.faults import ContainerMeans, LocalMeans
 from cluster.errors import ClusterError, UsageError
 from cluster.run.folder import RunFolder
 from cluster.runtime import compose
-from cluster.system.files import write_json
+from cluster.system.json_files import write_json
 from cluster.system.processes import identity
 from tests.waiting import wait_for
 
@@ -199,7 +199,7 @@ def test_a_slow_container_gets_every_core_back(run: RunFolder, docker: Engine) -
 def test_a_container_without_memory_gets_its_own_back_or_plenty(
     run: RunFolder, docker: Engine, monkeypatch: pytest.MonkeyPatch, had: int, expected: int
 ) -> None:
-    monkeypatch.setattr(faults.processes, "available_bytes", lambda: 5000)
+    monkeypatch.setattr(faults.memory, "available_bytes", lambda: 5000)
     docker.answers |= {"exec": (0, str(2**30)), "inspect": (0, str(had))}
     means = faults.means(run)
     means.exhaust_memory("worker-0")

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from cluster.control import trace
+from cluster.control import trace, trace_cache
 from cluster.errors import RunFailed, TimedOut, UsageError
 from cluster.run.folder import RunFolder
 from cluster.run.heartbeat import Heartbeat
 from cluster.runtime import tensorboard
-from cluster.system import digest
-from cluster.system.files import read_json, write_json
+from cluster.system.json_files import read_json, write_json
 from tests.waiting import wait_for
 
 MakeRun = Callable[..., RunFolder]
@@ -73,9 +72,9 @@ def test_a_new_trace_is_prepared_for_the_tab_once(run: RunFolder, monkeypatch: p
     old, new = (run.tensorboard("chief") / "plugins" / "profile" / name for name in ("1", "2"))
     for folder in (old, new):
         folder.mkdir(parents=True)
-    (old / digest.VERSION).touch()
+    (old / trace_cache.VERSION).touch()
     seen: list[Path] = []
-    monkeypatch.setattr(digest, "digest", lambda folder: bool(seen.append(folder)))
+    monkeypatch.setattr(trace_cache, "prepare", lambda folder: bool(seen.append(folder)))
     thread = answer(run, first=41, last=45)
     told = trace.trace(run, "chief", 5, timeout_s=10)
     thread.join()
@@ -85,8 +84,8 @@ def test_a_new_trace_is_prepared_for_the_tab_once(run: RunFolder, monkeypatch: p
 
 def test_what_is_no_trace_cannot_be_prepared(tmp_path: Path) -> None:
     (tmp_path / "vm.xplane.pb").write_bytes(b"no trace")
-    assert not digest.digest(tmp_path)
-    assert not (tmp_path / digest.VERSION).exists()
+    assert not trace_cache.prepare(tmp_path)
+    assert not (tmp_path / trace_cache.VERSION).exists()
 
 
 def test_the_answer_to_another_request_is_not_taken(run: RunFolder) -> None:

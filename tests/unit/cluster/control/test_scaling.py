@@ -21,8 +21,8 @@ from cluster.launch import configuration, planning, startup
 from cluster.run import provenance
 from cluster.run.folder import LOST_AFTER_S, SCALE, RunFolder
 from cluster.runtime import local
-from cluster.system import processes
-from cluster.system.files import read_json, write_json
+from cluster.system import memory
+from cluster.system.json_files import read_json, write_json
 from tests.unit.gang import Gang, StartGang
 from tests.waiting import wait_for
 
@@ -157,7 +157,7 @@ def test_a_script_keeps_its_own_state(training: Callable[..., RunFolder]) -> Non
 
 
 def test_memory_counts_the_tasks_that_end(training: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "available_bytes", lambda: local.TASK_MEMORY_BYTES)
+    monkeypatch.setattr(memory, "available_bytes", lambda: local.TASK_MEMORY_BYTES)
     run = training(workers=1)
     error = refusal(run, "3")
     assert (EXIT_PREREQUISITE, False) == (error.exit_code, run.stop_requested)
@@ -186,7 +186,7 @@ def test_the_command_passes_on_what_it_was_told(make_run: MakeRun, monkeypatch: 
     run, asked = make_run("named"), []
     monkeypatch.setattr(scaling, "scale", lambda *words, trust: asked.append((*words[:3], trust)) or 130)
     with pytest.raises(Exit) as ended:
-        tasks.scale(MockContext(), workers="3", ps="1", run="named", trust=True)
+        tasks.ns["scale"](MockContext(), workers="3", ps="1", run="named", trust=True)
     assert (130, [(run, "3", "1", True)]) == (ended.value.code, asked)
 
 

@@ -12,7 +12,7 @@ from cluster.control import chaos, storm
 from cluster.control.chaos import Fault, Result
 from cluster.errors import UsageError
 from cluster.run.folder import RunFolder
-from cluster.system.files import write_json
+from cluster.system.json_files import write_json
 
 MakeRun = Callable[..., RunFolder]
 LONG = 10**9

@@ -20,7 +20,7 @@ from cluster.paths import ROOT
 from cluster.run import claim, owner
 from cluster.run.folder import RunFolder
 from cluster.runtime import local
-from cluster.system.files import read_json
+from cluster.system.json_files import read_json
 from tests.unit.gang import StartGang
 from tests.unit.launching import Commands
 from tests.waiting import wait_for

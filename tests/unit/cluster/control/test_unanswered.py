@@ -23,7 +23,7 @@ from cluster.run import claim, owner
 from cluster.run.folder import RunFolder
 from cluster.runtime import compose, engine, local, tensorboard
 from cluster.system import processes
-from cluster.system.files import read_json, write_json
+from cluster.system.json_files import read_json, write_json
 from tests.unit.ending import end
 from tests.unit.gang import StartGang
 from tests.unit.launching import Commands

@@ -17,7 +17,7 @@ from cluster.errors import TimedOut
 from cluster.results import summary
 from cluster.run.folder import RunFolder
 from cluster.runtime import tensorboard
-from cluster.system.files import read_json, write_json
+from cluster.system.json_files import read_json, write_json
 from tests.unit.ending import end
 from tests.unit.lives import LIFE
 
@@ -127,8 +127,8 @@ def test_progress_says_what_is_known(run: RunFolder) -> None:
     assert told == view.progress(view.status(run))
     run.begin_generation(1)
     run.begin_generation(2)
-    write_json(run.life(1), LIFE | {"generation": 1, "saves": {"every_s": 12.34}})
-    write_json(run.life(2), LIFE | {"generation": 2, "saves": {}})  # it has not saved yet
+    write_json(run.ledger(1), LIFE | {"generation": 1, "saves": {"every_s": 12.34}})
+    write_json(run.ledger(2), LIFE | {"generation": 2, "saves": {}})  # it has not saved yet
     assert f"{told}, every 12.3 s" == view.progress(view.status(run))
 
 
@@ -272,7 +272,7 @@ def test_the_summary_tells_where_the_time_went_and_who_was_slow(run: RunFolder) 
     started = read_json(run.control / "started.json")["time"]
     seconds = {"input": 1.0, "compute": 5.0, "save": 0.5, "evaluate": 0.25}
     told = {"generation": 0, "began": started + 2, "first_step_at": started + 4, "updated_at": started + 11}
-    write_json(run.life(0), told | {"first": 0, "step": 9, "timed_steps": 8, "seconds": seconds})
+    write_json(run.ledger(0), told | {"first": 0, "step": 9, "timed_steps": 8, "seconds": seconds})
     life = {"steps": 8, "step_ms": {"mean": 100.0}, "busy_share": 0.5, "input_share": 0.01}
     beat(run, "chief", "done", pace=life)
     beat(run, "worker-0", "done", pace=life | {"busy_share": 0.75})

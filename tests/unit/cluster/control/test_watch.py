@@ -16,7 +16,7 @@ from cluster.run.folder import LOST_AFTER_S, RunFolder
 from cluster.run.liveness import LONGEST_LOOK_S, Pulse, look_once, silent
 from cluster.runtime import engine
 from cluster.system import processes
-from cluster.system.files import write_json
+from cluster.system.json_files import write_json
 from tests.unit.ending import end
 
 
@@ -107,7 +107,7 @@ def test_a_supervisor_that_lives_may_be_silent_for_longer(make_run: Callable[...
     """It writes the heartbeats of all tasks while it imports what they need, and hardly can on a loaded machine."""
     run, clock = make_run(), [0.0]
     this = processes.identity(os.getpid())
-    owner.supervised(run, owner.begin(run, "local"), this if supervised else this | {"start_ticks": 0})
+    owner.record_supervisor(run, owner.begin(run, "local"), this if supervised else this | {"start_ticks": 0})
     beat(run, "chief", age_s=0, state="starting")
     pulse = Pulse(run, lambda: clock[0])
     pulse.look()

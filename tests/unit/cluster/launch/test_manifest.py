@@ -15,7 +15,7 @@ from cluster.launch.request import Request
 from cluster.paths import ROOT
 from cluster.run.folder import RunFolder
 from cluster.runtime import local
-from cluster.system.files import read_json
+from cluster.system.json_files import read_json
 
 
 @pytest.fixture

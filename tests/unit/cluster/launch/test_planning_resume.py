@@ -14,7 +14,7 @@ from cluster.launch.request import Request
 from cluster.run.folder import RunFolder
 from cluster.runtime import local
 from cluster.spec import Role
-from cluster.system.files import write_json
+from cluster.system.json_files import write_json
 from tests.unit.launching import Commands, refusal
 
 MakeRun = Callable[..., RunFolder]

@@ -14,8 +14,8 @@ from cluster.launch.request import Request
 from cluster.launch.resuming import check
 from cluster.run import provenance
 from cluster.run.folder import RunFolder
-from cluster.system.files import read_json, write_json
 from cluster.system.journal import append_json
+from cluster.system.json_files import read_json, write_json
 from train.config import TrainConfig
 
 MakeRun = Callable[..., RunFolder]

@@ -12,7 +12,7 @@ import pytest
 from cluster.agent.program import Trainer
 from cluster.recovery import ends
 from cluster.recovery.attempts import OUTSIDE, OWN
-from cluster.system import cgroup, kernel_log
+from cluster.system import memory
 
 PROGRESS = "print('step 2/50 epoch 0.20 loss', flush=True)\n"
 
@@ -127,15 +127,15 @@ def test_memory_is_told_where_the_kernel_log_says_so(
 ) -> None:
     log = tmp_path / "kmsg"
     log.write_text(record + "\n")
-    monkeypatch.setattr(kernel_log, "LOG", log)
-    monkeypatch.setattr(kernel_log, "FIRST_NAMESPACE", Path("/proc/self/ns/pid").stat().st_ino)
-    assert said == kernel_log.killed_for_memory(77, 500.0)
-    monkeypatch.setattr(kernel_log, "FIRST_NAMESPACE", 1)  # in a container its process ids are others
-    assert not kernel_log.killed_for_memory(77, 500.0)
+    monkeypatch.setattr(memory, "KERNEL_LOG", log)
+    monkeypatch.setattr(memory, "FIRST_NAMESPACE", Path("/proc/self/ns/pid").stat().st_ino)
+    assert said == memory.in_kernel_log(77, 500.0)
+    monkeypatch.setattr(memory, "FIRST_NAMESPACE", 1)  # in a container its process ids are others
+    assert not memory.in_kernel_log(77, 500.0)
 
 
 def test_a_log_that_cannot_be_read_says_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(kernel_log, "LOG", tmp_path / "absent")
-    assert not kernel_log.killed_for_memory(77, 0.0)
-    monkeypatch.setattr(cgroup, "ROOT", tmp_path)
-    assert 0 == cgroup.kills()
+    monkeypatch.setattr(memory, "KERNEL_LOG", tmp_path / "absent")
+    assert not memory.in_kernel_log(77, 0.0)
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    assert 0 == memory.kills()

@@ -12,8 +12,8 @@ from cluster.recovery import restarts
 from cluster.results import summary
 from cluster.run.folder import RunFolder
 from cluster.spec import Role
-from cluster.system.files import read_json, write_json
 from cluster.system.journal import append_json
+from cluster.system.json_files import read_json, write_json
 from tests.unit.ending import end
 
 MakeRun = Callable[..., RunFolder]
@@ -82,7 +82,7 @@ def test_the_summary_counts_a_restart_from_the_injected_fault(run: RunFolder) ->
     for number, began in [(0, 1.0), (1, 9.0)]:
         told = {"generation": number, "began": started + began, "first_step_at": started + began + 1}
         told |= {"updated_at": started + began + 1, "first": 0, "step": 1, "timed_steps": 0, "seconds": seconds}
-        write_json(run.life(number), told)
+        write_json(run.ledger(number), told)
     fault = {"time": started + 4, "task": "chief", "event": "fault", "generation": 0, "step": 1}
     append_json(run.events_log, fault | {"detail": {"kind": "kill"}})
     why = {"task": "chief", "cause": "killed", "failed_at": started + 5, "step": 1}

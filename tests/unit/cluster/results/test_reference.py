@@ -10,7 +10,7 @@ import pytest
 
 from cluster.results import reference
 from cluster.run.folder import RunFolder
-from cluster.system.files import write_json
+from cluster.system.json_files import write_json
 
 CONFIG = {"model": "cnn", "seed": 1, "global_batch": 192, "log_every": 10, "checkpoint_every": 100}
 
@@ -53,12 +53,12 @@ def test_the_twin_is_the_newest_run_of_the_same_training(ended: EndedRun) -> Non
     ended("z-older", weights="old")
     ended("a-newer", weights="new")
     run = ended("stormy", restarts=1)
-    assert {"run": "a-newer", "weights_sha256": "new"} == reference.undisturbed(run)
+    assert {"run": "a-newer", "weights_sha256": "new"} == reference.find(run)
 
 
 def test_no_run_is_its_own_twin(ended: EndedRun) -> None:
     run = ended("alone")
-    assert reference.undisturbed(run) is None
+    assert reference.find(run) is None
     assert reference.same_bits(run) is None
 
 
@@ -75,7 +75,7 @@ def test_no_run_is_its_own_twin(ended: EndedRun) -> None:
 def test_what_changes_no_bit_makes_no_difference(ended: EndedRun, config: dict[str, Any]) -> None:
     ended("calm", config=config)
     run = ended("stormy")
-    assert {"run": "calm", "weights_sha256": "abc"} == reference.undisturbed(run)
+    assert {"run": "calm", "weights_sha256": "abc"} == reference.find(run)
 
 
 @pytest.mark.parametrize(
@@ -97,13 +97,13 @@ def test_what_changes_no_bit_makes_no_difference(ended: EndedRun, config: dict[s
 )
 def test_a_run_that_differs_failed_or_had_restarts_is_no_twin(ended: EndedRun, other: dict[str, Any]) -> None:
     ended("calm", **other)
-    assert reference.undisturbed(ended("stormy")) is None
+    assert reference.find(ended("stormy")) is None
 
 
 def test_the_strategy_of_one_process_makes_a_difference(ended: EndedRun) -> None:
     ended("calm", workers=0, strategy="one")
-    assert reference.undisturbed(ended("mirrored", workers=0, strategy="mirrored")) is None
-    assert reference.undisturbed(ended("one", workers=0, strategy="one")) is not None
+    assert reference.find(ended("mirrored", workers=0, strategy="mirrored")) is None
+    assert reference.find(ended("one", workers=0, strategy="one")) is not None
 
 
 @pytest.mark.parametrize(
@@ -111,18 +111,18 @@ def test_the_strategy_of_one_process_makes_a_difference(ended: EndedRun) -> None
 )
 def test_with_virtual_shards_the_number_of_replicas_changes_no_bit(ended: EndedRun, other: dict[str, Any]) -> None:
     ended("calm", config={"bitwise_elastic": 6}, **other)
-    assert "calm" == reference.undisturbed(ended("stormy", config={"bitwise_elastic": 6}))["run"]
-    assert reference.undisturbed(ended("other", config={"bitwise_elastic": 4})) is None
+    assert "calm" == reference.find(ended("stormy", config={"bitwise_elastic": 6}))["run"]
+    assert reference.find(ended("other", config={"bitwise_elastic": 4})) is None
 
 
 def test_an_evaluator_changes_no_bit(ended: EndedRun) -> None:
     ended("calm", evaluator=True)
-    assert reference.undisturbed(ended("stormy")) is not None
+    assert reference.find(ended("stormy")) is not None
 
 
 def test_a_run_that_has_not_ended_is_no_twin(ended: EndedRun, make_run: Callable[..., RunFolder]) -> None:
     write_json(make_run("running", workers=1).config, CONFIG)
-    assert reference.undisturbed(ended("stormy")) is None
+    assert reference.find(ended("stormy")) is None
 
 
 # Whether the bits are the same
@@ -143,7 +143,7 @@ def test_a_run_that_did_not_succeed_is_not_compared(ended: EndedRun, state: str)
 def test_parameter_servers_repeat_no_bits(ended: EndedRun) -> None:
     ended("calm", ps=1)
     run = ended("stormy", ps=1)
-    assert reference.undisturbed(run) is not None
+    assert reference.find(run) is not None
     assert reference.same_bits(run) is None
 
 
@@ -163,7 +163,7 @@ def test_a_script_s_weights_are_not_known_and_not_compared(ended: EndedRun) -> N
     run = ended("stormy", **script)
     assert reference.same_bits(run) is None
     run.event("chief", "fault", kind="kill")
-    assert ["faults       1 inflicted"] == reference.compared(run)
+    assert ["faults       1 inflicted"] == reference.fault_lines(run)
 
 
 # What is told
@@ -171,7 +171,7 @@ def test_a_script_s_weights_are_not_known_and_not_compared(ended: EndedRun) -> N
 
 def test_a_run_without_faults_says_nothing_of_them(ended: EndedRun) -> None:
     ended("calm")
-    assert [] == reference.compared(ended("another", restarts=1))
+    assert [] == reference.fault_lines(ended("another", restarts=1))
 
 
 @pytest.mark.parametrize(("weights", "told"), [("abc", "the same bits as"), ("def", "NOT those of")])
@@ -185,11 +185,11 @@ def test_a_run_with_faults_tells_their_cost_and_whether_its_bits_are_the_same(
     assert [
         "faults       5 inflicted; next new step after 3.50 s (median), 5.00 s (most)",
         f"weights      {told} the undisturbed run calm",
-    ] == reference.compared(run)
+    ] == reference.fault_lines(run)
 
 
 def test_faults_after_which_nothing_resumed_are_only_counted(ended: EndedRun) -> None:
     run = ended("stormy", state="failed")
     write_json(run.summary, {"state": "failed", "weights_sha256": None, "restarts": [{"resumed_s": None}]})
     run.event("chief", "fault", kind="kill")
-    assert ["faults       1 inflicted"] == reference.compared(run)
+    assert ["faults       1 inflicted"] == reference.fault_lines(run)

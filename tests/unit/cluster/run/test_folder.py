@@ -17,7 +17,7 @@ from cluster.errors import PrerequisiteError
 from cluster.run import heartbeat
 from cluster.run.folder import RunFolder
 from cluster.run.heartbeat import Heartbeat
-from cluster.system.files import RESERVE, read_json, write_json
+from cluster.system.json_files import RESERVE, read_json, write_json
 from tests.unit.together import together
 from tests.waiting import wait_for
 

@@ -18,7 +18,7 @@ from cluster.run import provenance
 from cluster.run.folder import RunFolder
 from cluster.runtime import inherited, local
 from cluster.runtime.compose import Containers, overlay
-from cluster.system.files import read_json, write_json
+from cluster.system.json_files import read_json, write_json
 from tests.unit.gang import Gang
 from tests.unit.launching import refusal
 

@@ -16,7 +16,7 @@ from cluster.errors import PrerequisiteError, TimedOut
 from cluster.run.folder import RunFolder
 from cluster.runtime import local
 from cluster.system import processes
-from cluster.system.files import read_json, write_json
+from cluster.system.json_files import read_json, write_json
 from tests.unit.gang import StartGang
 from tests.waiting import wait_for
 

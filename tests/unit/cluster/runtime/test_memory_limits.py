@@ -19,8 +19,8 @@ from cluster.recovery import attempts
 from cluster.run.folder import RunFolder
 from cluster.runtime import engine, memory
 from cluster.runtime.memory import Memory
-from cluster.system import cgroup, processes
-from cluster.system.files import read_json, write_json
+from cluster.system import memory as machine
+from cluster.system.json_files import read_json, write_json
 from tests.unit.gang import StartGang
 from tests.unit.launching import WORKING_ENGINE, refusal
 
@@ -48,8 +48,8 @@ def test_or_is_refused(resolved: None, text: str) -> None:
 
 
 def test_local_processes_have_no_limit(resolved: None) -> None:
-    told = "--memory 8GiB: local processes have no limit; leave it out, or use --runtime docker"
-    assert told == str(refusal(Request(memory="8GiB", runtime="local")))
+    error = refusal(Request(memory="8GiB", runtime="local"))
+    assert (EXIT_USAGE, True) == (error.exit_code, str(error).startswith("--memory: "))
     assert Memory() == planning.plan(Request(name="one", runtime="local")).memory
 
 
@@ -95,7 +95,7 @@ def test_a_container_s_limit_is_of_the_engine_s_machine(resolved: None, docker: 
 @pytest.mark.parametrize("total", ["0", "unknown", "", "-1"])
 def test_an_engine_that_does_not_tell_is_on_this_machine(docker: Callable[[str], Path], total: str) -> None:
     docker(with_memory(total))
-    assert processes.total_bytes() == engine.memory_bytes() > processes.available_bytes()
+    assert machine.total_bytes() == engine.memory_bytes() > machine.available_bytes()
 
 
 def test_a_run_keeps_its_limit_and_another_number_of_tasks_shares_anew(
@@ -134,7 +134,7 @@ V1 = {
 @pytest.fixture
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
     """Has the kernel tell this of the container that the test is in."""
-    monkeypatch.setattr(cgroup, "ROOT", tmp_path / "cgroup")
+    monkeypatch.setattr(machine, "CGROUP", tmp_path / "cgroup")
 
     def tell(found: dict[str, str]) -> None:
         for name, text in found.items():
@@ -148,13 +148,13 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[st
 @pytest.mark.parametrize("files", [V2, V1], ids=["v2", "v1"])
 def test_limit_room_and_kills_are_the_kernel_s(kernel: Callable[[dict[str, str]], None], files: dict[str, str]) -> None:
     kernel(files)
-    assert (4 * GIB, 2 * GIB, 2) == (cgroup.limit_bytes(), cgroup.room_bytes(), cgroup.kills())
+    assert (4 * GIB, 2 * GIB, 2) == (machine.limit_bytes(), machine.headroom_bytes(), machine.kills())
 
 
 @pytest.mark.parametrize("files", [{}, {"memory.max": "max\n"}])
 def test_without_a_limit_there_is_room(kernel: Callable[[dict[str, str]], None], files: dict[str, str]) -> None:
     kernel(files)
-    assert (True, 0) == (cgroup.room_bytes() > 2**60, cgroup.kills())
+    assert (True, 0) == (machine.headroom_bytes() > 2**60, machine.kills())
 
 
 def test_a_spare_leaves_room_for_its_own_task(
@@ -162,9 +162,9 @@ def test_a_spare_leaves_room_for_its_own_task(
 ) -> None:
     monkeypatch.setenv("WARM_SPARE", "1")
     monkeypatch.setenv("WARM_SPARE_DELAY_S", "0")
-    monkeypatch.setattr(standby, "available_bytes", lambda: 100 * GIB)
+    monkeypatch.setattr(standby.memory, "available_bytes", lambda: 100 * GIB)
     kernel(V2 | {"memory.current": str(4 * GIB)})  # 1 GiB of it files
-    kept = standby.Spare(lambda environment: pytest.fail("a spare was started"), 0, 1)
+    kept = standby.Standby(lambda environment: pytest.fail("a spare was started"), 0, 1)
     kept.keep(training=True)
     kept.keep(training=True)
     assert kept.settled and kept.take() is None
@@ -201,7 +201,7 @@ def test_an_agent_tells_whether_memory_killed_its_program(
     kernel(V2)
     agent = Agent(make_run(workers=0), "chief", [], 1.0)
     kernel({"memory.events": f"oom_kill {kills}\n"})
-    monkeypatch.setattr(standby.Spare, "killed", spare_killed)
+    monkeypatch.setattr(standby.Standby, "killed", spare_killed)
     end = agent._end_of(Ended(), code, 0)
     assert (told, None) == (end.cause, end.error)
     assert (attempts.OWN if code == -11 or "memory" in told else attempts.OUTSIDE) == end.kind
@@ -222,7 +222,7 @@ os.kill(os.getpid(), {int(signal.SIGKILL)})
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(
         f"import pathlib, sys\nsys.path.insert(0, {str(ROOT)!r})\n"
-        f"from cluster.system import cgroup\ncgroup.ROOT = pathlib.Path({str(tmp_path)!r})\n"
+        f"from cluster.system import memory\nmemory.CGROUP = pathlib.Path({str(tmp_path)!r})\n"
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))

@@ -15,7 +15,7 @@ from cluster.launch import manifest, planning, startup
 from cluster.launch.request import Request
 from cluster.runtime import local, network
 from cluster.system import namespaces
-from cluster.system.files import read_json, write_json
+from cluster.system.json_files import read_json, write_json
 from cluster.system.namespaces import Refusal
 from tests.unit.launching import WORKING_ENGINE, Commands, refusal
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from cluster.run.folder import RunFolder
-from cluster.system.files import DamagedError, create_json, read_json, sha256, write_json
+from cluster.system.files import sha256
+from cluster.system.json_files import DamagedError, create_json, read_json, write_json
 from tests.unit.together import together
 
 

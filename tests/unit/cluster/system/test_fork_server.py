@@ -208,7 +208,7 @@ print(json.dumps([said, kept[0], copy.pid, copy.wait(10), type(copy).__name__]))
     (environment, files, words, standard_input, name, session), kept, pid, code, kind = told
     assert ({"GIVEN": "1"}, ["-c", "word"], "/dev/null") == (environment, words, standard_input)
     assert [0, 1, 2, kept] == files
-    assert ("__main__", pid, 0, "Copy") == (name, session, code, kind)
+    assert ("__main__", pid, 0, "ForkedProcess") == (name, session, code, kind)
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,8 @@ from cluster.launch.request import Request
 from cluster.run.folder import RunFolder
 from cluster.runtime import compose, local
 from cluster.runtime.compose import Containers
-from cluster.system import answers
-from cluster.system.files import write_json
+from cluster.system import user_code
+from cluster.system.json_files import write_json
 
 MakeRun = Callable[..., RunFolder]
 
@@ -246,7 +246,7 @@ def test_a_preset_and_an_override_are_words_of_no_shell(preset: str, override: s
         def __init__(self, words: list[str], *, env: dict[str, str], **options: Any) -> None:
             assert not options.get("shell")
             asked.append(words)
-            write_json(Path(env[answers.ANSWER]), {"value": {"config": {}, "code_dirs": [], "data": ""}})
+            write_json(Path(env[user_code.RESULT_FILE]), {"value": {"config": {}, "code_dirs": [], "data": ""}})
             super().__init__(["true"], **options)
 
     with pytest.MonkeyPatch.context() as patch:

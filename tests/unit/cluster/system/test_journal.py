@@ -124,6 +124,6 @@ def test_whoever_keeps_the_lock_holds_up_nobody_for_long(path: Path, monkeypatch
     monkeypatch.setattr(journal, "LOCK_TIMEOUT_S", 0.05)
     append_json(path, {"step": 1})
     with path.open("rb") as hoarder:
-        assert journal.locked(hoarder.fileno())
+        assert journal.lock(hoarder.fileno())
         append_json(path, {"step": 2})
     assert 2 == len(list(read_json_lines(path)))

@@ -19,7 +19,7 @@ from cluster.launch.request import Request
 from cluster.run.folder import RunFolder
 from cluster.run.heartbeat import Heartbeat
 from cluster.runtime import compose, local
-from cluster.system import files, journal
+from cluster.system import files, journal, json_files
 from tests.unit.launching import Commands
 
 MakeRun = Callable[..., RunFolder]
@@ -117,8 +117,8 @@ def test_nor_through_a_folder_that_is_one(
 def test_what_is_no_plain_file_is_not_waited_for(make_run: MakeRun, make: Callable[[Path], None], at: str) -> None:
     run = make_run()
     make(run.path / at)
-    with pytest.raises(files.DamagedError, match="not followed"):
-        files.read_json(run.path / at)
+    with pytest.raises(json_files.DamagedError, match="not followed"):
+        json_files.read_json(run.path / at)
     with pytest.raises(OSError, match="not followed"):
         files.open_file(run.path / at, "rb")
 
@@ -126,7 +126,7 @@ def test_what_is_no_plain_file_is_not_waited_for(make_run: MakeRun, make: Callab
 WRITES = {
     "control": lambda run: run.end("stopped"),
     "control/generations": lambda run: run.begin_generation(1),
-    "status": lambda run: files.write_json(run.status("chief"), {}),
+    "status": lambda run: json_files.write_json(run.status("chief"), {}),
     "metrics": lambda run: journal.append_json(run.metrics("chief"), {}),
     "logs": lambda run: files.open_file(run.log("chief"), "ab"),
     "work": lambda run: files.make_folder(run.work("chief")),
@@ -164,8 +164,8 @@ def test_a_file_that_is_replaced_takes_the_place_of_a_link(
 ) -> None:
     run = make_run()
     swap(run.summary, outside / "secret")
-    files.write_json(run.summary, {"state": "failed"})
-    assert {"state": "failed"} == files.read_json(run.summary)
+    json_files.write_json(run.summary, {"state": "failed"})
+    assert {"state": "failed"} == json_files.read_json(run.summary)
     swap(run.control / "outcome.json", outside / "secret")
     assert run.end("failed")  # a link claims nothing
     assert "failed" == run.outcome["state"]
@@ -199,7 +199,7 @@ def test_a_full_disk_makes_no_room_outside(make_run: MakeRun, outside: Path) -> 
     (outside / "reserve").touch()
     swap(run.control, outside)
     with pytest.raises(OSError, match="not followed"):
-        files.remove(run.path / files.RESERVE)
+        files.remove(run.path / json_files.RESERVE)
     assert (outside / "reserve").exists()
 
 
@@ -213,7 +213,7 @@ def test_logs_shows_nothing_but_the_run_s_own(
     monkeypatch.setenv("RUNS_DIR", str(run.path.parent))
     swap(run.log("chief"), outside / "secret")
     with pytest.raises(Exit, match=r"^error: \S*/logs/chief.log: a link.* not followed; mend that") as refused:
-        tasks.logs(Context(), "chief", run=run.name)
+        tasks.ns["logs"](Context(), "chief", run=run.name)
     assert (1, "") == (refused.value.code, capsys.readouterr().out)
 
 
@@ -225,7 +225,7 @@ def test_tensorflow_is_given_nothing_with_links_to_read_or_write(
     monkeypatch.setenv("RUNS_DIR", str(run.path.parent))
     swap(run.path / part, outside)
     with pytest.raises(Exit, match="not followed"):
-        tasks.export(Context(), run.name)  # a context that would really run it
+        tasks.ns["export"](Context(), run.name)  # a context that would really run it
 
 
 def test_corrupting_a_checkpoint_damages_no_other_file(
@@ -233,7 +233,7 @@ def test_corrupting_a_checkpoint_damages_no_other_file(
 ) -> None:
     run = make_run()
     for name in (str(outside / "secret"), "../../../outside/secret", "link"):
-        files.write_json(run.checkpoints / "ckpt-1.json", {"files": {name: {"size_bytes": 1}}})
+        json_files.write_json(run.checkpoints / "ckpt-1.json", {"files": {name: {"size_bytes": 1}}})
         swap(run.checkpoints / "link", outside / "secret")
         with pytest.raises(OSError):
             chaos._damage_newest(run)
@@ -258,7 +258,7 @@ def test_what_goes_on_or_begins_again_touches_nothing_outside(
     planned = planning.plan(Request(script=str(script), name="one", **options))
     startup.start(planned, Commands(), began=time.time())
     planned.run.end("stopped")
-    files.write_json(planned.run.summary, {"state": "stopped"})
+    json_files.write_json(planned.run.summary, {"state": "stopped"})
     resumed = planning.plan(Request(resume="one", runtime="local", tensorboard_port="0"))
     swap(planned.run.path / part, outside)
     with pytest.raises(OSError, match="not followed"):
@@ -266,7 +266,7 @@ def test_what_goes_on_or_begins_again_touches_nothing_outside(
     assert untouched()
     if part == "control":
         (planned.run.control).unlink()
-        files.write_json(planned.run.control / "outcome.json", {"state": "stopped", "time": 0})
+        json_files.write_json(planned.run.control / "outcome.json", {"state": "stopped", "time": 0})
     again = planning.plan(Request(script=str(script), name="one", fresh=True, **options))
     startup.start(again, Commands(), began=time.time())
     assert untouched()
@@ -283,7 +283,7 @@ def test_nor_does_what_is_copied_or_kept_for_later(
     planned = planning.plan(Request(script=str(script), name="one", runtime="local", tensorboard_port="0"))
     startup.start(planned, Commands(), began=time.time())
     planned.run.end("stopped")
-    files.write_json(planned.run.summary, {"state": "stopped"})
+    json_files.write_json(planned.run.summary, {"state": "stopped"})
     resumed = planning.plan(Request(resume="one", runtime="local", tensorboard_port="0"))
     resumed = dataclasses.replace(resumed, payload=dataclasses.replace(resumed.payload, packages=tmp_path / "packages"))
     for name in ("requirements.txt", "control/reserve"):

@@ -19,7 +19,7 @@ from cluster.paths import ROOT
 from cluster.run.folder import RunFolder
 from cluster.runtime import local
 from cluster.system import namespaces
-from cluster.system.files import write_json
+from cluster.system.json_files import write_json
 from tests import doors
 from tests.unit.gang import Gang, StartGang
 from tests.waiting import wait_for

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cluster.system import processes
+from cluster.system.process_table import ProcessTable
 from tests.waiting import wait_for
 
 SLEEP = ["sleep", "60"]
@@ -37,14 +38,14 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 def test_a_program_that_gives_no_answer_is_told_as_a_shell_would(
     command: list[str], answer: tuple[int, str, str]
 ) -> None:
-    assert answer == processes.ask(command, 0.2 if "60" in command else 30)
+    assert answer == processes.run(command, 0.2 if "60" in command else 30)
 
 
 def test_what_cannot_be_run_is_no_answer(tmp_path: Path) -> None:
     program = tmp_path / "garbage"
     program.write_bytes(b"\0")
     program.chmod(0o755)
-    assert (126, "", f"{program} cannot be run: Exec format error") == processes.ask([str(program)], 30)
+    assert (126, "", f"{program} cannot be run: Exec format error") == processes.run([str(program)], 30)
 
 
 def no_pidfd(_pid: int) -> int:
@@ -141,11 +142,14 @@ def test_a_process_that_was_stopped_is_told_from_one_that_waits(child: subproces
     assert not processes.is_stopped(2**30)
 
 
-def test_processes_are_found_by_what_they_were_started_with(tmp_path: Path) -> None:
+def test_processes_are_found_by_their_environment(tmp_path: Path) -> None:
+    def found(value: str) -> list[int]:
+        return sorted(ProcessTable().with_environment("RUN_DIR", value))
+
     with subprocess.Popen(SLEEP, env=os.environ | {"RUN_DIR": str(tmp_path)}) as child:
-        wait_for(lambda: sorted(processes.Table().marked("RUN_DIR", str(tmp_path))), "the child's environment")
-        assert [child.pid] == sorted(processes.Table().marked("RUN_DIR", str(tmp_path)))
-        assert [] == sorted(processes.Table().marked("RUN_DIR", str(tmp_path)[:-1]))
+        wait_for(lambda: found(str(tmp_path)), "the child's environment")
+        assert [child.pid] == found(str(tmp_path))
+        assert [] == found(str(tmp_path)[:-1])
         child.kill()
 
 

@@ -15,7 +15,8 @@ import tensorflow as tf
 
 from cluster.errors import ClusterError, PrerequisiteError, RunFailed
 from cluster.run.folder import RunFolder
-from cluster.system.files import read_json, sha256
+from cluster.system.files import sha256
+from cluster.system.json_files import read_json
 from train import program
 from train.config import TrainConfig
 from train.data import arrays, blocks, memory, sources

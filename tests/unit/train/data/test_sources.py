@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from cluster.errors import PrerequisiteError, RunFailed
 from cluster.run.folder import RunFolder
-from cluster.system.files import read_json
+from cluster.system.json_files import read_json
 from tests.unit.measured import measured
 from train.config import TrainConfig
 from train.data import arrays, memory, sources

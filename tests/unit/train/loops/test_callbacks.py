@@ -19,8 +19,8 @@ from tensorflow import keras
 from cluster.errors import UsageError
 from cluster.run.folder import RunFolder
 from cluster.run.heartbeat import Heartbeat
-from cluster.system.files import read_json
 from cluster.system.journal import read_json_lines
+from cluster.system.json_files import read_json
 from train.config import Optimizer, TrainConfig
 from train.context import Assignment
 from train.data import arrays, sources

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.errors import RunFailed
-from cluster.system.files import read_json
+from cluster.system.json_files import read_json
 from train.model.gradients import FIRST_SCALE, LossScale
 from train.saving import checkpoint
 from train.saving.checkpoint import Checkpoint, Copy

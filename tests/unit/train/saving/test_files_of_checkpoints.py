@@ -16,7 +16,7 @@ import pytest
 
 from cluster.errors import EXIT_FAILED, RunFailed
 from cluster.paths import ROOT
-from cluster.system.files import DISK_FULL, read_json
+from cluster.system.json_files import DISK_FULL, read_json
 from tests.waiting import wait_for
 from train.saving import files as checkpoint_files
 from train.saving.files import Saved, agreed, clean, finished, newest_good, prune, set_aside, write

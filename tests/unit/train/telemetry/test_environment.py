@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.run.folder import RunFolder
-from cluster.system.files import read_json, write_json
+from cluster.system.json_files import read_json, write_json
 from train.data.sources import Source
 from train.telemetry import environment
 

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from cluster.run.folder import RunFolder
-from cluster.system.files import read_json, write_json
+from cluster.system.json_files import read_json, write_json
 from train.loops.steps import LoopResult, Signals
 from train.telemetry.trace import Tracer
 

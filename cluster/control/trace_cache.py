@@ -1,9 +1,9 @@
-"""Prepares a trace for TensorBoard's Profile tab, which keeps what it works out of a trace beside it.
+"""Prepares a trace for TensorBoard's Profile tab, which caches what it computes from a trace beside it.
 
-    python -m cluster.system.digest FOLDER
+    python -m cluster.control.trace_cache FOLDER
 
-TensorBoard's container may only read the runs, and then the tab shows nothing of a trace that was not prepared. In a
-process of its own: the library prints, and it is in `.venv` as part of TensorBoard's requirements.
+TensorBoard's container can only read the runs, so the tab shows nothing of a trace that was not prepared. This runs in
+a process of its own because the library prints; it is in `.venv` as one of TensorBoard's requirements.
 """
 
 from __future__ import annotations
@@ -15,23 +15,21 @@ from pathlib import Path
 from cluster.paths import ROOT
 
 VERSION = "cache_version.txt"
-"""The plugin's own name for the file that says by which version of it the rest was worked out."""
+"""The file in which the plugin records its version."""
 TIMEOUT_S = 60.0
 
 
-def digest(folder: Path) -> bool:
-    """Prepare a trace's folder; return False where that cannot be done here, which is nobody's loss but the tab's."""
-    command = [sys.executable, "-m", "cluster.system.digest", str(folder)]
+def prepare(folder: Path) -> bool:
+    """Prepare a trace's folder; return whether that worked. If not, only the tab of a container lacks the trace."""
+    command = [sys.executable, "-m", "cluster.control.trace_cache", str(folder)]
     try:
-        root = ROOT
-        done = subprocess.run(command, cwd=root, capture_output=True, timeout=TIMEOUT_S, check=False)
+        return not subprocess.run(command, cwd=ROOT, capture_output=True, timeout=TIMEOUT_S, check=False).returncode
     except subprocess.TimeoutExpired:
         return False
-    return done.returncode == 0
 
 
 def main(folder: Path) -> None:
-    """Work out what the tab asks for first."""
+    """Compute what the tab requests first."""
     from xprof import version
     from xprof.convert import raw_to_tool_data
 

@@ -1,0 +1,211 @@
+"""JSON files: replaced or created whole, so that a reader never sees half of one, and read without trusting them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import RunFailed
+from cluster.messages import plain
+from cluster.system.files import Folder, LinkError, lock, open_file, open_folder, remove
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+RESERVE = "control/reserve"
+"""A file of a run folder that is removed when the disk is full, so that there is room to record the outcome."""
+RESERVE_BYTES = 256 * 1024
+
+RECORD_BYTES = 2**24
+"""The largest record that is read: `compose.json` of the largest cluster has a third of that."""
+MAX_DEPTH = 40
+"""How deeply a record may be nested."""
+MAX_WARNINGS = 1000
+
+_REQUIRED = object()
+_LOG = logging.getLogger("cluster")
+_warned: set[str] = set()
+
+
+class DamagedError(RunFailed, ValueError):
+    """A file of a run that holds no readable value."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"{path} is damaged: {why}; restore it, or remove it")
+        self.path = path
+
+
+UNREADABLE = (ValueError, LinkError, PermissionError, IsADirectoryError, NotADirectoryError)
+"""What reading something that is not a record raises."""
+
+
+def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
+    """Replace a JSON file atomically: a reader sees the previous value or this one, also after a crash.
+
+    Args:
+        path: the file.
+        value: its new value.
+        durable: flush it to the disk before returning. Without, a power failure may bring back the previous value or
+            leave the file empty; meant for what is written every second.
+    """
+    with open_folder(path.parent, make=True) as folder:
+        with _scratch(folder, path.name, value, durable=durable) as scratch:
+            folder.rename(scratch, path.name)
+        if durable:
+            folder.sync()
+
+
+def create_json(path: Path, value: Any, check: Callable[[Any], object] = lambda value: None) -> bool:
+    """Create a JSON file atomically unless it exists; return whether this call created it.
+
+    A file that holds no valid value, such as one that a power failure left empty, does not count: exactly one caller
+    replaces it.
+
+    Args:
+        path: the file.
+        value: its value.
+        check: raises ValueError if a value is not valid.
+    """
+    with open_folder(path.parent, make=True) as folder, _scratch(folder, path.name, value) as scratch:
+        try:
+            folder.link(scratch, path.name)
+        except FileExistsError:
+            if not _replace_damaged(folder, path.name, scratch, check):
+                return False
+        folder.sync()
+    return True
+
+
+def _replace_damaged(folder: Folder, name: str, scratch: str, check: Callable[[Any], object]) -> bool:
+    """Replace a damaged file by the scratch file; return whether this call did. Checks again under a lock."""
+    path = folder.path / name
+    if _is_valid(path, check):
+        return False
+    lock_name = f".{name}.lock"
+    descriptor = folder.open(lock_name, os.O_RDWR | os.O_CREAT)
+    try:
+        if not lock(descriptor):
+            raise OSError(errno.EAGAIN, "another process holds its lock", str(path))
+        if _is_valid(path, check):
+            return False
+        try:
+            folder.rename(scratch, name)
+        except IsADirectoryError:
+            folder.rename(name, f"{lock_name}.{os.urandom(8).hex()}")
+            folder.link(scratch, name)
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _is_valid(path: Path, check: Callable[[Any], object]) -> bool:
+    try:
+        check(read_json(path))
+    except (ValueError, FileNotFoundError):
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _scratch(folder: Folder, name: str, value: Any, *, durable: bool = True) -> Iterator[str]:
+    """Write a value to a scratch file in the same folder. On a full disk, give up the run folder's reserve first.
+
+    The name is random: containers that share the folder have the same process ids.
+    """
+    data = (json.dumps(value, indent=2) + "\n").encode()
+    scratch = f".{name}.{os.urandom(8).hex()}"
+
+    def write() -> None:
+        with os.fdopen(folder.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+            file.write(data)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+
+    try:
+        try:
+            write()
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            for above in (folder.path, *folder.path.parents[:2]):
+                remove(above / RESERVE)
+            write()
+        yield scratch
+    finally:
+        folder.remove(scratch)  # unless it was renamed
+
+
+def read_json(path: Path, default: Any = _REQUIRED, *, limit: int = RECORD_BYTES) -> Any:
+    """Return a JSON file's value, or `default` if it does not exist.
+
+    The content is not trusted. A file without a value, such as an empty one after a power failure, counts as one that
+    does not exist yet: the default is returned, and a warning is logged once.
+
+    Args:
+        path: the file.
+        default: returned for a file that does not exist; without a default, it has to exist.
+        limit: the largest file that is read, in bytes.
+
+    Raises:
+        FileNotFoundError: the file does not exist and there is no default.
+        DamagedError: it holds no JSON value or is not a regular file, and there is no default.
+    """
+    try:
+        with open_file(path, "rb") as file:
+            return parse_json(file.read(limit + 1), limit)
+    except FileNotFoundError:
+        if default is _REQUIRED:
+            raise
+        return default
+    except UNREADABLE as error:
+        damaged = DamagedError(path, _reason(error))
+        if default is _REQUIRED:
+            raise damaged from error
+        warn_once(damaged)
+        return default
+
+
+def parse_json(text: bytes, limit: int = RECORD_BYTES) -> Any:
+    """Return the value of a JSON text that is not trusted.
+
+    Raises:
+        ValueError: it is not JSON, too long, or nested more deeply than any record.
+    """
+    if not text.strip():
+        raise ValueError("it is empty")
+    if len(text) > limit:
+        raise ValueError(f"it is longer than {limit} bytes")
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [part for each in level if isinstance(each, dict | list) for part in _parts(each)]
+        if not level:
+            return value
+    raise ValueError("it is nested too deeply")
+
+
+def _parts(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
+def _reason(error: BaseException) -> str:
+    """Return in one line why a file holds no value."""
+    if isinstance(error, OSError):
+        return error.strerror or "it cannot be read"
+    return f"no JSON: {error}" if isinstance(error, json.JSONDecodeError | UnicodeDecodeError) else str(error)
+
+
+def warn_once(damaged: DamagedError) -> None:
+    """Log that a file is damaged, once for each file and reason."""
+    if str(damaged) not in _warned and len(_warned) < MAX_WARNINGS:
+        _warned.add(str(damaged))
+        _LOG.warning("warning: %s", plain(str(damaged)))

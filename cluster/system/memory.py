@@ -1,0 +1,102 @@
+"""Memory of this machine and of the container around this process, and which processes the kernel killed for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from pathlib import Path
+
+CGROUP = Path("/sys/fs/cgroup")
+KERNEL_LOG = Path("/dev/kmsg")
+FIRST_NAMESPACE = 0xEFFFFFFC
+"""The inode of the machine's own process ids (PROC_PID_INIT_INO), which are those in the kernel's log."""
+LOG_RECORD_BYTES = 8192
+"""The kernel refuses to copy a log record to a smaller buffer."""
+
+_KILLED = re.compile(r"\d+,\d+,(?P<microseconds>\d+),.*[Oo]ut of memory: Killed process (?P<pid>\d+) ")
+
+
+def total_bytes() -> int:
+    """Return the memory of this machine."""
+    return _meminfo("MemTotal")
+
+
+def available_bytes() -> int:
+    """Return the memory of this machine that is available without swapping."""
+    return _meminfo("MemAvailable")
+
+
+def _meminfo(name: str) -> int:
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields[name].split()[0]) * 1024
+
+
+def limit_bytes() -> int:
+    """Return the memory limit of this container; a very large number if there is none."""
+    text = _cgroup("memory.max", "memory/memory.limit_in_bytes").strip()
+    return int(text) if text.isdecimal() else sys.maxsize
+
+
+def headroom_bytes() -> int:
+    """Return how much of the limit is unused. The kernel's cache of files counts as unused."""
+    used = _cgroup("memory.current", "memory/memory.usage_in_bytes").strip()
+    cached = _counter(_cgroup("memory.stat", "memory/memory.stat"), "inactive_file")
+    return limit_bytes() - (int(used) if used.isdecimal() else 0) + cached
+
+
+def kills() -> int:
+    """Return how many processes of this container the kernel has killed for lack of memory."""
+    return _counter(_cgroup("memory.events", "memory/memory.oom_control"), "oom_kill")
+
+
+def _cgroup(v2: str, v1: str) -> str:
+    """Return the text of a file of cgroup v2, otherwise of v1; empty if there is neither."""
+    for name in (v2, v1):
+        with contextlib.suppress(OSError):
+            return (CGROUP / name).read_text()
+    return ""
+
+
+def _counter(text: str, name: str) -> int:
+    """Return the number after a name in lines of a name and a number; 0 if it is missing."""
+    fields = dict(words for line in text.splitlines() if len(words := line.split()) == 2)
+    return int(fields.get(name, "0"))
+
+
+def in_kernel_log(pid: int, since_s: float) -> bool:
+    """Return whether the kernel's log, where this process may read it, says that a process was killed for memory.
+
+    Args:
+        pid: of a process of this machine.
+        since_s: seconds since boot; an earlier record is about another process with the same id.
+    """
+    with contextlib.suppress(OSError):
+        if Path("/proc/self/ns/pid").stat().st_ino != FIRST_NAMESPACE:
+            return False
+        return any(
+            int(match["pid"]) == pid and int(match["microseconds"]) / 1e6 >= since_s
+            for record in _log_records()
+            if (match := _KILLED.match(record))
+        )
+    return False
+
+
+def _log_records() -> list[str]:
+    """Return the records of the kernel's log, oldest first."""
+    records: list[str] = []
+    descriptor = os.open(KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        while True:
+            try:
+                record = os.read(descriptor, LOG_RECORD_BYTES)
+            except BlockingIOError:
+                return records  # there are no more
+            except BrokenPipeError:
+                continue  # the kernel has overwritten this one meanwhile
+            if not record:
+                return records
+            records.append(record.decode(errors="replace"))
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,115 @@
+"""A schedule computes every micro-batch once, in the order of one device, within its bounds, and never deadlocks."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.errors import UsageError
+from train.pipeline import schedule
+from train.pipeline.schedule import Action
+
+SIZES = st.tuples(st.sampled_from(schedule.SCHEDULES), st.integers(1, 9), st.integers(1, 20))
+
+
+def of(program, *actions):
+    return [each for each in program if each.action in actions]
+
+
+@given(SIZES)
+def test_each_stage_computes_every_micro_batch_once_and_forward_before_backward(size):
+    name, stages, micro_batches = size
+    for program in schedule.build(name, stages, micro_batches):
+        forwards = [each.micro_batch for each in of(program, Action.FORWARD)]
+        backwards = [each.micro_batch for each in of(program, Action.BACKWARD)]
+        assert forwards == backwards == list(range(micro_batches))
+        order = [(each.action, each.micro_batch) for each in program]
+        for micro_batch in range(micro_batches):
+            assert order.index((Action.FORWARD, micro_batch)) < order.index((Action.BACKWARD, micro_batch))
+
+
+@given(SIZES)
+def test_a_stage_holds_no_more_than_its_bound_and_reaches_it(size):
+    name, stages, micro_batches = size
+    for stage, program in enumerate(schedule.build(name, stages, micro_batches)):
+        held, most = 0, 0
+        for each in of(program, Action.FORWARD, Action.BACKWARD):
+            held += 1 if each.action is Action.FORWARD else -1
+            most = max(most, held)
+        assert schedule.in_flight(name, stage, stages, micro_batches) == most
+        if name != "gpipe":
+            assert most <= stages - stage
+
+
+@given(SIZES)
+def test_updates_come_once_a_step_or_once_a_micro_batch(size):
+    name, stages, micro_batches = size
+    for program in schedule.build(name, stages, micro_batches):
+        updates = [each.micro_batch for each in of(program, Action.UPDATE)]
+        assert updates == (list(range(micro_batches)) if name == "pipedream" else [micro_batches - 1])
+        assert program[-1].action is Action.UPDATE
+
+
+@given(st.integers(1, 9), st.integers(1, 20))
+def test_pipedream_gradients_are_stale_by_exactly_the_stages_that_follow(stages, micro_batches):
+    for stage, program in enumerate(schedule.build("pipedream", stages, micro_batches)):
+        updates, versions = 0, {}
+        for each in program:
+            if each.action is Action.UPDATE:
+                stale = updates - versions[each.micro_batch]
+                assert schedule.staleness(stage, stages, each.micro_batch) == stale
+                if each.micro_batch >= stages - 1 - stage:
+                    assert stale == stages - 1 - stage
+                updates += 1
+            elif each.action is Action.FORWARD:
+                assert each.version == updates
+                versions[each.micro_batch] = updates
+            elif each.action is Action.BACKWARD:
+                assert each.version == versions[each.micro_batch]
+
+
+@given(st.integers(1, 9), st.integers(1, 20))
+def test_pipedream_stashes_no_more_versions_than_its_bound(stages, micro_batches):
+    for stage, program in enumerate(schedule.build("pipedream", stages, micro_batches)):
+        updates, held, most = 0, [], 0
+        for each in program:
+            if each.action is Action.FORWARD:
+                held.append(each.version)
+            elif each.action is Action.BACKWARD:
+                held.remove(each.version)
+            updates += each.action is Action.UPDATE
+            most = max(most, len(set(held)))
+        assert most <= schedule.weight_versions("pipedream", stage, stages, micro_batches)
+
+
+@given(SIZES, st.floats(0, 5))
+def test_no_schedule_deadlocks_and_what_is_sent_is_received(size, transfer_s):
+    name, stages, micro_batches = size
+    programs = schedule.build(name, stages, micro_batches)
+    spans = schedule.simulate(programs, [1.0] * stages, [2.0] * stages, transfer_s)
+    assert len(spans) == 2 * stages * micro_batches
+    for stage in range(stages - 1):
+        for one, other, action, received in (
+            (stage, stage + 1, Action.SEND_VALUES, Action.RECEIVE_VALUES),
+            (stage + 1, stage, Action.SEND_GRADIENTS, Action.RECEIVE_GRADIENTS),
+        ):
+            sent = [each.micro_batch for each in of(programs[one], action)]
+            assert sent == [each.micro_batch for each in of(programs[other], received)]
+
+
+@given(st.sampled_from(("gpipe", "1f1b")), st.integers(1, 9), st.integers(1, 20))
+def test_the_bubble_of_equal_stages_is_that_of_the_formula(name, stages, micro_batches):
+    programs = schedule.build(name, stages, micro_batches)
+    length = schedule.step_seconds(schedule.simulate(programs, [1.0] * stages, [2.0] * stages))
+    assert 1 - 3.0 * micro_batches / length == pytest.approx(schedule.bubble(stages, micro_batches))
+
+
+def test_stages_that_wait_for_each_other_are_noticed():
+    programs = schedule.build("gpipe", 2, 2)
+    programs[0] = [each for each in programs[0] if each.action is not Action.SEND_VALUES]
+    with pytest.raises(RuntimeError):
+        schedule.simulate(programs, [1.0, 1.0], [1.0, 1.0])
+
+
+def test_an_unknown_schedule_is_refused():
+    with pytest.raises(UsageError):
+        schedule.build("1b1f", 2, 2)

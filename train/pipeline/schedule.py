@@ -1,0 +1,185 @@
+"""What each stage of a pipeline does, in order: pure functions that need no device.
+
+Three schedules of S stages and M micro-batches:
+
+- `gpipe` (Huang et al. 2019, arXiv:1811.06965): all forwards, then all backwards, then one update.
+- `1f1b` (Narayanan et al. 2021, arXiv:2104.04473): after S-1-s forwards stage s alternates one forward and one
+  backward, so that it holds at most S-s micro-batches; one update at the end. The same sums as `gpipe`.
+- `pipedream` (Harlap et al. 2018, arXiv:1806.03377): the order of `1f1b` with an update after every backward, and
+  without waiting for the others. A micro-batch's backward uses the weights of its forward (weight stashing), so its
+  gradient is applied to weights that are S-1-s updates newer.
+
+Backwards run in the order 0 to M-1 in all of them, so that gradients are summed in the order of one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from cluster.errors import UsageError, nearest
+
+SCHEDULES = ("gpipe", "1f1b", "pipedream")
+
+
+class Action(Enum):
+    """What one instruction does. `values` travel forwards, gradients backwards."""
+
+    RECEIVE_VALUES = "receive values"
+    FORWARD = "forward"
+    SEND_VALUES = "send values"
+    RECEIVE_GRADIENTS = "receive gradients"
+    BACKWARD = "backward"
+    SEND_GRADIENTS = "send gradients"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One action of one stage.
+
+    Attributes:
+        action: what is done.
+        micro_batch: from 0; of an update, the last one whose gradient it applies.
+        version: of a forward or backward, how many updates its weights have.
+    """
+
+    action: Action
+    micro_batch: int
+    version: int = 0
+
+
+def build(schedule: str, stages: int, micro_batches: int) -> list[list[Instruction]]:
+    """Return for each stage what it does in one step, in order.
+
+    Args:
+        schedule: one of `SCHEDULES`.
+        stages: S, at least 1.
+        micro_batches: M, at least 1.
+
+    Raises:
+        UsageError: there is no such schedule.
+    """
+    if schedule not in SCHEDULES:
+        raise UsageError(f"--schedule {schedule!r}{nearest(schedule, SCHEDULES)}")
+    return [_stage(schedule, stage, stages, micro_batches) for stage in range(stages)]
+
+
+def in_flight(schedule: str, stage: int, stages: int, micro_batches: int) -> int:
+    """Return how many micro-batches a stage holds at most: forward done, backward not yet."""
+    return micro_batches if schedule == "gpipe" else min(stages - stage, micro_batches)
+
+
+def weight_versions(schedule: str, stage: int, stages: int, micro_batches: int) -> int:
+    """Return how many versions of its weights a stage holds at most."""
+    return in_flight(schedule, stage, stages, micro_batches) if schedule == "pipedream" else 1
+
+
+def staleness(stage: int, stages: int, micro_batch: int) -> int:
+    """Return how many updates lie between the weights a PipeDream gradient was computed with and those it changes."""
+    return min(stages - 1 - stage, micro_batch)
+
+
+def bubble(stages: int, micro_batches: int) -> float:
+    """Return the share of a step that a stage idles when all stages take the same time (arXiv:1811.06965)."""
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def _stage(schedule: str, stage: int, stages: int, micro_batches: int) -> list[Instruction]:
+    program: list[Instruction] = []
+    versions: dict[int, int] = {}
+    updates = 0
+    for action, micro_batch in _computations(schedule, stage, stages, micro_batches):
+        if action is Action.FORWARD:
+            versions[micro_batch] = updates
+            if stage > 0:
+                program.append(Instruction(Action.RECEIVE_VALUES, micro_batch))
+            program.append(Instruction(action, micro_batch, versions[micro_batch]))
+            if stage < stages - 1:
+                program.append(Instruction(Action.SEND_VALUES, micro_batch))
+            continue
+        if stage < stages - 1:
+            program.append(Instruction(Action.RECEIVE_GRADIENTS, micro_batch))
+        program.append(Instruction(action, micro_batch, versions[micro_batch]))
+        if stage > 0:
+            program.append(Instruction(Action.SEND_GRADIENTS, micro_batch))
+        if schedule == "pipedream":
+            program.append(Instruction(Action.UPDATE, micro_batch))
+            updates += 1
+    if schedule != "pipedream":
+        program.append(Instruction(Action.UPDATE, micro_batches - 1))
+    return program
+
+
+def _computations(schedule: str, stage: int, stages: int, micro_batches: int) -> list[tuple[Action, int]]:
+    """Return the forwards and backwards of a stage in order."""
+    ahead = in_flight(schedule, stage, stages, micro_batches)
+    order = [(Action.FORWARD, micro_batch) for micro_batch in range(ahead)]
+    for micro_batch in range(micro_batches):
+        order.append((Action.BACKWARD, micro_batch))
+        if micro_batch + ahead < micro_batches:
+            order.append((Action.FORWARD, micro_batch + ahead))
+    return order
+
+
+@dataclass(frozen=True)
+class Span:
+    """When an instruction of a simulated step runs, in seconds from its begin."""
+
+    stage: int
+    instruction: Instruction
+    begin_s: float
+    end_s: float
+
+
+def simulate(
+    programs: Sequence[Sequence[Instruction]],
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    transfer_s: float = 0.0,
+) -> list[Span]:
+    """Return when every forward and backward runs, where sends and receives wait for nothing but their data.
+
+    Args:
+        programs: of every stage, from `build`.
+        forward_s, backward_s: seconds that each stage takes for one micro-batch.
+        transfer_s: seconds between the end of a computation and its arrival at the neighbour.
+
+    Raises:
+        RuntimeError: the stages wait for each other for ever.
+    """
+    clock, place = [0.0] * len(programs), [0] * len(programs)
+    sent: dict[tuple[Action, int, int], float] = {}
+    spans: list[Span] = []
+    while any(at < len(program) for at, program in zip(place, programs, strict=True)):
+        moved = False
+        for stage, program in enumerate(programs):
+            while place[stage] < len(program):
+                instruction = program[place[stage]]
+                action, micro_batch = instruction.action, instruction.micro_batch
+                if action in (Action.RECEIVE_VALUES, Action.RECEIVE_GRADIENTS):
+                    key = (_SENT_AS[action], stage + _FROM[action], micro_batch)
+                    if key not in sent:
+                        break
+                    clock[stage] = max(clock[stage], sent[key])
+                elif action in (Action.SEND_VALUES, Action.SEND_GRADIENTS):
+                    sent[action, stage, micro_batch] = clock[stage] + transfer_s
+                elif action in (Action.FORWARD, Action.BACKWARD):
+                    seconds = (forward_s if action is Action.FORWARD else backward_s)[stage]
+                    spans.append(Span(stage, instruction, clock[stage], clock[stage] + seconds))
+                    clock[stage] += seconds
+                place[stage] += 1
+                moved = True
+        if not moved:
+            raise RuntimeError(f"stages wait for each other at instructions {place}")
+    return spans
+
+
+def step_seconds(spans: Sequence[Span]) -> float:
+    """Return the length of a simulated step."""
+    return max(span.end_s for span in spans)
+
+
+_SENT_AS = {Action.RECEIVE_VALUES: Action.SEND_VALUES, Action.RECEIVE_GRADIENTS: Action.SEND_GRADIENTS}
+_FROM = {Action.RECEIVE_VALUES: -1, Action.RECEIVE_GRADIENTS: +1}
