@@ -91,7 +91,7 @@ class Recovery:
         """
         if end.kind != OUTSIDE and end.furthest >= 0:
             return end.furthest
-        before: int | None = step_record.began(self._run, generation).get(SINGLE_STEPS_FROM)
+        before: int | None = step_record.generation_record(self._run, generation).get(SINGLE_STEPS_FROM)
         return before
 
     def _fail(self, end: End, count: int) -> None:

@@ -88,11 +88,11 @@ def single_steps(run: RunFolder, generation: int, steps_per_loop: int) -> range:
     by step from the last one recorded to where that call would have ended: so they record the true step, and fail at
     the very same one if it is to blame. Every task of the generation reads the same.
     """
-    first = began(run, generation).get(SINGLE_STEPS_FROM)
+    first = generation_record(run, generation).get(SINGLE_STEPS_FROM)
     return range(0) if first is None else range(first, first + steps_per_loop)
 
 
-def began(run: RunFolder, generation: int) -> dict[str, Any]:
+def generation_record(run: RunFolder, generation: int) -> dict[str, Any]:
     """Return why and how a generation was begun."""
     path = run.control / "generations" / f"{generation}.json"
     begun: dict[str, Any] = records.read(path, records.generation(generation), {})
