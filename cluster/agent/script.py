@@ -108,7 +108,7 @@ class ScriptAgent(Agent):
             self._wait_until_over(generation)
             return
         training = {task.name for task in self.spec.tasks if not self.spec.serves(task)}
-        while not self._over(generation):
+        while not self._is_over(generation):
             beats = self.run.heartbeats().values()
             done = {b["task"] for b in beats if (b["state"], b["generation"]) == ("done", generation)}
             if training <= done:
