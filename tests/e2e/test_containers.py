@@ -22,7 +22,7 @@ from tests import doors
 from tests.e2e.scenario import TRAIN_IMAGE, TRAINING, Clusters, step_of, summary
 from tests.waiting import wait_for
 
-pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("require_engine", "images")]
+pytestmark = [pytest.mark.alone, pytest.mark.docker, pytest.mark.usefixtures("require_engine", "images")]
 
 
 @pytest.fixture(scope="module")
