@@ -94,6 +94,7 @@ class Plan:
             "global_batch": batch,
             "replica_batch": batch and batch // shards * most,
             "training": self._training(),
+            "pipeline": self._pipeline(),
             "tensorboard": tensorboard.address(self.tensorboard_port) if self.tensorboard_port else None,
             "tasks": [
                 {
@@ -108,6 +109,15 @@ class Plan:
             "config": self.config,
             "compose": self.compose,
         }
+
+    def _pipeline(self) -> dict[str, Any] | None:
+        """Return the stages that the model is cut into, once its data is prepared; None for another strategy."""
+        if not self.cluster.kind.staged or not self.data:
+            return None
+        stages, micro_batches = self.cluster.stages, self.config["micro_batches"]
+        cut = configuration.check(self.config, self.cluster, self.payload.local_path(), data_dir())
+        bubble = (stages - 1) / (micro_batches + stages - 1)
+        return {**self.config["pipeline"], "micro_batches": micro_batches, "bubble": bubble, "stages": cut}
 
     def _training(self) -> dict[str, Any] | None:
         """Return the numerics that follow from the configuration and the cluster; None for a script."""

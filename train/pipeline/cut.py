@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import keras
 
 from cluster.errors import UsageError
@@ -9,6 +12,7 @@ from train.config import TrainConfig
 from train.pipeline import blocks
 from train.pipeline.blocks import ModelBlock
 from train.pipeline.partition import Plan, Stage, partition
+from train.pipeline.schedule import in_flight
 
 SLOTS = {"adam": 2, "sgd": 1}
 """Variables that each optimizer keeps beside a weight."""
@@ -38,3 +42,27 @@ def cut(model: keras.Model, config: TrainConfig, stages: int) -> list[list[Model
     """Return the blocks of each stage; for the rest see `stages_of`."""
     chain, found = stages_of(model, config, stages)
     return [chain[stage.first : stage.last] for stage in found]
+
+
+def describe(model: keras.Model, config: TrainConfig, stages: int) -> list[dict[str, Any]]:
+    """Return what a plan shows of each stage; `share` is its part of the time, by its floating-point operations."""
+    chain, found = stages_of(model, config, stages)
+    total = sum(stage.seconds for stage in found) or 1.0
+    pipeline = config.pipeline
+    return [
+        {
+            "stage": stage.number,
+            "first": stage.layers[0],
+            "last": stage.layers[-1],
+            "layers": list(stage.layers),
+            "parameters": sum(
+                math.prod(variable.shape)
+                for block in chain[stage.first : stage.last]
+                for variable in block.trainable_variables
+            ),
+            "share": stage.seconds / total,
+            "in_flight": in_flight(pipeline.schedule, stage.number, stages, config.micro_batches),
+            "activation_bytes": stage.activation_bytes,
+        }
+        for stage in found
+    ]
