@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster.recovery import restarts
 from cluster.results import goodput, stragglers
-from cluster.run import records
+from cluster.run import launch_records, records
 from cluster.run.folder import RunFolder
 from cluster.system.json_files import write_json
 
@@ -73,7 +73,7 @@ def await_last_words(run: RunFolder, timeout_s: float) -> None:
 
 def _goodput(run: RunFolder, started: float, wall_s: float) -> float | None:
     """Return the share of the wall time spent in steps that count: start, saving and repeated steps do not."""
-    batch = records.read(run.config, records.config, {}).get("global_batch", 0)
+    batch = records.read(run.config, launch_records.config, {}).get("global_batch", 0)
     useful_s, before = 0.0, None
     for row in run.rows("chief"):
         if row["time"] >= started and row["examples_per_s"] and before is not None:
