@@ -67,3 +67,14 @@ def test_the_baseline_knows_what_follows_two_bytes():
 def test_the_baseline_of_noise_is_no_better_than_chance():
     noise = np.random.default_rng(0).integers(0, 16, 20_000).astype(np.uint8)
     assert ngram.trigram_perplexity(noise[:18_000], noise[18_000:]) == pytest.approx(16, rel=0.06)
+
+
+def test_a_training_cuts_windows_into_its_context():
+    features = arrays.ArrayFile(None, (13, 64), "uint8", "", ())
+    labels = arrays.ArrayFile(None, (13, 64), "int64", "", ())
+    split = arrays.Split(features, labels)
+    whole = arrays.ArraySet(None, "jargon_file", "4.4.7", (), 256, split, split, "", {})
+    assert whole.is_text
+    cut = whole.cut(16)
+    assert ((52, 16), (52, 16)) == (cut.train.features.shape, cut.test.labels.shape)
+    assert cut.train.features.size_bytes == features.size_bytes

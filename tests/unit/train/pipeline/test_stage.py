@@ -178,3 +178,85 @@ def test_a_layer_that_is_called_twice_keeps_what_is_between_in_one_block():
     middle = keras.layers.Dense(4, name="middle")(shared(inputs))
     outputs = keras.layers.Dense(2, name="last")(shared(middle))
     assert [block.names for block in blocks.chain(keras.Model(inputs, outputs))] == [("shared", "middle"), ("last",)]
+
+
+def of_pipedream(task, number):
+    """Return the weights after one step of PipeDream on `number` stages within this process."""
+    chain = blocks.chain(task.model)
+    found = partition(blocks.estimate(chain, MICRO, 1), Plan(number))
+    edges = LocalEdges()
+
+    def stage_of(each):
+        model = blocks.stage_model(chain[each.first : each.last], each.number)
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        optimizer.build(model.trainable_variables)
+
+        def update(sums, _micro_batch):
+            optimizer.apply(sums, model.trainable_variables)
+            with tf.control_dependencies([optimizer.iterations.value.read_value()]):
+                return tf.zeros([])
+
+        return Stage(model, each.number, number, MICRO, edges, features=task.batch, loss=task.loss, update=update)
+
+    stages = [stage_of(each) for each in found]
+
+    @tf.function(autograph=False)
+    def run(step):
+        for stage in stages:
+            stage.begin(step)
+        for at, instruction in schedule.interleave(schedule.build("pipedream", number, MICRO_BATCHES)):
+            stages[at].execute(instruction)
+        return tf.add_n([stage.end() for stage in stages])
+
+    run(tf.constant(0, tf.int64))
+    return [variable.numpy() for variable in task.model.trainable_variables]
+
+
+def simulated_pipedream(task, number):
+    """Return the same from one micro-batch after the other, with copies of the weights as old as they were there."""
+    chain = blocks.chain(task.model)
+    found = partition(blocks.estimate(chain, MICRO, 1), Plan(number))
+    models = [blocks.stage_model(chain[each.first : each.last], each.number) for each in found]
+    variables = [variable.value for model in models for variable in model.trainable_variables]
+    stage_of = [at for at, model in enumerate(models) for _ in model.trainable_variables]
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer.build(task.model.trainable_variables)
+
+    def called(at):
+        def forward(values, step, number_of_batch):
+            outputs = models[at](values, training=True)
+            return task.loss(outputs, step, number_of_batch) if at == number - 1 else outputs
+
+        return tf.function(forward, autograph=False, experimental_attributes=NEVER_INLINED)
+
+    forwards = [called(at) for at in range(number)]
+
+    @tf.function(autograph=False)
+    def gradients(at):
+        step = tf.zeros([], tf.int64)
+        with tf.GradientTape() as tape:
+            values = task.batch(step, at)
+            for forward in forwards:
+                values = forward(values, step, at)
+        found = tape.gradient(values, variables, output_gradients=tf.constant([1.0, 0.0]))
+        return [tf.convert_to_tensor(each) for each in found]
+
+    versions = [[variable.numpy() for variable in variables]]
+    for micro_batch in range(MICRO_BATCHES):
+        for at, variable in enumerate(variables):
+            age = schedule.staleness(stage_of[at], number, micro_batch)
+            variable.assign(versions[micro_batch - age][at])
+        found = gradients(tf.constant(micro_batch, tf.int64))
+        for variable, newest in zip(variables, versions[-1], strict=True):
+            variable.assign(newest)
+        optimizer.apply(found, task.model.trainable_variables)
+        versions.append([variable.numpy() for variable in variables])
+    return versions[-1]
+
+
+@pytest.mark.slow
+def test_pipedream_computes_the_bits_of_a_simulation_of_its_delays():
+    expected = simulated_pipedream(Task(new_cnn()), 3)
+    actual = of_pipedream(Task(new_cnn()), 3)
+    assert [each.tobytes() for each in expected] == [each.tobytes() for each in actual]
+    assert [each.tobytes() for each in of_pipedream(Task(new_cnn()), 2)] != [each.tobytes() for each in actual]
