@@ -31,9 +31,9 @@ def measure(bench: Bench) -> list[Figure]:
     steps = bench.steps(STEPS)
     rates: dict[tuple[int, int], list[float]] = {(stages, m): [] for m in MICRO_BATCHES for stages in (1, 2)}
     for turn in bench.turns():
-        for stages, micro_batches in rates:
+        for (stages, micro_batches), samples in rates.items():
             name = f"pipeline-{turn}-{stages}-{micro_batches}"
-            rates[stages, micro_batches].append(_rate(bench, name, stages, micro_batches, steps))
+            samples.append(_rate(bench, name, stages, micro_batches, steps))
     figures = []
     for micro_batches, goal in MICRO_BATCHES.items():
         two, one = rates[2, micro_batches], rates[1, micro_batches]
