@@ -180,18 +180,22 @@ class Pipeline:
     def _variables(self, number: int) -> list[keras.Variable]:
         return [variable for block in self._parts[number] for variable in block.trainable_variables]
 
-    def _trace_share(self) -> Callable[[], None]:
+    def _trace_share(self) -> Callable[[], tf.Tensor]:
         shared = [self._state(number) for number in range(len(self._parts))]
 
         @tf.function(autograph=False)
-        def share() -> None:
+        def share() -> tf.Tensor:
+            done: list[tf.Tensor] = []
             for owner, variables in enumerate(shared):
                 own = [tf.identity(variable) for variable in variables] if owner == self._task else []
                 specs = [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables]
                 received = edges.broadcast(own, specs, owner, self._task, self._tasks, edges.STATE)
-                if owner != self._task:
-                    for variable, value in zip(variables, received, strict=True):
-                        variable.assign(value)
+                if owner == self._task:
+                    done += received
+                else:
+                    done += [one.assign(value) for one, value in zip(variables, received, strict=True)]
+            with tf.control_dependencies(done):  # nothing else keeps a send in the graph
+                return tf.zeros([])
 
         return share
 
