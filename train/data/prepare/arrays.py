@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Protocol
 from cluster.errors import PrerequisiteError, RunFailed
 from cluster.system.files import sha256
 from train.data import arrays
-from train.data.prepare import debian, download, store, text
+from train.data.prepare import debian, download, store
 from train.data.prepare.download import SourceFile
 from train.startup import quiet
 
@@ -194,6 +194,8 @@ def _build(name: str, dataset: Dataset, fetch: Fetch, scratch: Path) -> None:
 
 
 def _dataset_class(name: str) -> Callable[[str, str, Path], Dataset]:
+    from train.data.prepare import text  # imports NumPy
+
     if name in text.TEXTS:
         return text.TextDataset
     with quiet.imports():  # TensorFlow, only once there is something to prepare
