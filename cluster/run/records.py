@@ -187,7 +187,7 @@ started = record(
     {},
     {
         "time": (seconds, ABSENT),
-        "runtime": (one_of("docker", "local"), ABSENT),
+        "runtime": (text, ABSENT),
         "hang_timeout_s": (seconds, ABSENT),
         "max_restarts": (count, ABSENT),
         "requirements": (text, ABSENT),
@@ -248,7 +248,7 @@ compose = record(
     },
 )
 
-manifest = record({}, {"runtime": (one_of("docker", "local"), ABSENT)})
+manifest = record({}, {"runtime": (text, ABSENT)})
 
 _restart = record(
     {},
