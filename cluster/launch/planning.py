@@ -173,12 +173,12 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         PrerequisiteError: something that this machine must have is missing.
     """
     settings.check()
-    check_together(request, scripted=bool(request.script))
+    check_together(request, scripted=None if request.resume or request.again else bool(request.script))
     base = find_run(request.resume or request.again) if request.resume or request.again else None
     if base and not request.trust:
         provenance.check(base)  # before anything is believed that it says
-    if base and base.script:
-        check_together(request, scripted=True)
+    if base:
+        check_together(request, scripted=bool(base.script))
     topology = topology_of(request, base.load_cluster() if base else None)
     topology["separate_chief"] = _separate_chief(request, base)
     check_hardware(topology["strategy"])
@@ -431,7 +431,7 @@ def _resolve(
     inherited.parse(env)  # a typo is told first
     recorded = (base.script if base else None) or {}
     if script := request.script or recorded.get("script", ""):
-        arguments = request.overrides or recorded.get("arguments", [])
+        arguments = request.arguments or recorded.get("arguments", [])
         path = check_script(script, runs_dir())
         found = _packages(requirements, runtime, installs=installs)
         payload = Payload(path, tuple(arguments), (), requirements, found, _separate_chief(request, base), env)
