@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import UsageError, nearest
+from cluster.launch import folders
 from cluster.launch.options import KINDS, Group, Option
 from cluster.launch.request import OPTIONS, Request
 
@@ -264,8 +265,7 @@ def _shown(value: Any) -> str:
 
 
 def _place(path: Path, line: int | None) -> str:
-    shown = os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
-    return f"{shown}:{line}" if line else shown
+    return f"{folders.shown(path)}:{line}" if line else folders.shown(path)
 
 
 def _lines(text: str) -> dict[str, int]:
