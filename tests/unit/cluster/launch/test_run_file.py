@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.checks import documents
@@ -65,6 +65,7 @@ def absolute(options: dict[str, Any]) -> dict[str, Any]:
     return {name: str(Path(value).absolute()) if OPTIONS[name].is_path else value for name, value in options.items()}
 
 
+@settings(deadline=None, max_examples=60)
 @given(options=REQUESTS)
 def test_the_options_that_are_written_are_read_again(
     tmp_path_factory: pytest.TempPathFactory, options: dict[str, Any]
@@ -75,6 +76,7 @@ def test_the_options_that_are_written_are_read_again(
     assert absolute(options) == absolute(dict(read(folder, text).options))
 
 
+@settings(deadline=None, max_examples=60)
 @given(
     st.fixed_dictionaries(
         {},
