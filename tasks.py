@@ -17,7 +17,7 @@ from cluster import spec
 from cluster.checks import doctor as checks
 from cluster.checks import rerun as repeating
 from cluster.checks import verify as verification
-from cluster.cli import data, image, requirements
+from cluster.cli import data, image, k8s, requirements
 from cluster.cli.command_line import JSON_HELP, in_checkout, request, shell, show, told
 from cluster.control import chaos as injection
 from cluster.control import ending, scaling, view
@@ -447,4 +447,5 @@ ns = Collection(
 )
 ns.add_collection(Collection("image", image.build, image.base, image.reproduce, image.sbom))
 ns.add_collection(Collection("data", data.prepare, data.shard, data.verify))
+ns.add_collection(Collection("k8s", k8s.render))
 ns.add_collection(Collection("requirements", requirements.lock))
