@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from cluster.errors import UsageError, nearest
 
+AUTO = "auto"
+"""Requests the strategy that the topology chooses."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
@@ -135,8 +137,17 @@ def get(name: str) -> Strategy:
         UsageError: there is none.
     """
     if name not in STRATEGIES:
-        raise UsageError(f"--strategy {name!r} is not a strategy{nearest(name, ['auto', *STRATEGIES])}")
+        raise UsageError(f"--strategy {name!r} is not a strategy{nearest(name, [AUTO, *STRATEGIES])}")
     return STRATEGIES[name]
+
+
+def requested(name: str) -> Strategy | None:
+    """Return the strategy of that name, or None for `auto`.
+
+    Raises:
+        UsageError: there is none.
+    """
+    return None if name == AUTO else get(name)
 
 
 def resolve(requested: str, workers: int, ps: int, devices: int) -> Strategy:
@@ -154,7 +165,7 @@ def resolve(requested: str, workers: int, ps: int, devices: int) -> Strategy:
     if ps and not workers:
         raise UsageError(f"--ps {ps} with --workers 0: parameter servers need workers; add --workers 2 or drop --ps")
     topology = (workers, ps, devices)
-    if requested == "auto":
+    if requested == AUTO:
         return next(each for each in STRATEGIES.values() if each.fits(*topology) and each.chosen(*topology))
     strategy = get(requested)
     if not strategy.fits(*topology):

@@ -1,4 +1,4 @@
-"""What every task needs of invoke: positional arguments that may be left out, errors told in one line, shown values."""
+"""What every task needs of invoke: positional arguments that may be left out, errors in one line, a shell, output."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import invoke
 from invoke import Context, Exit
 from invoke.exceptions import CommandTimedOut, ThreadException, UnexpectedExit
 from invoke.parser.parser import ParseMachine
@@ -28,13 +29,14 @@ from cluster.errors import (
     TimedOut,
 )
 from cluster.launch import planning
-from cluster.launch.request import Request
 from cluster.messages import plain, system_error
 from cluster.paths import ROOT
 from cluster.runtime import engine
 from cluster.system.json_files import DISK_FULL
 
 JSON_HELP = "print as JSON (default: no)"
+RUN_HELP = "run folder's name (default: the current run)"
+TRUST_HELP = "take a run that this user did not start here, or that was changed since (default: no)"
 KNOWN_CODES = (EXIT_USAGE, EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_INTERRUPTED)
 
 DOES_MORE = ("bench", "chaos", "down", "profile", "rerun", "scale", "stop", "tensorboard", "verify")
@@ -65,8 +67,24 @@ def _handle_leniently(machine: ParseMachine, token: str) -> None:
 ParseMachine.handle, ParseMachine.complete_context = _handle_leniently, _complete_leniently
 
 
-def told(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Tell an expected error in one line with its exit code, instead of a traceback."""
+def task(*positional: str, **help_texts: str) -> Callable[[Callable[..., Any]], Any]:
+    """Return what makes a task of a function whose first argument is invoke's context.
+
+    Args:
+        positional: the options that may be given without their names.
+        help_texts: the help of every option by the name of its parameter, with its default.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Any:
+        return invoke.task(auto_shortflags=False, positional=positional, optional=positional, help=help_texts)(
+            report_errors(body)
+        )
+
+    return decorate
+
+
+def report_errors(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Report an expected error in one line with its exit code, instead of a traceback."""
 
     @functools.wraps(body)
     def wrapped(c: Context, *arguments: Any, **options: Any) -> None:
@@ -87,8 +105,8 @@ def _refuse_dry(task: str, c: Context) -> Exit | None:
 
 
 def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Exit | None:
-    """Run a task; return how it ended, if it says so."""
-    said = None
+    """Run a task; return the exit that it ends with, or None."""
+    message = None
     try:
         caller.settle()
         body(*arguments, **options)
@@ -96,11 +114,13 @@ def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[s
     except Exit as ended:
         return ended
     except ClusterError as error:
-        said, code = f"error: {plain(str(error))}", error.exit_code
+        message, code = f"error: {plain(str(error))}", error.exit_code
     except UnexpectedExit as error:
         code = error.result.exited if error.result.exited in KNOWN_CODES else EXIT_FAILED
-        if not error.result.stderr.strip().rpartition("\n")[2].startswith("error: "):  # ours tell theirs themselves
-            said = f"error: {error.result.command!r} ended with exit code {error.result.exited}"
+        if (
+            not error.result.stderr.strip().rpartition("\n")[2].startswith("error: ")
+        ):  # our own commands have reported theirs
+            message = f"error: {error.result.command!r} ended with exit code {error.result.exited}"
     except BrokenPipeError:
         code = EXIT_UNREAD
     except ThreadException as error:  # from what shows a command's output
@@ -108,14 +128,14 @@ def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[s
             raise
         code = EXIT_UNREAD
     except OSError as error:
-        said, code = f"error: {_explained(error)}", EXIT_FAILED
+        message, code = f"error: {_explained(error)}", EXIT_FAILED
     except KeyboardInterrupt:
-        said, code = "interrupted", EXIT_INTERRUPTED
-    return Exit(said, code=code)
+        message, code = "interrupted", EXIT_INTERRUPTED
+    return Exit(message, code=code)
 
 
 def _explained(error: OSError) -> str:
-    """Return what the system refused and what to do about it; which file that was is not always told."""
+    """Return what the system refused and what to do about it; the system does not always name the file."""
     if error.errno in DISK_FULL and not error.filename:
         where = planning.shown(planning.runs_dir())
         return (
@@ -125,7 +145,7 @@ def _explained(error: OSError) -> str:
 
 
 def _unread() -> bool:
-    """Return whether nobody reads what is printed; then the rest goes nowhere, or Python would complain at its end."""
+    """Return whether nobody reads the output; the rest is then discarded, so that Python's own flush does not fail."""
     unread = False
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -134,17 +154,6 @@ def _unread() -> bool:
             unread = True
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return unread
-
-
-def request(c: Context, options: dict[str, Any]) -> Request:
-    """Return what a task's options and the words after `--` ask for."""
-    asked = {
-        name: value for name, value in options.items() if name in Request.__dataclass_fields__ and value is not None
-    }
-    typed = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
-    # invoke joins the words and loses their quotes.
-    words = typed if " ".join(typed) == c.remainder else shlex.split(c.remainder)
-    return Request(**asked, overrides=tuple(words))
 
 
 def show(value: Any, lines: Callable[[Any], Sequence[str]], *, as_json: bool) -> None:

@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-from invoke import task
-
-from cluster.cli.command_line import shell, told
+from cluster.cli.command_line import shell, task
 from cluster.launch import startup
+
+NAME_HELP = "fashion_mnist or mnist (default: fashion_mnist)"
 
 
 @task(
-    auto_shortflags=False,
-    help={
-        "name": "any TFDS dataset, or package.module:function (default: fashion_mnist)",
-        "shards": "files of each split (default: as many as there are already, or 8)",
-        "size": "resize images to this height and width in pixels (default: as they are)",
-        "fresh": "write them again (default: no)",
-    },
+    name="any TFDS dataset, or package.module:function (default: fashion_mnist)",
+    shards="files of each split (default: as many as there are already, or 8)",
+    size="resize images to this height and width in pixels (default: as they are)",
+    fresh="write them again (default: no)",
 )
-@told
 def shard(c, name="fashion_mnist", shards="", size="", fresh=False):
     """Write a dataset as TFRecord shards, to be streamed: invoke up -- --source stream."""
     words = [*(["--shards", shards] if shards else []), *(["--size", size] if size else [])]
     shell(c)(startup.data_command("shard", name, *words, *(["--fresh"] if fresh else [])))
 
 
-NAME_HELP = {"name": "fashion_mnist or mnist (default: fashion_mnist)"}
-
-
-@task(auto_shortflags=False, help={**NAME_HELP, "fresh": "prepare it again, even if it is (default: no)"})
-@told
+@task(name=NAME_HELP, fresh="prepare it again, even if it is (default: no)")
 def prepare(c, name="fashion_mnist", fresh=False):
     """Get a dataset: as prepared before, else from TFDS, else from Debian's package."""
     shell(c)(startup.data_command("prepare", name, *(["--fresh"] if fresh else [])))
 
 
-@task(auto_shortflags=False, help=NAME_HELP)
-@told
+@task(name=NAME_HELP)
 def verify(c, name="fashion_mnist"):
     """Check every prepared file of a dataset against its recorded sha256."""
     shell(c)(startup.data_command("verify", name))

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from invoke import Exit, task
+from invoke import Exit
 
-from cluster.cli.command_line import JSON_HELP, shell, show, told
+from cluster.cli.command_line import JSON_HELP, shell, show, task
 from cluster.errors import EXIT_DONE, EXIT_FAILED
 from cluster.image import base_packages, images, reproduction
 from cluster.image import sbom as bill
 from cluster.launch import planning
 
+ACCELERATOR_HELP = "cpu or gpu (default: cpu)"
 
-@task(
-    auto_shortflags=False,
-    help={"accelerator": "cpu or gpu (default: cpu)", "base": "image to build on (default: the pinned python image)"},
-)
-@told
+
+@task(accelerator=ACCELERATOR_HELP, base="image to build on (default: the pinned python image)")
 def build(c, accelerator="cpu", base=""):
     """Build the training image and the TensorBoard image."""
     images.train_image(accelerator)  # refuses a typo before any engine or registry is asked for the base
@@ -23,8 +21,7 @@ def build(c, accelerator="cpu", base=""):
         shell(c)(command)
 
 
-@task(auto_shortflags=False, help={"renew": "record its packages in docker/base-packages.txt (default: no)"})
-@told
+@task(renew="record its packages in docker/base-packages.txt (default: no)")
 def base(c, renew=False):
     """Make a Debian base image; exit code 3 where its packages are not those on record in docker/base-packages.txt."""
     for command in images.base_commands():
@@ -34,19 +31,12 @@ def base(c, renew=False):
     base_packages.check()
 
 
-IMAGE_HELP = {"accelerator": "cpu or gpu (default: cpu)", "image": "train or tensorboard (default: train)"}
-
-
 @task(
-    auto_shortflags=False,
-    help={
-        **IMAGE_HELP,
-        "image": "train, tensorboard or both (default: train)",
-        "against": "compare one build with this image, by name, id or archive (default: with a second build)",
-        "json": JSON_HELP,
-    },
+    accelerator=ACCELERATOR_HELP,
+    image="train, tensorboard or both (default: train)",
+    against="compare one build with this image, by name, id or archive (default: with a second build)",
+    json=JSON_HELP,
 )
-@told
 def reproduce(c, accelerator="cpu", image="train", against="", json=False):
     """Build an image from nothing, twice, and compare every file; exit code 0 where they are identical."""
     sh = shell(c, aside=json)
@@ -57,10 +47,10 @@ def reproduce(c, accelerator="cpu", image="train", against="", json=False):
 
 
 @task(
-    auto_shortflags=False,
-    help={**IMAGE_HELP, "output": "file to write (default: dist/sbom-IMAGE.cdx.json)"},
+    accelerator=ACCELERATOR_HELP,
+    image="train or tensorboard (default: train)",
+    output="file to write (default: dist/sbom-IMAGE.cdx.json)",
 )
-@told
 def sbom(c, accelerator="cpu", image="train", output=""):
     """List every package of an image with its version and hash as CycloneDX JSON."""
     path = bill.output(output, image, accelerator)

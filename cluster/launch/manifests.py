@@ -13,7 +13,7 @@ from cluster.agent.watchdog import HANG_TIMEOUT_S
 from cluster.errors import UsageError, nearest
 from cluster.image import images
 from cluster.launch import configuration, planning
-from cluster.launch.request import PRESET, Request, check_together, topology
+from cluster.launch.request import OPTIONS, PRESET, Request, check_together, topology
 from cluster.recovery.attempts import MAX_RESTARTS
 from cluster.runtime import inherited, memory
 from cluster.runtime.kubernetes import jobs, objects
@@ -59,6 +59,11 @@ def render(request: Request, place: Place) -> dict[str, list[dict[str, Any]]]:
     }
 
 
+NOT_RENDERED = (
+    *("script", "separate_chief", "requirements", "runtime", "network", "gpus", "gpu_runtime"),
+    *("resume", "trust", "fresh", "detach"),
+)
+"""Options that say what happens on the machine of `up`, or need code that the image does not hold."""
 ONCE = ("claim.yaml", "data.yaml")
 """Applied once before the first run: what must outlive a run is not deleted with its manifests."""
 
@@ -73,6 +78,8 @@ def kustomization(files: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _manifest(request: Request, place: Place) -> Manifest:
+    if given := [f"--{OPTIONS[name].key}" for name in NOT_RENDERED if getattr(request, name)]:
+        raise UsageError(f"{' and '.join(given)}: nothing of that is in a manifest; leave it out")
     check_together(request, scripted=False)
     if place.kind not in KINDS:
         raise UsageError(f"--kind {place.kind!r} is no kind of job{nearest(place.kind, KINDS)}")
@@ -86,7 +93,7 @@ def _manifest(request: Request, place: Place) -> Manifest:
     cluster = _cluster(request, gpus)
     config, _, _ = configuration.resolve(request, None, None, planning.data_dir())
     planning.check_sharing(config, cluster)
-    board = spec.parse_count("tensorboard-port", request.tensorboard_port, 0, 65535)
+    board = spec.parse_count("tensorboard-port", request.tensorboard_port or 1, 0, 65535)
     hosts = jobs.jobset_hosts if place.kind == "jobset" else jobs.tfjob_hosts
     return Manifest(
         name=name,

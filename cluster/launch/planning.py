@@ -16,8 +16,9 @@ from cluster.gpu import devices, placement
 from cluster.gpu.placement import Placement
 from cluster.image import images
 from cluster.launch import configuration, packages, resuming
+from cluster.launch.options import Needs
 from cluster.launch.payload import Payload, check_path, check_readable, check_script
-from cluster.launch.request import Request, check_hardware, check_together
+from cluster.launch.request import Request, check_hardware, check_needs, check_together
 from cluster.launch.request import topology as topology_of
 from cluster.launch.teardown import in_progress
 from cluster.recovery.attempts import MAX_RESTARTS
@@ -182,7 +183,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
     topology["separate_chief"] = _separate_chief(request, base)
     check_hardware(topology["strategy"])
     asked = spec.build(**topology)
-    port = spec.parse_count("tensorboard-port", request.tensorboard_port, 0, 65535)
+    port = spec.parse_count("tensorboard-port", request.tensorboard_port or tensorboard.PORT, 0, 65535)
     patience_s = spec.parse_count("hang-timeout", request.hang_timeout or int(HANG_TIMEOUT_S), 1, 86_400)
     restarts = spec.parse_count("max-restarts", request.max_restarts or MAX_RESTARTS, 0, 1000)
     run = _run_folder(request, stops_first=stops_first)
@@ -190,7 +191,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
     if given.ids:
         topology["devices"] = len(given.of("chief"))
         asked = spec.build(**topology)
-    runtime, why = _choose_runtime(request.runtime, asked.kind)
+    runtime, why = _choose_runtime(request.runtime or "auto", asked.kind)
     config, payload, data = _resolve(request, base, runtime, installs=installs)
     about_resuming = []
     if payload.script is None:
@@ -242,10 +243,7 @@ def _memory(request: Request, base: RunFolder | None, num_tasks: int, *, contain
         UsageError: it was asked for where there can be none, or is no amount.
     """
     limits.parse(request.memory)  # a typo is told first
-    if request.memory and not contained:
-        raise UsageError(
-            f"--memory {request.memory}: local processes have no limit; leave it out, or use --runtime docker"
-        )
+    check_needs(request, {Needs.CONTAINERS: contained})
     had = base.started.get("memory", "") if base else ""
     wanted = request.memory or str(had)
     return limits.of_containers(wanted, num_tasks, engine.memory_bytes()) if contained else Memory(wanted)
@@ -260,10 +258,8 @@ def _place(request: Request, run: RunFolder, base: RunFolder | None, cluster: sp
     """
     had = base.started.get("gpus", {}) if base else {}
     wanted = placement.wish(request.gpus, request.gpus_per_task, had, cluster.devices)
-    words = {"gpu-runtime": request.gpu_runtime, "nccl-debug": request.nccl_debug}
+    check_needs(request, {Needs.GPUS: wanted is not None})
     if wanted is None:
-        if given := [f"--{name} {value}" for name, value in words.items() if value]:
-            raise UsageError(f"{' and '.join(given)} without GPUs: add --gpus all, or leave it out")
         return Placement()
     if cluster.kind.hardware:
         hardware = cluster.kind.hardware.upper()

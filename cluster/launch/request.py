@@ -1,17 +1,20 @@
-"""What was asked for on the command line of `up` and `plan`, and what it means together."""
+"""What is requested of `up` and `plan`: every option once, and what the options mean together."""
 
 from __future__ import annotations
 
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cluster import strategies
-from cluster.errors import PrerequisiteError, UsageError, nearest
+from cluster.agent.watchdog import HANG_TIMEOUT_S
+from cluster.errors import PrerequisiteError, UsageError
+from cluster.launch.options import Group, Needs, check_choices, declared, option, switch
+from cluster.recovery.attempts import MAX_RESTARTS
 from cluster.runtime import tensorboard
 from cluster.spec import ClusterSpec, Role
 
@@ -20,44 +23,129 @@ LOOPS = ("custom", "fit")
 WORKERS = "2"
 DEVICE_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")
 """Where a TPU of this machine shows itself."""
+_ONE_OF_STRATEGIES = ", ".join([strategies.AUTO, *list(strategies.STRATEGIES)[:-1]])
 
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for, as typed; empty is what was left out."""
+    """What is requested, as typed; empty is what was left out."""
 
-    workers: str = ""
-    ps: str = ""
-    evaluator: bool = False
-    preset: str = ""
-    loop: str = ""
-    script: str = ""
-    requirements: str = ""
-    env: Sequence[str] = ()
-    """Variables for every task: `NAME`, with the caller's value, or `NAME=VALUE`."""
-    separate_chief: bool = False
-    strategy: str = ""
-    devices: str = ""
-    runtime: str = "auto"
-    gpus: str = ""
-    gpus_per_task: str = ""
-    gpu_runtime: str = ""
-    nccl_debug: str = ""
-    memory: str = ""
-    network: str = ""
-    bitwise_elastic: str = ""
-    precision: str = ""
-    checkpoint_every: str = ""
-    hang_timeout: str = ""
-    max_restarts: str = ""
-    name: str = ""
-    resume: str = ""
-    trust: bool = False
-    """Whether a run to go on with, or to make again, may be one that this user did not start."""
+    workers: str = option(
+        Group.TRAINS,
+        "worker tasks beside the chief; 0: the chief alone",
+        f"{WORKERS}; 0 for a strategy of one process",
+        kinds=(int,),
+    )
+    ps: str = option(Group.TRAINS, "parameter servers; 1 or more: ParameterServerStrategy", 0, kinds=(int,))
+    evaluator: bool = switch(Group.TRAINS, "add a task that evaluates every new checkpoint", needs=Needs.TRAINER)
+    strategy: str = option(
+        Group.TRAINS, f"{_ONE_OF_STRATEGIES} or {list(strategies.STRATEGIES)[-1]}", "auto, from the topology"
+    )
+    devices: str = option(
+        Group.TRAINS,
+        "replicas in each training task, on logical CPUs; with --gpus as many as its GPUs",
+        1,
+        kinds=(int,),
+    )
+    preset: str = option(
+        Group.TRAINS,
+        "fashion_mnist, mnist, resnet50_synthetic or package.module:function",
+        PRESET,
+        needs=Needs.TRAINER,
+    )
+    loop: str = option(Group.TRAINS, "custom, or fit for Keras's own", LOOPS[0], choices=LOOPS, needs=Needs.TRAINER)
+    precision: str = option(
+        Group.TRAINS,
+        "fp32, bf16 or fp16: what layers compute in; weights stay in float32",
+        "fp32",
+        needs=Needs.TRAINER,
+    )
+    bitwise_elastic: str = option(
+        Group.TRAINS,
+        "virtual shards V: any number of replicas up to V gives the same bits",
+        "0, none",
+        kinds=(int,),
+        needs=Needs.TRAINER,
+    )
+    script: str = option(
+        Group.TRAINS,
+        "run this script, which reads TF_CONFIG, in every task; its arguments follow --",
+        "our trainer",
+        needs=Needs.NEW_RUN,
+        is_path=True,
+    )
+    separate_chief: bool = switch(
+        Group.TRAINS,
+        "give the script's TF_CONFIG a chief, as with --ps",
+        "no, it is worker 0",
+        needs=Needs.SCRIPT,
+    )
+    requirements: str = option(Group.TRAINS, "requirements file with packages for your own code", "none", is_path=True)
+    env: Sequence[str] = option(
+        Group.TRAINS,
+        "variable for every task: NAME, with its value here, or NAME=VALUE; may be repeated",
+        "none",
+        empty=(),
+        kinds=(list,),
+    )
+    runtime: str = option(Group.RUNS, "auto, docker or local", "auto: containers where a Docker Engine answers")
+    network: str = option(
+        Group.RUNS,
+        "local tasks' network: private, or host, the machine's",
+        "private; host for scripts and TPUs",
+    )
+    memory: str = option(
+        Group.RUNS,
+        "memory limit of each container, such as 8GiB; a container that exceeds it is killed",
+        "its share of the machine's memory",
+        needs=Needs.CONTAINERS,
+    )
+    gpus: str = option(
+        Group.RUNS,
+        "none, all, how many, or ids such as 0,1: for the chief and the workers",
+        "none, they see none",
+        kinds=(int, str),
+    )
+    gpus_per_task: str = option(Group.RUNS, "GPUs of each of these tasks", "--gpus divided evenly", kinds=(int,))
+    gpu_runtime: str = option(
+        Group.RUNS, "how containers get them: reserve, cdi, or the older nvidia", "reserve", needs=Needs.GPUS
+    )
+    checkpoint_every: str = option(
+        Group.KEPT,
+        "optimizer steps such as 200, or seconds such as 30s, between two checkpoints",
+        "auto",
+        kinds=(int, str),
+        needs=Needs.TRAINER,
+    )
+    hang_timeout: str = option(
+        Group.KEPT,
+        "seconds without a new step after which every task starts again",
+        f"{HANG_TIMEOUT_S:g}",
+        kinds=(int,),
+    )
+    max_restarts: str = option(
+        Group.KEPT,
+        "restarts of a program that fails by itself and makes no progress",
+        MAX_RESTARTS,
+        kinds=(int,),
+    )
+    name: str = option(Group.KEPT, "name of the run", "preset, date and time", needs=Needs.NEW_RUN)
+    resume: str = option(
+        Group.KEPT, "go on with this run, on its own topology unless another is given", "start a new run"
+    )
+    trust: bool = switch(
+        Group.KEPT,
+        "take a run that this user did not start here, or that was changed since",
+        needs=Needs.EARLIER_RUN,
+    )
+    fresh: bool = switch(Group.KEPT, "start a run of this --name again, its old folder is deleted", needs=Needs.NEW_RUN)
+    tensorboard_port: str = option(
+        Group.WATCHED, "port of TensorBoard on 127.0.0.1; 0: none", tensorboard.PORT, kinds=(int,)
+    )
+    detach: bool = switch(Group.WATCHED, "return once every task is training", "stay until the end")
+    nccl_debug: str = option(Group.WATCHED, "what NCCL logs: VERSION, WARN, INFO or TRACE", "WARN", needs=Needs.GPUS)
     again: str = ""
     """The run to make once more, in a folder of its own."""
-    fresh: bool = False
-    tensorboard_port: str = str(tensorboard.PORT)
     overrides: Sequence[str] = ()
     """The words after `--`: overrides of the training configuration, or a script's arguments."""
 
@@ -68,14 +156,9 @@ class Request:
 
     def training(self) -> list[str]:
         """Return the overrides of the training configuration, those that are options of `up` first."""
-        options = {"--loop": self.loop} if self.loop else {}
-        if self.bitwise_elastic:
-            options |= {"--bitwise-elastic": self.bitwise_elastic}
-        if self.precision:
-            options |= {"--precision": self.precision}
-        if self.checkpoint_every:
-            options |= {"--checkpoint-every": self.checkpoint_every}
-        return [word for option in options.items() for word in option] + list(self.overrides)
+        names = ("loop", "bitwise_elastic", "precision", "checkpoint_every")
+        given = [(f"--{OPTIONS[name].key}", value) for name in names if (value := getattr(self, name))]
+        return [*(word for pair in given for word in pair), *self.overrides]
 
     def run_name(self) -> str:
         """Return what the run is called unless it was given a name."""
@@ -84,46 +167,49 @@ class Request:
         return f"{slug}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
+OPTIONS = declared(Request)
+"""Every option by the name of its field, in the order of the help."""
+
+
 def check_together(request: Request, *, scripted: bool) -> None:
-    """Check that what was asked for goes together.
+    """Check that the options of a request go together.
 
     Args:
-        request: what was asked for.
+        request: the request.
         scripted: whether the tasks run a script: one was given, or the resumed run had one.
 
     Raises:
-        UsageError: it does not.
+        UsageError: they do not.
     """
-    if request.loop and request.loop not in LOOPS:
-        raise UsageError(f"--loop {request.loop!r} is not a loop{nearest(request.loop, LOOPS)}")
-    if request.resume and (request.name or request.fresh):
-        raise UsageError("--resume names its run: leave out --name and --fresh")
-    if request.trust and not request.resume and not request.again:
-        raise UsageError("--trust without --resume: it is for a run that somebody else started; leave it out")
-    if request.resume and request.script:
-        raise UsageError("--resume goes on with what its run was started with: leave out --script")
-    trainer = {
-        "preset": request.preset,
-        "loop": request.loop,
-        "bitwise-elastic": request.bitwise_elastic,
-        "precision": request.precision,
-        "checkpoint-every": request.checkpoint_every,
-    }
-    if scripted and (given := [f"--{name}" for name, value in trainer.items() if value]):
-        raise UsageError(f"{' and '.join(given)} with a script: they are the built-in trainer's; leave them out")
-    if request.separate_chief and not scripted:
-        raise UsageError("--separate-chief is for scripts, whose TF_CONFIG it changes; add --script FILE")
-    if scripted and request.evaluator:
-        raise UsageError(
-            "--evaluator with a script: it evaluates the built-in trainer's checkpoints; evaluate in the script instead"
-        )
+    check_choices(list(OPTIONS.values()), vars(request))
+    check_needs(
+        request,
+        {
+            Needs.TRAINER: not scripted,
+            Needs.SCRIPT: scripted,
+            Needs.NEW_RUN: not request.resume,
+            Needs.EARLIER_RUN: bool(request.resume or request.again),
+        },
+    )
+
+
+def check_needs(request: Request, circumstances: Mapping[Needs, bool]) -> None:
+    """Check that no option was given whose needs are known not to be met.
+
+    Raises:
+        UsageError: one was; the message names all with the same needs.
+    """
+    for needs in (each for each, met in circumstances.items() if not met):
+        given = [f"--{each.key}" for each in OPTIONS.values() if each.needs == needs and getattr(request, each.name)]
+        if given:
+            raise UsageError(f"{' and '.join(given)}: {needs.value}; otherwise leave it out")
 
 
 def topology(request: Request, resumed: ClusterSpec | None = None) -> dict[str, Any]:
-    """Return the options of `spec.build` for what was asked; what was left out is the resumed run's, or the default."""
-    strategy = request.strategy or "auto"
-    kind = None if strategy == "auto" else strategies.get(strategy)
-    alone = kind is not None and kind.one_process
+    """Return the options of `spec.build`; what the request leaves out is the resumed run's, or the default."""
+    strategy = request.strategy or strategies.AUTO
+    requested = strategies.requested(strategy)
+    alone = requested is not None and requested.one_process
     if resumed is None:
         return {
             "workers": request.workers or ("0" if alone else WORKERS),
@@ -132,21 +218,22 @@ def topology(request: Request, resumed: ClusterSpec | None = None) -> dict[str, 
             "strategy": strategy,
             "devices": request.devices or "1",
         }
-    had_workers, had_ps = (str(len(resumed.of(role))) for role in (Role.WORKER, Role.PS))
-    if kind and not alone and had_workers == "0":
-        had_workers = WORKERS
-    workers = request.workers or ("0" if alone else had_workers)
-    ps = request.ps or ("0" if workers == "0" or (kind and not kind.served) else had_ps)
+    previous_workers, previous_ps = (str(len(resumed.of(role))) for role in (Role.WORKER, Role.PS))
+    if requested and not alone and previous_workers == "0":
+        previous_workers = WORKERS
+    workers = request.workers or ("0" if alone else previous_workers)
+    ps = request.ps or ("0" if workers == "0" or (requested and not requested.served) else previous_ps)
     if not request.strategy and resumed.kind.one_process == (workers == "0") and not request.ps:
-        # What the topology chose once it chooses again: the number of devices alone tells OneDevice from Mirrored.
+        # What the topology chose once it chooses again: the number of devices alone decides OneDevice or Mirrored.
         counts = (len(resumed.of(Role.WORKER)), len(resumed.of(Role.PS)), resumed.devices)
-        strategy = "auto" if strategies.resolve("auto", *counts) == resumed.kind else resumed.strategy
+        chosen = strategies.resolve(strategies.AUTO, *counts) == resumed.kind
+        strategy = strategies.AUTO if chosen else resumed.strategy
     return {
         "workers": workers,
         "ps": ps,
         "evaluator": request.evaluator or bool(resumed.of(Role.EVALUATOR)),
         "strategy": strategy,
-        "devices": request.devices or ("1" if kind and kind.single_device else str(resumed.devices)),
+        "devices": request.devices or ("1" if requested and requested.single_device else str(resumed.devices)),
     }
 
 

@@ -41,6 +41,8 @@ def test_the_golden_base_is_what_is_rendered(kind: str, tmp_path: Path) -> None:
         (Request(strategy="tpu"), Place(), "--strategy"),
         (Request(workers="4"), Place(), "--global-batch"),
         (Request(), Place(cpus="0"), "--cpus"),
+        (Request(script="train.py"), Place(), "--script"),
+        (Request(gpus="all", detach=True), Place(), "--gpus and --detach"),
     ],
 )
 def test_what_cannot_be_rendered_is_refused(request_: Request, place: Place, option: str) -> None:

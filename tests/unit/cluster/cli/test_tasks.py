@@ -19,13 +19,14 @@ from invoke.util import ExceptionWrapper
 
 import tasks
 from cluster.checks import doctor
-from cluster.cli.command_line import told
+from cluster.cli.command_line import report_errors
 from cluster.control import watch
 from cluster.errors import PrerequisiteError, TimedOut
 from cluster.findings import Finding
 from cluster.image import images, locks
 from cluster.launch import configuration, planning, startup, teardown
-from cluster.launch.request import Request
+from cluster.launch.options import Group
+from cluster.launch.request import OPTIONS, Request
 from cluster.paths import ROOT
 from cluster.run import owner
 from cluster.run.folder import RunFolder
@@ -93,7 +94,7 @@ def refusal(task: str, c: Context | None = None, /, **options: Any) -> tuple[int
 def options(task: Task) -> dict[str, Any]:
     """Return a task's options and their defaults."""
     parameters = list(inspect.signature(task.body).parameters.values())[1:]
-    return {parameter.name.replace("_", "-"): parameter.default for parameter in parameters}
+    return {parameter.name: parameter.default for parameter in parameters}
 
 
 # Names and help
@@ -129,12 +130,23 @@ def test_help_is_shown_on_the_command_line() -> None:
     assert "--tensorboard-port=STRING" in shown
 
 
-def test_up_and_plan_ask_for_the_same() -> None:
-    asked = {name.replace("_", "-"): field.default for name, field in Request.__dataclass_fields__.items()}
-    asked["env"] = None  # may be repeated
-    del asked["overrides"], asked["again"]  # what follows --, and what `rerun` asks for
-    assert asked | {"detach": False, "dry": False} == options(tasks.up)
-    assert asked | {"json": False} == options(tasks.plan)
+def test_up_and_plan_take_every_option_of_a_request() -> None:
+    declared = {name: None if name == "env" else each.empty for name, each in OPTIONS.items()}
+    assert declared | {"dry": False} == options(tasks.ns["up"])
+    assert declared | {"json": False} == options(tasks.ns["plan"])
+
+
+@pytest.mark.parametrize("task", ["up", "plan"])
+def test_help_lists_every_option_in_its_group(task: str) -> None:
+    shown = invoke(task, "--help", COLUMNS="80").stdout.partition("Options:\n")[2]
+    assert max(len(line) for line in shown.splitlines()) <= 80
+    groups = [part.splitlines() for part in shown.strip("\n").split("\n\n")]
+    assert [f"{group}:" for group in Group] == [heading.strip() for heading, *_ in groups]
+    for group, (_, *lines) in zip(Group, groups, strict=True):
+        flags = [words[0].partition("=")[0] for line in lines if (words := line.split())[0].startswith("--")]
+        expected = [f"--{each.key}" for each in OPTIONS.values() if each.group == group]
+        assert flags[: len(expected)] == expected
+        assert bool(flags[len(expected) :]) == (group == Group.COMMAND)
 
 
 def test_options_and_overrides_reach_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,10 +238,10 @@ def test_a_command_that_shows_another_s_output_to_nobody_ends_quietly() -> None:
         raise ThreadException([ExceptionWrapper({}, type(error), error, None)])
 
     with pytest.raises(Exit) as ended:
-        told(show)(BrokenPipeError())
+        report_errors(show)(BrokenPipeError())
     assert (141, None) == (ended.value.code, ended.value.message)
     with pytest.raises(ThreadException):
-        told(show)(UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"))
+        report_errors(show)(UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"))
 
 
 @pytest.mark.parametrize(
@@ -367,7 +379,7 @@ def test_a_dry_run_only_asks_the_engine(
     engine_that_fails: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls = engine_that_fails("no such call")
-    tasks.up(context(), name="one", runtime="docker", dry=True)
+    tasks.ns["up"](context(), name="one", runtime="docker", dry=True)
     printed = capsys.readouterr().out.splitlines()
     assert " up --detach --no-build --pull never chief worker-0 worker-1" in printed[-2]
     assert "--profile tensorboard up --detach tensorboard" in printed[-1]

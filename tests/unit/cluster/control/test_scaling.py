@@ -186,7 +186,7 @@ def test_the_command_passes_on_what_it_was_told(make_run: MakeRun, monkeypatch: 
     run, asked = make_run("named"), []
     monkeypatch.setattr(scaling, "scale", lambda *words, trust: asked.append((*words[:3], trust)) or 130)
     with pytest.raises(Exit) as ended:
-        tasks.scale(MockContext(), workers="3", ps="1", run="named", trust=True)
+        tasks.ns["scale"](MockContext(), workers="3", ps="1", run="named", trust=True)
     assert (130, [(run, "3", "1", True)]) == (ended.value.code, asked)
 
 

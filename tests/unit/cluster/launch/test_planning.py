@@ -15,7 +15,7 @@ import pytest
 
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, PrerequisiteError
 from cluster.image import images
-from cluster.launch import configuration, payload, planning, request, startup, teardown
+from cluster.launch import configuration, planning, request, startup, teardown
 from cluster.launch.request import Request
 from cluster.run import owner
 from cluster.run.folder import RunFolder
@@ -37,73 +37,69 @@ def built(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_", "told"),
+    ("request_", "named"),
     [
-        (Request(workers="-1"), "--workers '-1': expected a whole number from 0 to 512"),
-        (Request(workers="2.5"), "--workers '2.5': expected a whole number from 0 to 512"),
-        (Request(workers="two"), "--workers 'two': expected a whole number from 0 to 512"),
-        (Request(workers="10000"), "--workers '10000': expected a whole number from 0 to 512"),
-        (Request(workers="0", ps="1"), "--ps 1 with --workers 0: parameter servers need workers"),
-        (Request(strategy="mirored"), "--strategy 'mirored' is not a strategy; did you mean 'mirrored'?"),
-        (Request(strategy="mirrored", workers="2"), "--strategy mirrored cannot run on --workers 2"),
-        (Request(loop="fitt"), "--loop 'fitt' is not a loop; did you mean 'fit'?"),
-        (Request(strategy="tpu", runtime="docker"), "--runtime docker with --strategy tpu: containers get no TPU"),
-        (Request(script="s.py", preset="mnist"), "--preset with a script: they are the built-in trainer's"),
-        (Request(script="s.py", loop="fit", checkpoint_every="5"), "--loop and --checkpoint-every with a script"),
-        (Request(script="s.py", precision="bf16"), "--precision with a script: they are the built-in trainer's"),
-        (Request(script="s.py", evaluator=True), "--evaluator with a script: "),
-        (Request(separate_chief=True), "--separate-chief is for scripts"),
-        (Request(hang_timeout="0"), "--hang-timeout '0': expected a whole number from 1 to 86400"),
-        (Request(max_restarts="-1"), "--max-restarts '-1': expected a whole number from 0 to 1000"),
-        (Request(script="absent.py"), "--script 'absent.py' does not exist: expected a Python file"),
-        (Request(script="/"), "--script '/' is a folder: expected a Python file"),
-        (Request(script="/.profile"), "--script '/.profile' lies in the root of the file system, and tasks see all of"),
-        (Request(resume="one", script="s.py"), "--resume goes on with what its run was started with: leave out --scr"),
-        (Request(requirements="absent.txt"), "--requirements "),
-        (Request(runtime="podman"), "--runtime 'podman' is not a runtime; known: auto, docker, local"),
-        (Request(runtime="dokcer"), "--runtime 'dokcer' is not a runtime; did you mean 'docker'?"),
-        (Request(name="a/b"), "run name 'a/b': expected letters, digits"),
-        (Request(name=".."), "run name '..': expected letters, digits"),
-        (Request(tensorboard_port="http"), "--tensorboard-port 'http': expected a whole number from 0 to 65535"),
-        (Request(tensorboard_port="65536"), "--tensorboard-port '65536': expected a whole number from 0 to 65535"),
-        (Request(resume="absent"), "there is no run 'absent' in "),
-        (Request(resume="a/b"), "run name 'a/b': expected letters, digits"),
-        (Request(resume="one", name="two"), "--resume names its run: leave out --name and --fresh"),
-        (Request(resume="one", fresh=True), "--resume names its run: leave out --name and --fresh"),
+        (Request(workers="-1"), ["--workers"]),
+        (Request(workers="2.5"), ["--workers"]),
+        (Request(workers="two"), ["--workers"]),
+        (Request(workers="10000"), ["--workers"]),
+        (Request(workers="0", ps="1"), ["--ps", "--workers"]),
+        (Request(strategy="mirored"), ["--strategy", "'mirrored'"]),
+        (Request(strategy="mirrored", workers="2"), ["--strategy", "--workers"]),
+        (Request(loop="fitt"), ["--loop", "'fit'"]),
+        (Request(strategy="tpu", runtime="docker"), ["--runtime", "--strategy"]),
+        (Request(script="s.py", preset="mnist"), ["--preset"]),
+        (Request(script="s.py", loop="fit", checkpoint_every="5"), ["--loop and --checkpoint-every"]),
+        (Request(script="s.py", precision="bf16"), ["--precision"]),
+        (Request(script="s.py", bitwise_elastic="2"), ["--bitwise-elastic"]),
+        (Request(script="s.py", evaluator=True), ["--evaluator"]),
+        (Request(separate_chief=True), ["--separate-chief", "--script"]),
+        (Request(hang_timeout="0"), ["--hang-timeout"]),
+        (Request(max_restarts="-1"), ["--max-restarts"]),
+        (Request(script="absent.py"), ["--script 'absent.py'"]),
+        (Request(script="/"), ["--script '/'"]),
+        (Request(resume="one", script="s.py"), ["--script", "--resume"]),
+        (Request(requirements="absent.txt"), ["--requirements"]),
+        (Request(runtime="podman"), ["--runtime 'podman'"]),
+        (Request(runtime="dokcer"), ["--runtime 'dokcer'", "'docker'"]),
+        (Request(runtime="local", memory="8GiB"), ["--memory", "--runtime docker"]),
+        (Request(gpu_runtime="cdi", nccl_debug="INFO"), ["--gpu-runtime and --nccl-debug", "--gpus"]),
+        (Request(name="a/b"), ["'a/b'"]),
+        (Request(name=".."), ["'..'"]),
+        (Request(tensorboard_port="http"), ["--tensorboard-port"]),
+        (Request(tensorboard_port="65536"), ["--tensorboard-port"]),
+        (Request(resume="absent"), ["'absent'"]),
+        (Request(resume="a/b"), ["'a/b'"]),
+        (Request(resume="one", name="two", fresh=True), ["--name and --fresh", "--resume"]),
+        (Request(trust=True), ["--trust", "--resume"]),
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused(
-    resolved: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request_: Request, told: str
+    resolved: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request_: Request, named: list[str]
 ) -> None:
     monkeypatch.setenv("TPU_NAME", "a-tpu")
-    if request_.script == "/.profile":
-        monkeypatch.setattr(Path, "is_file", lambda path: True)
-        monkeypatch.setattr(payload.os, "access", lambda path, mode: True)
     error = refusal(request_)
     assert EXIT_USAGE == error.exit_code
-    assert str(error).startswith(told)
+    assert [] == [option for option in named if option not in str(error)], error
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
-    ("request_", "told"),
+    ("request_", "named"),
     [
-        (Request(preset="fashion-mnst"), "--preset 'fashion-mnst' is neither built in nor of the form"),
-        (Request(overrides=("--epoch", "1")), "override '--epoch' is not an option of the training config; did you"),
-        (Request(overrides=("--epochs", "-1")), "--epochs -1: expected a number above 0"),
-        (Request(checkpoint_every="30m"), "--checkpoint-every '30m': expected optimizer steps from 1 to "),
-        (
-            Request(overrides=("--global-batch", "100")),
-            "global_batch=100 is not divisible by 3 replicas; use 99 or 102: -- --global-batch 102",
-        ),
-        (Request(bitwise_elastic="six"), "override '--bitwise-elastic six"),
-        (Request(bitwise_elastic="2"), "--bitwise-elastic 2: 3 replicas share 2 virtual shards, and each needs one; "),
+        (Request(preset="fashion-mnst"), "--preset 'fashion-mnst'"),
+        (Request(overrides=("--epoch", "1")), "did you mean '--epochs'?"),
+        (Request(overrides=("--epochs", "-1")), "--epochs -1"),
+        (Request(checkpoint_every="30m"), "--checkpoint-every '30m'"),
+        (Request(overrides=("--global-batch", "100")), "-- --global-batch 102"),
+        (Request(bitwise_elastic="six"), "--bitwise-elastic six"),
+        (Request(bitwise_elastic="2"), "--bitwise-elastic 2"),
     ],
 )
-def test_a_configuration_that_makes_no_sense_is_refused(tmp_path: Path, request_: Request, told: str) -> None:
+def test_a_configuration_that_makes_no_sense_is_refused(tmp_path: Path, request_: Request, named: str) -> None:
     error = refusal(request_)
     assert EXIT_USAGE == error.exit_code
-    assert str(error).startswith(told)
+    assert named in str(error)
     assert not (tmp_path / "runs").exists()
 
 

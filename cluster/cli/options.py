@@ -1,0 +1,85 @@
+"""The options of `up` and `plan` as invoke sees them: one signature, one grouped help, one request."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import shlex
+import sys
+from collections.abc import Callable
+from inspect import Parameter
+from typing import Any
+
+import invoke
+from invoke import Context
+from invoke.parser import ParserContext
+from invoke.parser.context import to_flag
+
+from cluster.cli.command_line import report_errors
+from cluster.launch import configuration
+from cluster.launch.options import Group
+from cluster.launch.request import OPTIONS, Request
+
+_GROUPED: set[str] = set()
+"""The tasks whose help lists the options in groups."""
+
+_help_tuples = ParserContext.help_tuples
+
+
+def takes_request(**help_texts: str) -> Callable[[Callable[..., None]], Any]:
+    """Return what makes a task of a function `(c, request, ...)`: it takes every option of `Request`, and its own.
+
+    Args:
+        help_texts: the help of the options that are its own, by the names of their parameters.
+    """
+
+    def decorate(body: Callable[..., None]) -> Any:
+        context, _, *own = inspect.signature(body).parameters.values()
+
+        @functools.wraps(body)
+        def wrapped(c: Context, **given: Any) -> None:
+            ours = {parameter.name: given.pop(parameter.name, parameter.default) for parameter in own}
+            request = requested(c, given)
+            if request.asks_for_help:
+                print(configuration.options(request))
+            else:
+                body(c, request, **ours)
+
+        options = [
+            Parameter(each.name, Parameter.KEYWORD_ONLY, default=None if each.kinds == (list,) else each.empty)
+            for each in OPTIONS.values()
+        ]
+        extras = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in own]
+        wrapped.__signature__ = inspect.Signature([context, *options, *extras])  # type: ignore[attr-defined]
+        _GROUPED.add(body.__name__)
+        return invoke.task(
+            auto_shortflags=False,
+            iterable=[each.name for each in OPTIONS.values() if each.kinds == (list,)],
+            help={name: each.full_help for name, each in OPTIONS.items()} | help_texts,
+        )(report_errors(wrapped))
+
+    return decorate
+
+
+def requested(c: Context, given: dict[str, Any]) -> Request:
+    """Return the request that a task's options and the words after `--` make."""
+    typed = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
+    # invoke joins the words and loses their quotes.
+    words = typed if " ".join(typed) == c.remainder else shlex.split(c.remainder)
+    return Request(**{name: value for name, value in given.items() if value}, overrides=tuple(words))
+
+
+def _grouped_help(context: ParserContext) -> list[tuple[str, str | None]]:
+    """Return the flags of a task and their help, under headings where the task takes a request."""
+    if context.name not in _GROUPED:
+        return list(_help_tuples(context))
+    names = {group: [option.key for option in OPTIONS.values() if option.group == group] for group in Group}
+    names[Group.COMMAND] = [name for name in context.args if not any(name in each for each in names.values())]
+    lines: list[tuple[str, str | None]] = []
+    for group, members in names.items():
+        lines += [*([("", None)] if lines else []), (f"{group}:", None)]
+        lines += [context.help_for(to_flag(name)) for name in members]
+    return lines
+
+
+ParserContext.help_tuples = _grouped_help

@@ -1,0 +1,38 @@
+"""The tasks that use what a run has saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cluster.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, shell, task
+from cluster.errors import UsageError
+from cluster.launch import planning, saved
+
+
+@task("run", run=RUN_HELP, trust=TRUST_HELP, json=JSON_HELP)
+def evaluate(c, run=None, trust=False, json=False):
+    """Evaluate a run's newest checkpoint on the whole test split, in one process without a strategy."""
+    _run(c, run, "evaluate", *(["--json"] if json else []), trust=trust)
+
+
+@task("run", run=RUN_HELP, trust=TRUST_HELP)
+def export(c, run=None, trust=False):
+    """Write a run's newest checkpoint as a SavedModel to its folder export/."""
+    _run(c, run, "export", trust=trust)
+
+
+@task(
+    "run",
+    run=RUN_HELP,
+    trust=TRUST_HELP,
+    image="image file, resized to what the model takes (default: none, it must be named)",
+)
+def predict(c, run=None, image="", trust=False):
+    """Print what a run's exported model predicts for an image."""
+    if not image:
+        raise UsageError("--image is missing: name an image file, such as --image boot.png")
+    _run(c, run, "predict", "--image", str(Path(image).absolute()), trust=trust)
+
+
+def _run(c, run, verb, *words, trust):
+    shell(c, quiet=True)(saved.command(verb, planning.find_run(run), *words, trust=trust))
