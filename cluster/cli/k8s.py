@@ -12,6 +12,7 @@ from cluster.launch import manifests, planning
 
 
 @takes_request(
+    *manifests.NOT_RENDERED,
     kind="jobset, or tfjob for Kubeflow's training operator (default: jobset)",
     image="image of the tasks, as the cluster's nodes pull it (default: tf-cluster/train:cpu or :gpu)",
     tensorboard_image="image of TensorBoard (default: tf-cluster/tensorboard:latest)",

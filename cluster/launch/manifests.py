@@ -13,7 +13,7 @@ from cluster.agent.watchdog import HANG_TIMEOUT_S
 from cluster.errors import UsageError, nearest
 from cluster.image import images
 from cluster.launch import configuration, planning
-from cluster.launch.request import OPTIONS, PRESET, Request, check_together, topology
+from cluster.launch.request import PRESET, Request, check_together, topology
 from cluster.recovery.attempts import MAX_RESTARTS
 from cluster.runtime import inherited, memory
 from cluster.runtime.kubernetes import jobs, objects
@@ -78,8 +78,6 @@ def kustomization(files: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _manifest(request: Request, place: Place) -> Manifest:
-    if given := [f"--{OPTIONS[name].key}" for name in NOT_RENDERED if getattr(request, name)]:
-        raise UsageError(f"{' and '.join(given)}: nothing of that is in a manifest; leave it out")
     check_together(request, scripted=False)
     if place.kind not in KINDS:
         raise UsageError(f"--kind {place.kind!r} is no kind of job{nearest(place.kind, KINDS)}")

@@ -41,10 +41,15 @@ def test_the_golden_base_is_what_is_rendered(kind: str, tmp_path: Path) -> None:
         (Request(strategy="tpu"), Place(), "--strategy"),
         (Request(workers="4"), Place(), "--global-batch"),
         (Request(), Place(cpus="0"), "--cpus"),
-        (Request(script="train.py"), Place(), "--script"),
-        (Request(gpus="all", detach=True), Place(), "--gpus and --detach"),
     ],
 )
 def test_what_cannot_be_rendered_is_refused(request_: Request, place: Place, option: str) -> None:
     with pytest.raises(UsageError, match=option):
         manifests.render(request_, place)
+
+
+def test_help_lists_what_can_be_rendered_alone() -> None:
+    command = [sys.executable, "-m", "invoke", "--help", "k8s.render"]
+    told = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert "--gpus-per-task" in told
+    assert not [name for name in manifests.NOT_RENDERED if f"--{name.replace('_', '-')}=" in told]
