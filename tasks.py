@@ -36,17 +36,9 @@ def bench(c, only="", rounds="5", runtime="auto", peers=False, quick=False, writ
     raise Exit(code=code)
 
 
-ABREAST = (
-    *(f"tests/e2e/test_{name}.py" for name in ("image_contents", "own_models", "strategies", "scripts")),
-    *(f"tests/e2e/test_{name}.py" for name in ("saved", "virtual_tasks", "golden", "checkout_paths")),
-    *("tests/compose", "tests/unit"),
-)
-"""Tests that run two at a time, the longest first. The others measure times: they have the machine to themselves."""
-TESTS = (
-    [*ABREAST, "--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder"],
-    ["tests", *(f"--ignore={path}" for path in ABREAST)],
-)
-FAST = (["tests", "--ignore=tests/e2e", "-p", "tests.fast", "-r", "fE", "--numprocesses=2", "--dist=loadfile"],)
+PARTS = {"not alone": ("--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder"), "alone": ()}
+"""The two parts of the suite, by their markers: tests that run two files at a time, and those that measure times."""
+FAST = ("tests", "--ignore=tests/e2e", "-p", "tests.fast", "-r", "fE", "--numprocesses=2", "--dist=loadfile")
 """Tests that start neither TensorFlow nor containers nor clusters; see `tests/fast.py`."""
 
 
@@ -59,11 +51,12 @@ def test(c, all=False, fast=False, select=""):
     """Run the tests on this machine's CPU; container tests are skipped where no Docker Engine answers."""
     if all and fast:
         raise UsageError("--all and --fast: choose one of them")
-    chosen = [*(["-m", ""] if all else []), *(["-k", select] if select else [])]
+    parts = [["tests", "-m", mark if all else f"{mark} and not long", *how] for mark, how in PARTS.items()]
     with in_checkout(c):
         codes: list[int] = []
-        for part in FAST if fast else TESTS:
-            codes.append(c.run(shlex.join([sys.executable, "-m", "pytest", *chosen, *part]), warn=True).exited)
+        for part in [[*FAST]] if fast else parts:
+            command = [sys.executable, "-m", "pytest", *part, *(["-k", select] if select else [])]
+            codes.append(c.run(shlex.join(command), warn=True).exited)
             if codes[-1] == 2:  # Ctrl-C, or tests that cannot be imported
                 break
         # 5: none of a part's tests was chosen

@@ -15,9 +15,9 @@ from benchmarks import results
 from benchmarks.figures import Figure
 from benchmarks.runs import DATASET, ROOT, Bench, bench
 from cluster.errors import EXIT_DONE, EXIT_FAILED, PrerequisiteError, UsageError, nearest
-from cluster.launch import planning
+from cluster.image import engine
+from cluster.launch import folders
 from cluster.messages import counted
-from cluster.runtime import engine
 
 NAMES = ("start", "throughput", "scaling", "determinism", "telemetry", "input", "tasks", "recovery", "images")
 """Modules of this package with a function `measure`, in the order in which they are measured."""
@@ -122,9 +122,9 @@ def _draw(found: Sequence[results.Row], *, quick: bool, tell: Callable[[str], ob
         return
     kept = results.read()
     images = plots.draw(kept, ROOT / "benchmarks" / "plots")
-    board = planning.runs_dir() / "bench" / "tensorboard"
+    board = folders.runs_dir() / "bench" / "tensorboard"
     plots.show(kept, images, board)
-    tell(f"plots in benchmarks/plots/, and in TensorBoard from {planning.shown(board)}")
+    tell(f"plots in benchmarks/plots/, and in TensorBoard from {folders.shown(board)}")
 
 
 def stderr(line: str) -> None:

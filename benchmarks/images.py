@@ -14,9 +14,8 @@ from typing import IO
 from benchmarks.figures import Figure, Goal
 from benchmarks.runs import Bench
 from cluster.errors import RunFailed
-from cluster.image import contents, images
+from cluster.image import contents, engine, images
 from cluster.paths import ROOT
-from cluster.runtime import engine
 
 CONTEXT = ("cluster", "train", "docker", "requirements", ".dockerignore")
 CHANGED = "train/loops/steps.py"

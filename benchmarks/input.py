@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.figures import Figure, Goal, ratios
 from benchmarks.runs import DATASET, GLOBAL_BATCH, Bench
-from cluster.launch import planning
+from cluster.launch import folders
 from cluster.system.json_files import read_json
 
 BATCHES = 900
@@ -21,7 +21,7 @@ def measure(bench: Bench) -> list[Figure]:
     """Read with each in turn."""
     bench.invoke("data.shard", f"--name={DATASET}")  # nothing to do where they are there
     batches = [f"--batches={bench.steps(BATCHES)}"]
-    streaming = ["-m", "benchmarks.streaming", f"--data-dir={planning.data_dir()}", f"--name={DATASET}"]
+    streaming = ["-m", "benchmarks.streaming", f"--data-dir={folders.data_dir()}", f"--name={DATASET}"]
     naive = ["-m", "benchmarks.baselines.sequential_input", f"--shards={bench.shards}"]
     rates: dict[str, list[float]] = {OURS: [], NAIVE: []}
     waits: dict[str, list[float]] = {OURS: [], MEMORY: []}

@@ -18,9 +18,10 @@ from typing import Any
 
 from benchmarks.baselines.common import EVERY
 from cluster.errors import RunFailed, TimedOut
-from cluster.launch import planning
+from cluster.image import engine
+from cluster.launch import folders
 from cluster.run.folder import RunFolder
-from cluster.runtime import engine, local
+from cluster.runtime import local
 from cluster.system import process_table
 from cluster.system.json_files import read_json
 
@@ -68,12 +69,12 @@ class Bench:
     @property
     def arrays(self) -> Path:
         """The folder of the prepared arrays, for what reads them by itself."""
-        return _newest(planning.data_dir() / "arrays", "arrays.json")
+        return _newest(folders.data_dir() / "arrays", "arrays.json")
 
     @property
     def shards(self) -> Path:
         """The folder of the prepared TFRecord shards."""
-        return _newest(planning.data_dir() / "shards", "shards.json")
+        return _newest(folders.data_dir() / "shards", "shards.json")
 
     # Ours
 
@@ -206,7 +207,7 @@ def bench(**options: Any) -> Iterator[Bench]:
     """Give a folder for runs, and end what is left in it, also where this process is asked to end."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     kept = {name: os.environ.get(name) for name in ("RUNS_DIR", "DATA_DIR")}
-    data_dir = str(planning.data_dir())
+    data_dir = str(folders.data_dir())
     try:
         with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
             # What is started here, and everything that it starts, is found by this.

@@ -16,9 +16,10 @@ import pytest
 from cluster import spec
 from cluster.checks import gpu_host
 from cluster.gpu import devices
+from cluster.image import engine
 from cluster.run import provenance
 from cluster.run.folder import RunFolder
-from cluster.runtime import engine, local
+from cluster.runtime import local
 from cluster.system.json_files import write_json
 
 LAST_LINES = 15

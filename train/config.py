@@ -132,9 +132,10 @@ class TrainConfig:
 
     checkpoint_every: int | str = timer.AUTO
     """Between two checkpoints: optimizer steps such as `200`, seconds such as `30s`, at least 0.1, or `auto`: what
-    loses least time, by what a save costs and how often the run fails; after a failure the first new step is saved at
-    once. Seconds are the chief's, and all tasks save after the same step; in `fit` with callbacks under parameter
-    servers at the end of an epoch. One checkpoint is always written at the end."""
+    loses least time, by what a save costs and how often the run fails. After a failure `auto` saves the first new step
+    at once, as any interval does where all new steps were lost. Seconds are the chief's, and all tasks save after the
+    same step; in `fit` with callbacks under parameter servers at the end of an epoch. One checkpoint is always written
+    at the end."""
 
     keep_checkpoints: int = 3
     """Newest checkpoints that are kept; at least 1."""

@@ -125,10 +125,7 @@ class Assignment:
     def new_save_timer(self, saves: checkpoint.Checkpoint, first: int) -> SaveTimer:
         """Return what says when this life saves, which goes on from step `first`; the chief's alone decides."""
         past = Past.read(self.run, self.generation, first) if self.chief else None
-        steps_per_loop = self.config.steps_per_loop
-        return SaveTimer(
-            self.config.checkpoint_every, past, steps_per_loop=steps_per_loop, writing=lambda: saves.writing
-        )
+        return SaveTimer(self.config.checkpoint_every, past, writing=lambda: saves.writing)
 
     def new_evaluation(self) -> Callable[[], dict[str, float]]:
         """Return what evaluates the model on the whole test split; every task calls it."""

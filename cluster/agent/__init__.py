@@ -1,1 +1,4 @@
-"""The first process of every task. Standard library only: it is all that a container needs of `cluster`."""
+"""The first process of every task: the agent. Standard library only, since containers run it.
+
+What is done about a failure is decided in `cluster/recovery`; here it is noticed and acted on.
+"""

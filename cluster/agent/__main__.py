@@ -1,4 +1,4 @@
-"""The first process of every task: reads the environment, and runs the task's agent.
+"""The first process of every task: runs the agent of the task that the environment names.
 
 python -m cluster.agent [-- COMMAND ...]               RUN_DIR, TASK and TF_CONFIG in the environment
 python -m cluster.agent --script FILE [ARGUMENT ...]   the same for a script, see cluster/agent/script.py
@@ -18,7 +18,7 @@ from cluster.run.folder import RunFolder
 
 
 def main(arguments: list[str]) -> int:
-    """Run the task that the environment names."""
+    """Run the agent; return the exit code."""
     try:
         missing = [name for name in ("RUN_DIR", "TASK") if name not in os.environ]
         if missing:

@@ -1,4 +1,4 @@
-"""The container health check: whether this task's heartbeat is fresh. Exit code 0 or 1, one line.
+"""The health check of containers: whether this task's heartbeat is recent. Prints one line, exits with 0 or 1.
 
 python -m cluster.agent.health     RUN_DIR and TASK in the environment
 """
@@ -22,6 +22,6 @@ def check(run: RunFolder, task: str) -> tuple[bool, str]:
 
 
 if __name__ == "__main__":
-    healthy, told = check(RunFolder(Path(os.environ["RUN_DIR"])), os.environ["TASK"])
-    print(told)
+    healthy, state = check(RunFolder(Path(os.environ["RUN_DIR"])), os.environ["TASK"])
+    print(state)
     sys.exit(0 if healthy else 1)

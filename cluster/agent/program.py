@@ -1,4 +1,4 @@
-"""The process that a task's agent watches: the training program behind its gate, or a script that knows of none."""
+"""The process that a task's agent watches: the training program, which waits at a gate, or a user's script."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from cluster.system import fork_server, processes
 
 
 class Program(ABC):
-    """One life of the task's program: its process and the last lines that it printed."""
+    """One attempt of the task's program: its process and the last lines of its output."""
 
     can_wait = False
-    """Whether it can be started long before its life begins."""
+    """Whether it can be started long before it joins the cluster."""
     noise: tuple[bytes, ...] = ()
-    """What is in lines that are neither logged nor shown."""
+    """Parts of lines that are neither logged nor shown."""
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
         self._command = command
-        # TensorFlow leaves files in its temporary folder when it is ended without its own teardown, as here.
+        # TensorFlow leaves temporary files behind when it is killed.
         self._scratch = tempfile.TemporaryDirectory(prefix="tf-cluster-", ignore_cleanup_errors=True)
         self._environment = environment | {"TMPDIR": self._scratch.name}
         self._log = log
         self._process: subprocess.Popen[bytes] | fork_server.ForkedProcess | None = None
         self._pump: threading.Thread | None = None
         self._lines: list[str] = []
-        self._asked_to_end = False
+        self._end_requested = False
 
     def _start(self, folder: Path | None = None, descriptors: tuple[int, ...] = ()) -> None:
-        """Start the process, its output appended to its log and passed on."""
+        """Start the process. Its output goes to its log and to this process's output."""
         self._process = fork_server.start(
             self._command,
             cwd=folder,
@@ -56,28 +56,28 @@ class Program(ABC):
         self._pump.start()
 
     @abstractmethod
-    def open_gate(self, life: dict[str, str]) -> None:
-        """Let the program form its cluster.
+    def open_gate(self, variables: dict[str, str]) -> None:
+        """Let the program join its cluster.
 
         Args:
-            life: environment variables of this life: a program that was started as a spare does not know them yet.
+            variables: environment variables of this attempt, which a standby process does not have yet.
         """
 
     @property
     def pid(self) -> int:
-        """Its process id; 0 before it was started."""
+        """The process id; 0 before the start."""
         return self._process.pid if self._process else 0
 
     @property
     def ended(self) -> bool:
-        """Whether it was started and is no more."""
+        """Whether it was started and has ended."""
         return self._process is not None and self._process.poll() is not None
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Return the code that it ended with, negative for a signal.
 
         Raises:
-            subprocess.TimeoutExpired: it goes on.
+            subprocess.TimeoutExpired: it still runs.
         """
         assert self._process is not None
         return processes.wait(self._process, timeout_s)
@@ -88,21 +88,21 @@ class Program(ABC):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
 
-    def ask_to_end(self) -> None:
-        """Ask once: a second SIGTERM would cut short what the program does about the first."""
-        if not self._asked_to_end:
-            self._asked_to_end = True
+    def request_end(self) -> None:
+        """Send SIGTERM once: a second one would interrupt what the program does about the first."""
+        if not self._end_requested:
+            self._end_requested = True
             self._signal(signal.SIGTERM)
 
-    def show_stacks(self) -> None:  # noqa: B027  # a script shows none
-        """Have the program print its stacks, where it knows how to; only the first call does."""
+    def show_stacks(self) -> None:  # noqa: B027  # a script prints none
+        """Make the program print its stacks, once, if it can."""
 
     def end(self, grace_s: float) -> int:
-        """End the program, politely first; return its exit code, 0 for one that was never started."""
+        """End the program, after `grace_s` by SIGKILL; return its code, 0 if it was never started."""
         if self._process is None:
             return 0
         if not self.ended and grace_s > 0:
-            self.ask_to_end()
+            self.request_end()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.wait(grace_s)
         self._signal(signal.SIGKILL)
@@ -114,11 +114,11 @@ class Program(ABC):
     def error(self, code: int) -> str | None:
         """Return the error that the program reported before it ended with this code.
 
-        Where it named none, that is the last line it printed, called so; None after a signal, which says it all.
+        Without one, return its last line, labelled as such; None after a signal, which says it all.
         """
         self._await_log(1.0)
-        if (found := ends.error_in(self._lines, code)) or code < 0 or not self._lines:
-            return found
+        if (error := ends.error_in(self._lines, code)) or code < 0 or not self._lines:
+            return error
         return f"{processes.describe_exit(code)}, last line: {self._lines[-1].strip()}"
 
     def _await_log(self, timeout_s: float) -> None:
@@ -127,7 +127,7 @@ class Program(ABC):
 
 
 class Trainer(Program):
-    """The training program: started at once, it waits at its gate, the pipe whose descriptor is `GATE_FD`."""
+    """The training program. It starts at once and waits at its gate, the pipe whose descriptor is `GATE_FD`."""
 
     can_wait = True
     noise = NOISE
@@ -141,21 +141,21 @@ class Trainer(Program):
         os.close(gate_read)
 
     def show_stacks(self) -> None:
-        """Have every thread's Python stack printed to the log, once the program can: not before its gate."""
+        """Make the program print every thread's Python stack, once it has installed the handler for that."""
         if not self._stacks_shown and processes.handles(self.pid, signal.SIGUSR1):
             assert self._process is not None
             self._stacks_shown = True
             self._process.send_signal(signal.SIGUSR1)
 
-    def open_gate(self, life: dict[str, str]) -> None:
-        """Let the program form its cluster."""
+    def open_gate(self, variables: dict[str, str]) -> None:
+        """Let the program join its cluster."""
         if self._gate is not None:
             with contextlib.suppress(BrokenPipeError):
-                os.write(self._gate, json.dumps(life).encode() + b"\n")
+                os.write(self._gate, json.dumps(variables).encode() + b"\n")
             self._close_gate()
 
     def end(self, grace_s: float) -> int:
-        """End the program, politely first; return its exit code."""
+        """End the program, after `grace_s` by SIGKILL; return its code."""
         code = super().end(grace_s)
         self._close_gate()
         return code
@@ -167,14 +167,14 @@ class Trainer(Program):
 
 
 class Script(Program):
-    """Somebody's script, which knows of no gate: it is started when its cluster is complete, in a folder of its own."""
+    """A user's script. It has no gate, so it starts once its cluster is complete, in a working folder of its own."""
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path, folder: Path) -> None:
         super().__init__(command, environment, log)
         self._folder = folder
 
-    def open_gate(self, life: dict[str, str]) -> None:
+    def open_gate(self, variables: dict[str, str]) -> None:
         """Start the script."""
-        self._environment |= life
+        self._environment |= variables
         self._folder.mkdir(parents=True, exist_ok=True)
         self._start(self._folder)

@@ -1,13 +1,12 @@
-"""The agent of a task that runs somebody's script: what a script cannot do for itself, its agent does.
+"""The agent of a task that runs a user's script, which knows nothing of gates, heartbeats or our exit codes.
 
-A script knows nothing of gates, heartbeats and exit codes with a meaning. So it is started when its cluster is
-complete, its agent writes the heartbeat until the end, and how it ends is read thus:
+So the script starts once its cluster is complete, its agent writes the heartbeat until the end, and its end means:
 
-    exit code 0                     its work is done; the run succeeds when every script that trains has ended so
-    any other exit code             its own fault, which trying again would only repeat: the run fails, naming it
-    a signal                        it was killed, or crashed: started again, as the failure policy says
-    an exit code because of others  when a task is killed, the scripts of the others end with an error; so each waits a
-                                    moment for the task that really died to say so, and is then started again with it
+    exit code 0               its work is done; the run succeeds once every script that trains has ended so
+    any other exit code       its own error, which another attempt would repeat: the run fails and names it
+    a signal                  it was killed or crashed: it starts again, as the failure policy says
+    an error due to others    when a task is killed, the scripts of the others end with an error; so each waits for the
+                              task that really died to report it, and then starts again with it
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from cluster.spec import Role, Task
 from cluster.system.processes import as_exit_code
 
 SILENT_S = 2.0
-"""A task without a heartbeat for so long may be dead, agent and all, and not yet brought back. Less than the patience
-that it is looked for with."""
+"""A task without a heartbeat for so long may have died with its agent and not been brought back yet. Shorter than the
+patience with which it is awaited."""
 LONE_RESTART_S = 60.0
-"""How long after a worker's restart another script's error is taken for its consequence."""
+"""How long after a worker's restart another script's error counts as its consequence."""
 OTHERS_POLL_S = 0.2
 
 
@@ -41,26 +40,25 @@ class ScriptAgent(Agent):
     """Runs one task's script from its start to the run's outcome."""
 
     grace_s = settings.seconds("SCRIPT_GRACE_S")
-    """Seconds that a script gets to end by itself after SIGTERM, as many as `docker stop` gives. TensorFlow takes
-    SIGTERM for a notice of preemption, so a script that trains on several tasks does not hear of it unless it asks
-    TensorFlow."""
+    """Seconds that a script gets to end by itself after SIGTERM, as many as `docker stop` gives. TensorFlow handles
+    SIGTERM as a notice of preemption, so a script that trains on several tasks only sees it if it asks TensorFlow."""
     grace_ends = 0.0
-    """When a script that was asked to end is killed."""
+    """When to kill a script that was asked to end."""
     _script_began_s = 0.0
 
     def _program(self, environment: dict[str, str]) -> Program:
         folder = self.run.work(self.task.name)
         return Script(self.command, script_environment(environment), self.run.log(self.task.name), folder)
 
-    def _begin(self, program: Program, heartbeat: Heartbeat, life: dict[str, str]) -> None:
-        program.open_gate(life)
+    def _let_start(self, program: Program, heartbeat: Heartbeat, variables: dict[str, str]) -> None:
+        program.open_gate(variables)
         self.heartbeat = heartbeat
         self._script_began_s = time.monotonic()
         heartbeat.update(state="training")
         self.run.event(self.task.name, "script started")
 
-    def _ask_to_end(self, program: Program) -> None:
-        super()._ask_to_end(program)
+    def _request_end(self, program: Program) -> None:
+        super()._request_end(program)
         self.grace_ends = self.grace_ends or time.monotonic() + self.grace_s
         if time.monotonic() > self.grace_ends:
             self.run.end("stopped", task=self.task.name)
@@ -71,7 +69,7 @@ class ScriptAgent(Agent):
 
     @property
     def _listener(self) -> Task:
-        """On all addresses of a container: it is on two networks, and its name may mean its address on either."""
+        """All addresses of a container: it is on two networks, and its name may resolve to either address."""
         return self.task if self.task.host == "127.0.0.1" else dataclasses.replace(self.task, host="0.0.0.0")  # noqa: S104
 
     def _act_on_exit(self, program: Program, generation: int) -> None:
@@ -82,17 +80,17 @@ class ScriptAgent(Agent):
         others_had_failed = self._others_failed(generation)
         self.heartbeat.update(state="done" if code == 0 else "failed", exit_code=as_exit_code(code))
         end = self._end_of(program, code, generation)
-        # An abort is TensorFlow's own when it hears that another task failed.
+        # TensorFlow aborts when it learns that another task failed.
         killed = code < 0 and not (code == -signal.SIGABRT and others_had_failed)
         if self.run.stop_requested:
             self.run.end("stopped", task=self.task.name)
         elif code == 0:
             self._await_outcome(generation)
-        elif killed and self.alone:
+        elif killed and self.restarts_alone:
             self._restart_alone(end)
         elif killed:
             self._restart_gang(generation, end)
-        elif self._another_failed(generation, PEER_LOST_PATIENCE_S * (2 if others_had_failed else 1)):
+        elif self._another_restarts_gang(generation, PEER_LOST_PATIENCE_S * (2 if others_had_failed else 1)):
             return
         elif self._worker_restarted(generation, ended_at):
             cause = f"{end.cause}, after a worker had died"
@@ -105,12 +103,12 @@ class ScriptAgent(Agent):
         return time.monotonic() - self._script_began_s
 
     def _await_outcome(self, generation: int) -> None:
-        """Wait until every script that trains has ended with 0, however long that takes; the chief's agent says so."""
+        """Wait until every script that trains has ended with 0; the chief's agent records it."""
         if self.task.role != Role.CHIEF:
-            self._wait_until_over(generation, float("inf"))
+            self._wait_until_over(generation)
             return
         training = {task.name for task in self.spec.tasks if not self.spec.serves(task)}
-        while not self._over(generation):
+        while not self._is_over(generation):
             beats = self.run.heartbeats().values()
             done = {b["task"] for b in beats if (b["state"], b["generation"]) == ("done", generation)}
             if training <= done:
@@ -124,18 +122,18 @@ class ScriptAgent(Agent):
         return any(b["task"] != mine and b["generation"] == generation and b["state"] == "failed" for b in beats)
 
     def _worker_restarted(self, generation: int, ended_at: float) -> bool:
-        """Whether a worker was started again alone shortly before: not every script goes on without one."""
+        """Whether a worker was restarted alone shortly before: not every script continues without one."""
         times = [e["time"] for e in self.run.events() if (e["event"], e["generation"]) == ("restarted", generation)]
         return any(moment > ended_at - LONE_RESTART_S for moment in times)
 
 
 def _reported(end: End) -> str:
-    """Return how a script ended, its exit code first: what it means is the script's own affair."""
+    """Return how a script ended, its exit code first, since only the script's author knows what that means."""
     return end.reported if not end.error or end.error.startswith(end.cause) else f"{end.cause}: {end.error}"
 
 
 def script_environment(environment: dict[str, str]) -> dict[str, str]:
-    """Return what a script is started with: modules of this checkout must not stand before the ones it means."""
+    """Return a script's environment: modules of this checkout must not shadow those that it imports."""
     entries = environment.get("PYTHONPATH", "").split(os.pathsep)
     kept = [entry for entry in entries if entry and Path(entry).resolve() != ROOT]
     rest = {name: value for name, value in environment.items() if name != "PYTHONPATH"}

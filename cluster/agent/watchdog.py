@@ -1,7 +1,7 @@
-"""Notices tasks that live but do nothing: frozen ones by their heartbeat, hanging ones by their step.
+"""Detects tasks that are alive but do nothing: frozen ones by their heartbeat, hanging ones by their step.
 
-Times are measured on this machine's own clock, from the moment at which a heartbeat or a step was seen to change: the
-clocks of several machines differ. Time in which this process itself could not look does not count.
+The clocks of several machines differ, so times are measured on this machine's monotonic clock, from when a heartbeat or
+a step was seen to change. Time in which this process was stopped itself does not count.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from cluster.spec import ClusterSpec, Role, Task
 from cluster.system.json_files import create_json
 
 FROZEN_S = 8.0
-"""A program that writes no heartbeat for so long (one is due every second) is frozen, and ended by its agent."""
+"""A program without a heartbeat for so long (one is due every second) is frozen; its agent ends it."""
 SILENT_S = 12.0
-"""A task whose agent did not act on that either is gone: another agent acts."""
+"""If its agent did not do that either, the task is gone, and another agent acts."""
 IMPORT_S = 120.0
 """Longest time from the rendezvous to a program's own first heartbeat."""
 HANG_TIMEOUT_S = 60.0
 """Longest time without a new step while a task trains."""
 SLOW_FACTOR = 10
-"""How much longer it may take while no step is due: until the first step of a generation, saving, evaluating."""
+"""How many times as long the first step of a generation, saving and evaluating may take."""
 EXAMINE_S = 0.5
 AWAY_S = 4.0
-"""A longer time between two examinations means that this process was stopped: what changed meanwhile is not known."""
+"""A longer time between two examinations means that this process was stopped and does not know what changed."""
 START_STATES = frozenset({"starting", "waiting", "restarting", "compiling"})
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong, and whose doing it is."""
+    """What is wrong, and with which task."""
 
     task: str
     cause: str
     kind: str
-    """`frozen`: the task of this agent; `silent`: another one; `hang`: no new step."""
+    """`frozen`: this agent's task; `silent`: another task; `hang`: no new step."""
 
 
 class Watchdog:
-    """Watches a generation for one task's agent."""
+    """Watches one generation for one task's agent."""
 
     def __init__(self, run: RunFolder, spec: ClusterSpec, task: Task, generation: int) -> None:
-        """Begin to watch: the cluster is complete."""
+        """Begin to watch a complete cluster."""
         self._hang_timeout_s = float(run.started.get("hang_timeout_s", HANG_TIMEOUT_S))
         self._run = run
         self._spec = spec
@@ -58,34 +58,34 @@ class Watchdog:
         self._began = self._examined = time.monotonic()
 
     def examine(self) -> Finding | None:
-        """Return what is found now, if anything; looks at most every `EXAMINE_S`."""
+        """Return a finding, if there is one. Looks at most every `EXAMINE_S`."""
         now = time.monotonic()
         if now - self._examined < EXAMINE_S and self._changed:
             return None
-        self._forgive(now - self._examined)
+        self._discount(now - self._examined)
         self._examined = now
         beats = self._beats()
         ages = {name: now - self._since(name, beat["updated_at"], now) for name, beat in beats.items()}
         return self._frozen(beats, ages, now) or self._hanging(beats, ages, now)
 
     def silent_task(self, patience_s: float) -> str | None:
-        """Return another task that gave no sign of life for so long, agent and all; None where all others did.
+        """Return another task that has given no sign of life for so long; None if there is none.
 
-        A program writes no heartbeat after its end, but its agent reports that.
+        A program that has ended writes no heartbeat, but its agent reports the end.
         """
         now = time.monotonic()
         known = {self._task.name, "evaluator", *ends.ended_tasks(self._run, self._generation)}
-        ages = {n: now - self._since(n, b["updated_at"], now) for n, b in self._beats().items() if _lives(b)}
+        ages = {n: now - self._since(n, b["updated_at"], now) for n, b in self._beats().items() if _is_running(b)}
         silent = [n for n, age in ages.items() if age > patience_s and n not in known]
         return silent[0] if silent else None
 
     @property
-    def hang_told(self) -> bool:
-        """Whether an agent found that this generation hangs."""
+    def hang_reported(self) -> bool:
+        """Whether an agent has reported that this generation hangs."""
         return self._hang.exists()
 
-    def tell_hang(self, finding: Finding) -> None:
-        """Let every agent know, so that each has its program show what it is doing."""
+    def report_hang(self, finding: Finding) -> None:
+        """Report a hang to every agent, so that each makes its program print its stacks."""
         create_json(self._hang, {"task": finding.task, "cause": finding.cause, "time": time.time()})
 
     @property
@@ -97,14 +97,14 @@ class Watchdog:
         beats = {task.name: self._run.heartbeat(task.name) for task in self._spec.tasks}
         return {name: beat for name, beat in beats.items() if beat and beat["generation"] == self._generation}
 
-    def _forgive(self, gap_s: float) -> None:
-        """Leave out the time in which this process was stopped, or its machine slept."""
+    def _discount(self, gap_s: float) -> None:
+        """Leave out time in which this process was stopped or its machine slept."""
         if gap_s > AWAY_S:
             self._began += gap_s
             self._changed = {key: (value, since + gap_s) for key, (value, since) in self._changed.items()}
 
     def _since(self, key: str, value: Any, now: float) -> float:
-        """Return when a value was first seen as it is."""
+        """Return when a value was first seen as it is now."""
         if key not in self._changed or self._changed[key][0] != value:
             self._changed[key] = (value, now)
         return self._changed[key][1]
@@ -115,7 +115,7 @@ class Watchdog:
             quiet_s, patience_s = age, FROZEN_S if mine else SILENT_S
             if mine and beats[name]["state"] == "waiting":  # until its program's own first heartbeat, the agent's
                 quiet_s, patience_s = now - self._began, IMPORT_S
-            if not _lives(beats[name]) or quiet_s < patience_s:
+            if not _is_running(beats[name]) or quiet_s < patience_s:
                 continue
             if not mine and self._spec.task(name).role == Role.EVALUATOR:
                 continue
@@ -123,14 +123,14 @@ class Watchdog:
         return None
 
     def _hanging(self, beats: dict[str, Any], ages: dict[str, float], now: float) -> Finding | None:
-        """Look for missing steps, as the agent of the chief, for the gang, or of the evaluator, for itself."""
+        """Look for missing steps: the chief's agent does so for all tasks, the evaluator's for itself."""
         own = beats.get(self._task.name)
-        if self._task.role not in (Role.CHIEF, Role.EVALUATOR) or own is None or not _lives(own) or self._scripted:
+        if self._task.role not in (Role.CHIEF, Role.EVALUATOR) or own is None or not _is_running(own) or self._scripted:
             return None
-        if own["state"] in START_STATES:  # whatever it does there, the first step is due
+        if own["state"] in START_STATES:  # time in all of these states counts towards the first step
             stuck_s, missing = now - self._began, "first step"
         elif self._task.role == Role.EVALUATOR:
-            return None  # it waits for checkpoints, for as long as none comes
+            return None  # it may wait for checkpoints forever
         else:
             stuck_s, missing = now - self._since("the step", (own["step"], own["state"]), now), "new step"
         if stuck_s < self._hang_timeout_s * (1 if own["state"] == "training" else SLOW_FACTOR):
@@ -145,18 +145,18 @@ class Watchdog:
         return Finding(name or self._task.name, cause + differs, "hang")
 
 
-def _lives(beat: dict[str, Any]) -> bool:
+def _is_running(beat: dict[str, Any]) -> bool:
     return beat["state"] not in FINAL_STATES
 
 
 def _behind(beats: dict[str, Any]) -> str | None:
-    """Return the task that has not yet built its model, where another one has."""
+    """Return a task that has not built its model yet, if another one has."""
     behind = [name for name, beat in beats.items() if beat["state"] != "compiling"]
     return behind[0] if 0 < len(behind) < len(beats) else None
 
 
 def _differing(beats: dict[str, Any], ages: dict[str, float]) -> str | None:
-    """Return the task that is unlike the others: the most silent one, or one in another place."""
+    """Return the task that differs from the others: by its silence, or by its step and state."""
     oldest = max(beats, key=lambda name: ages[name])
     if ages[oldest] > FROZEN_S / 2:
         return oldest

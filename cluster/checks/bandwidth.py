@@ -14,10 +14,10 @@ from cluster.findings import Finding
 from cluster.gpu import devices, placement
 from cluster.gpu.devices import Machine
 from cluster.gpu.placement import Placement
-from cluster.image import images
+from cluster.image import engine, images
 from cluster.launch import planning
 from cluster.paths import ROOT
-from cluster.runtime import engine, local, toolkit
+from cluster.runtime import local, toolkit
 
 CHECK = "gpu bandwidth"
 TIMEOUT_S = 300.0

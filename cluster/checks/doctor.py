@@ -14,9 +14,9 @@ from cluster.checks import bandwidth as allreduce
 from cluster.checks import gpu_host
 from cluster.errors import ClusterError, UsageError
 from cluster.findings import Finding
-from cluster.image import locks
-from cluster.launch import planning
-from cluster.runtime import engine, local, network, tensorboard
+from cluster.image import engine, locks
+from cluster.launch import folders
+from cluster.runtime import local, network, tensorboard
 
 LOCKS = ("host", "train-cpu", "tensorboard")
 
@@ -92,30 +92,30 @@ def _memory() -> Finding:
 
 
 def _disk() -> Finding:
-    folder = planning.runs_dir()
+    folder = folders.runs_dir()
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     writable = os.access(folder, os.W_OK)
-    if free >= planning.MIN_FREE_BYTES and writable:
-        return Finding("disk", "ok", f"{free / 2**30:.1f} GiB free for {planning.shown(planning.runs_dir())}")
+    if free >= folders.MIN_FREE_BYTES and writable:
+        return Finding("disk", "ok", f"{free / 2**30:.1f} GiB free for {folders.shown(folders.runs_dir())}")
     detail = f"{free / 2**20:.0f} MiB free" if writable else f"{folder} cannot be written"
     return Finding("disk", "failed", detail, "free space, or set RUNS_DIR to another folder")
 
 
 def _data() -> Finding:
-    folder = planning.data_dir() / "arrays"
+    folder = folders.data_dir() / "arrays"
     ready = sorted(path.parent.name for path in folder.glob("*/arrays.json"))
     if ready:
         return Finding("data", "ok", ", ".join(ready))
     return Finding(
-        "data", "warning", f"nothing is prepared in {planning.shown(planning.data_dir())}", "invoke data.prepare"
+        "data", "warning", f"nothing is prepared in {folders.shown(folders.data_dir())}", "invoke data.prepare"
     )
 
 
 def _port(port: int) -> Finding:
     try:
-        tensorboard.check_port(planning.runs_dir(), port)
+        tensorboard.check_port(folders.runs_dir(), port)
     except ClusterError as error:
         return Finding("tensorboard port", "failed", str(error), "--tensorboard-port 6007")
     return Finding("tensorboard port", "ok", f"127.0.0.1:{port} is free or ours")

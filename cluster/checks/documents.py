@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.errors import ClusterError
-from cluster.launch import planning
+from cluster.launch import folders
 
 END = "<!-- its end -->"
 
@@ -26,7 +26,7 @@ def written(path: Path, begin: str) -> list[str]:
     inside, end, _ = rest.partition(f"{END}\n")
     if not found or not end:
         raise ClusterError(
-            f"{planning.shown(path)} has no lines {begin!r} and {END!r}; put them where the table belongs"
+            f"{folders.shown(path)} has no lines {begin!r} and {END!r}; put them where the table belongs"
         )
     return inside.splitlines()
 

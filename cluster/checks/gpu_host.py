@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from cluster.errors import PrerequisiteError
 from cluster.findings import Finding
 from cluster.gpu import devices as gpus
-from cluster.image import images
+from cluster.image import engine, images
 from cluster.messages import counted
-from cluster.runtime import compose, engine, toolkit
+from cluster.runtime import compose, toolkit
 from cluster.system import processes
 
 # CUDA Toolkit Release Notes, "CUDA Toolkit and Corresponding Driver Versions"

@@ -20,7 +20,7 @@ from typing import Any
 
 from cluster.checks import documents
 from cluster.errors import EXIT_DONE, EXIT_PREREQUISITE, RunFailed
-from cluster.launch import planning
+from cluster.launch import folders
 from cluster.messages import counted
 from cluster.paths import ROOT
 from cluster.run.folder import RunFolder
@@ -143,7 +143,7 @@ def train(case: Case, runs: Path, limit_s: float) -> Ended:
             up = subprocess.Popen(
                 command(case),
                 cwd=ROOT,
-                env=os.environ | {"RUNS_DIR": str(runs), "DATA_DIR": str(planning.data_dir()), "TMPDIR": str(scratch)},
+                env=os.environ | {"RUNS_DIR": str(runs), "DATA_DIR": str(folders.data_dir()), "TMPDIR": str(scratch)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -224,7 +224,7 @@ def write(rows: list[Row]) -> list[str]:
     if count := failed(rows):
         raise RunFailed(f"{counted(count, 'row')} failed, so no table is written; mend that and try again")
     documents.renew(DOCUMENTS, BEGIN, table(rows))
-    return [planning.shown(path) for path in DOCUMENTS]
+    return [folders.shown(path) for path in DOCUMENTS]
 
 
 def _read(run: RunFolder, code: int | None, told: list[str], seconds: float) -> Ended:

@@ -16,7 +16,7 @@ from cluster.control import chaos as injection
 from cluster.control import storm as storming
 from cluster.control import view
 from cluster.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, UsageError
-from cluster.launch import planning, startup
+from cluster.launch import folders, startup
 
 
 @task(
@@ -52,7 +52,7 @@ def verify(c, write=False, json=False):
 )
 def rerun(c, run=None, runtime="", tolerance="0", trust=False, json=False):
     """Make a run once more and compare every logged loss and the final weights; exit code 0 where they are the same."""
-    folder = planning.find_run(run or "")
+    folder = folders.find_run(run or "")
     bound, sh = repetition.parse_tolerance(tolerance), shell(c, aside=json)
     again, verdict = repetition.rerun(folder, runtime, bound, sh, trust=trust)
     show(repetition.to_json(again, verdict), lambda _: repetition.lines(again, verdict), as_json=json)
@@ -78,7 +78,7 @@ def chaos(
     json=False,
 ):  # fmt: skip
     """Inject a real fault into a run and report its cost, once the run has recovered or ended."""
-    folder = planning.find_run(run)
+    folder = folders.find_run(run)
     if kind == "storm":
         count, drawn = spec.parse_count("faults", faults, 1, 10_000), [word for word in kinds.split(",") if word]
         raise Exit(code=storming.main(folder, count, spec.parse_count("seed", seed, 0, 2**31 - 1), drawn))

@@ -28,10 +28,10 @@ from cluster.errors import (
     ClusterError,
     TimedOut,
 )
-from cluster.launch import planning
+from cluster.image import engine
+from cluster.launch import folders
 from cluster.messages import plain, system_error
 from cluster.paths import ROOT
-from cluster.runtime import engine
 from cluster.system.json_files import DISK_FULL
 
 JSON_HELP = "print as JSON (default: no)"
@@ -137,7 +137,7 @@ def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[s
 def _explained(error: OSError) -> str:
     """Return what the system refused and what to do about it; the system does not always name the file."""
     if error.errno in DISK_FULL and not error.filename:
-        where = planning.shown(planning.runs_dir())
+        where = folders.shown(folders.runs_dir())
         return (
             f"{where}, or a temporary folder: {error.strerror}; free space, or set RUNS_DIR or TMPDIR to another disk"
         )

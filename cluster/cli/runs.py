@@ -13,7 +13,7 @@ from cluster.control import ending, scaling, view
 from cluster.control import trace as tracing
 from cluster.control import watch as watching
 from cluster.errors import RunFailed, UsageError
-from cluster.launch import planning, startup, teardown
+from cluster.launch import folders, planning, startup, teardown
 from cluster.launch.request import OPTIONS
 from cluster.runtime import tensorboard as board
 from cluster.system import interrupts
@@ -43,7 +43,7 @@ def plan(c, request, json=False):
 @task(run=RUN_HELP, watch="redraw until the run ends (default: no)", json=JSON_HELP)
 def status(c, run="", watch=False, json=False):
     """Show every task's state, step, speed, loss and restarts."""
-    folder = planning.find_run(run)
+    folder = folders.find_run(run)
     if watch:
         live = view.Live()
         watching.follow(folder, live.show)
@@ -59,7 +59,7 @@ def status(c, run="", watch=False, json=False):
 )
 def logs(c, task=None, run="", follow=False):
     """Show what the tasks' programs printed."""
-    folder = planning.find_run(run)
+    folder = folders.find_run(run)
     cluster = folder.load_cluster()
     view.logs(folder, [cluster.task(task).name] if task else [member.name for member in cluster.tasks], follow)
 
@@ -74,24 +74,24 @@ def profile(c, task=None, steps="5", run=""):
     """Trace some steps of a task while it trains, to be read in TensorBoard's Profile tab."""
     if not task:
         raise UsageError("the task is missing: name one that trains, such as invoke profile worker-0")
-    print("\n".join(tracing.trace(planning.find_run(run), task, spec.parse_count("steps", steps, 1, 10_000))))
+    print("\n".join(tracing.trace(folders.find_run(run), task, spec.parse_count("steps", steps, 1, 10_000))))
 
 
 @task(port=OPTIONS["tensorboard_port"].full_help, runtime=OPTIONS["runtime"].full_help)
 def tensorboard(c, port=str(board.PORT), runtime="auto"):
     """Start TensorBoard over all runs, unless it runs, and print its address."""
     number = spec.parse_count("port", port, 1, 65535)
-    board.start(planning.runs_dir(), number, startup.tensorboard_runtime(runtime, shell(c)), shell(c))
+    board.start(folders.runs_dir(), number, startup.tensorboard_runtime(runtime, shell(c)), shell(c))
     print(board.address(number))
 
 
 @task("run", run=RUN_HELP, timeout="seconds to wait (default: as long as it takes)")
 def wait(c, run=None, timeout=""):
     """Wait for a run to end and show how; exit code 0 done, 1 failed, 4 timed out, 130 stopped."""
-    folder = planning.find_run(run)
+    folder = folders.find_run(run)
     bound = spec.parse_count("timeout", timeout, 1, 10**9) if timeout else float("inf")
     ended = watching.follow(folder, lambda value: None, bound)
-    print("\n".join(view.ended(folder, planning.shown(folder.path))))
+    print("\n".join(view.ended(folder, folders.shown(folder.path))))
     raise Exit(code=watching.exit_code(ended))
 
 
@@ -103,16 +103,16 @@ def wait(c, run=None, timeout=""):
 )
 def scale(c, workers="", ps="", run="", trust=False):
     """Go on with more or fewer workers: save at the same step on every task, and train on from there at once."""
-    raise Exit(code=scaling.scale(planning.find_run(run), workers, ps, shell(c), trust=trust))
+    raise Exit(code=scaling.scale(folders.find_run(run), workers, ps, shell(c), trust=trust))
 
 
 @task("run", run=RUN_HELP)
 def stop(c, run=None):
     """Save a checkpoint at the same step on every task and stop; go on with `up --resume`."""
-    folder = planning.find_run(run)
+    folder = folders.find_run(run)
     watching.stop(folder, "invoke stop")
     left = teardown.finish(folder, shell(c))
-    print("\n".join(view.ended(folder, planning.shown(folder.path))), flush=True)
+    print("\n".join(view.ended(folder, folders.shown(folder.path))), flush=True)
     if left:
         raise RunFailed(left)
 
@@ -125,4 +125,4 @@ def stop(c, run=None):
 def down(c, run=None, timeout="15"):
     """End every process, container and network that `up` started. Run folders stay."""
     bound = spec.parse_count("timeout", timeout, 0, 10**9)
-    raise Exit(code=ending.down(planning.runs_dir(), run, bound, shell(c)))
+    raise Exit(code=ending.down(folders.runs_dir(), run, bound, shell(c)))

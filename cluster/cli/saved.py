@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cluster.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, shell, task
 from cluster.errors import UsageError
-from cluster.launch import planning, saved
+from cluster.launch import folders, saved
 
 
 @task("run", run=RUN_HELP, trust=TRUST_HELP, json=JSON_HELP)
@@ -35,4 +35,4 @@ def predict(c, run=None, image="", trust=False):
 
 
 def _run(c, run, verb, *words, trust):
-    shell(c, quiet=True)(saved.command(verb, planning.find_run(run), *words, trust=trust))
+    shell(c, quiet=True)(saved.command(verb, folders.find_run(run), *words, trust=trust))

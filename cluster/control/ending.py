@@ -9,7 +9,7 @@ from pathlib import Path
 from cluster import spec
 from cluster.control import watch
 from cluster.errors import EXIT_DONE, EXIT_FAILED, ClusterError
-from cluster.launch import planning, teardown
+from cluster.launch import folders, teardown
 from cluster.messages import plain
 from cluster.run.folder import RunFolder
 from cluster.runtime import tensorboard
@@ -38,7 +38,7 @@ def down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> int:
             if run in left.out_of_reach:
                 continue
             watch.end(run, "invoke down", timeout_s, sh, contained=True if run in left.contained else None)
-            where = planning.shown(run.path) if run.path.exists() else "gone"
+            where = folders.shown(run.path) if run.path.exists() else "gone"
             print(f"{run.name} is down; its folder is {where}", flush=True)
     with failures:
         left.check(name)
@@ -52,7 +52,7 @@ def down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> int:
 def _named(runs_dir: Path, name: str, left: teardown.Leftovers) -> RunFolder:
     """Return the run of a name, also where its folder is gone and only something that runs of it is left."""
     run = RunFolder(runs_dir / spec.check_run_name(name))
-    return run if run in left.runs or run in left.out_of_reach else planning.find_run(name)
+    return run if run in left.runs or run in left.out_of_reach else folders.find_run(name)
 
 
 class _Failures:

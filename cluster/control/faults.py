@@ -15,10 +15,11 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 
 from cluster.errors import ClusterError, UsageError
+from cluster.image import engine
 from cluster.launch.teardown import is_docker
 from cluster.run import records
 from cluster.run.folder import RunFolder
-from cluster.runtime import compose, engine
+from cluster.runtime import compose
 from cluster.system import memory, processes
 
 SLOWED_SHARE = 0.2

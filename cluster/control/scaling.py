@@ -13,7 +13,7 @@ import time
 from cluster import spec
 from cluster.control import view, watch
 from cluster.errors import EXIT_DONE, TimedOut, UsageError
-from cluster.launch import planning, startup, teardown
+from cluster.launch import folders, planning, startup, teardown
 from cluster.launch.request import Request, topology
 from cluster.messages import counted
 from cluster.results import summary
@@ -203,7 +203,7 @@ def _tell_end(run: RunFolder, sh: startup.Shell, how: str) -> int:
     """Tell of a run that ended while it was being scaled; return the exit code."""
     ended = watch.follow(run, lambda value: None)
     left = teardown.finish(run, sh)
-    print("\n".join([f"{run.name} {how}", *view.ended(run, planning.shown(run.path))]))
+    print("\n".join([f"{run.name} {how}", *view.ended(run, folders.shown(run.path))]))
     if left:
         print(left, file=sys.stderr)
     return watch.exit_code(ended)

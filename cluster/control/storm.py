@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from cluster.control import chaos, view, watch
 from cluster.errors import EXIT_DONE, EXIT_FAILED, UsageError
-from cluster.launch import planning
+from cluster.launch import folders
 from cluster.launch.teardown import is_docker
 from cluster.messages import counted
 from cluster.results import reference
@@ -28,7 +28,7 @@ def main(run: RunFolder, count: int, seed: int, kinds: Sequence[str]) -> int:
     results = deal(run, count, seed, kinds, lambda line: print(line, flush=True))
     print(f"{counted(len(results), 'fault')} inflicted; waiting for the run's end", flush=True)
     ended = watch.follow(run, lambda value: None)
-    print("\n".join(view.ended(run, planning.shown(run.path))))
+    print("\n".join(view.ended(run, folders.shown(run.path))))
     if ended["state"] != "succeeded":
         cause = ended.get("cause")
         why = f": {cause['task'] or 'the run'}: {cause['error']}" if cause else ""

@@ -18,7 +18,7 @@ from cluster.errors import (
     EXIT_TIMEOUT,
     TimedOut,
 )
-from cluster.launch import planning, startup, teardown
+from cluster.launch import folders, startup, teardown
 from cluster.results import summary
 from cluster.run import claim, records
 from cluster.run.folder import LOST_AFTER_S, SCALE_PATIENCE_S, RunFolder
@@ -137,7 +137,7 @@ def attend(run: RunFolder, runtime: str, port: int, detach: bool, sh: startup.Sh
         return EXIT_DONE
     live.clear()
     left = teardown.finish(run, sh)
-    print("\n".join(view.ended(run, planning.shown(run.path))), flush=True)
+    print("\n".join(view.ended(run, folders.shown(run.path))), flush=True)
     if left:
         print(left, file=sys.stderr)
     return exit_code(ended)
@@ -153,7 +153,7 @@ def _watch(
         live.show(value)
 
     stops = "stops every script" if run.script else "saves and stops"
-    print(f"run folder {planning.shown(run.path)}; Ctrl-C {stops}, a second one kills", flush=True)
+    print(f"run folder {folders.shown(run.path)}; Ctrl-C {stops}, a second one kills", flush=True)
     if until_training(run, show):
         live.clear()
         if port:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import sys
 
 from cluster.errors import ClusterError, PrerequisiteError
+from cluster.image import engine
 from cluster.image.images import DEBIAN_BASE
 from cluster.messages import counted
 from cluster.paths import ROOT
-from cluster.runtime import engine
 
 RECORD = ROOT / "docker" / "base-packages.txt"
 RENEW = "invoke image.base --renew"

@@ -17,9 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from cluster.errors import PrerequisiteError, UsageError, nearest
-from cluster.image import checkout
+from cluster.image import checkout, engine
 from cluster.paths import ROOT
-from cluster.runtime import engine
 from cluster.system.files import files_sha256
 
 ACCELERATORS = ("cpu", "gpu")

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import UsageError, nearest
-from cluster.image import base_packages, contents, images
+from cluster.image import base_packages, contents, engine, images
 from cluster.messages import counted
-from cluster.runtime import engine
 
 BOTH = "both"
 SHOWN = 20

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import PrerequisiteError, UsageError
-from cluster.image import contents, images
+from cluster.image import contents, engine, images
 from cluster.messages import counted
 from cluster.paths import ROOT
-from cluster.runtime import engine
 
 FOLDER = "dist"
 HASH_OF = "tf-cluster:hash-of"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 
-from cluster.launch import planning
+from cluster.launch import folders
 from cluster.run import provenance
 from cluster.run.folder import RunFolder
 from cluster.system import files
@@ -28,5 +28,5 @@ def command(verb: str, run: RunFolder, *words: str, trust: bool = False) -> str:
         provenance.check(run)
     for part in (run.checkpoints, run.export, run.path / "metrics"):
         files.refuse_links(part)  # TensorFlow would follow them
-    data = ["--data-dir", str(planning.data_dir())]
+    data = ["--data-dir", str(folders.data_dir())]
     return shlex.join([sys.executable, "-m", "train.saved", verb, "--run-dir", str(run.path), *data, *words])

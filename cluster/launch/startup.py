@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import PrerequisiteError
-from cluster.image import images
+from cluster.image import engine, images
 from cluster.launch import configuration, manifest, packages, planning, teardown
+from cluster.launch.folders import MIN_FREE_BYTES, check_folder, data_dir, runs_dir, shown
 from cluster.launch.payload import lay_out
-from cluster.launch.planning import MIN_FREE_BYTES, Plan, data_dir, runs_dir, shown
+from cluster.launch.planning import Plan
 from cluster.launch.request import Request
 from cluster.messages import counted
 from cluster.run import claim, owner, provenance
 from cluster.run.folder import SCALE
-from cluster.runtime import compose, engine, local, tensorboard, toolkit
+from cluster.runtime import compose, local, tensorboard, toolkit
 from cluster.system import files, interrupts, json_files
 
 Shell = Callable[[str], object]
@@ -62,7 +63,7 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
     """
     check_machine(plan)
     with claim.hold(plan.run, "resumed" if plan.resumes else "started"):
-        planning.check_folder(plan.run, resumes=plan.resumes, replaces=plan.replaces)
+        check_folder(plan.run, resumes=plan.resumes, replaces=plan.replaces)
         for command in [] if plan.data else _data_commands(plan):
             sh(command)
         if not plan.payload.script:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.errors import EXIT_FAILED, ClusterError, PrerequisiteError
+from cluster.image import engine
 from cluster.results import summary
 from cluster.run import claim, owner
 from cluster.run.folder import RunFolder
 from cluster.run.liveness import silent
-from cluster.runtime import compose, engine, local
+from cluster.runtime import compose, local
 from cluster.system import process_table
 
 

@@ -1,1 +1,1 @@
-"""What is done about failures: attempts without progress, causes, and what each restart cost."""
+"""Failures: their causes, how many attempts without progress end a run, and what each restart cost."""

@@ -1,4 +1,4 @@
-"""What an agent records when something has failed: the next generation, a restart of its own task, or the run's end."""
+"""The failure policy: whether the gang or one task starts again after a failure, or the run ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cluster.spec import ClusterSpec, Role, Task
 
 
 class Recovery:
-    """Decides, for the agent of one task, whether what failed is started again, and records that."""
+    """Decides for the agent of one task whether what failed starts again, and records the decision."""
 
     def __init__(self, run: RunFolder, spec: ClusterSpec, task: Task) -> None:
         self._run = run
@@ -36,41 +36,41 @@ class Recovery:
         lived_s: float = 0.0,
         may_follow: bool = False,
     ) -> End:
-        """Return the end of this task, or of the one named, with how far it had come."""
+        """Return the record of the end of this task, or of the one named, with the last step that it did."""
         name = task or self._task.name
-        reached = self._reached(self._spec.task(name), generation)
-        return End(name, kind, cause, error, time.time() if at is None else at, reached, lived_s, may_follow)
+        furthest = self._furthest(self._spec.task(name), generation)
+        return End(name, kind, cause, error, time.time() if at is None else at, furthest, lived_s, may_follow)
 
-    def _reached(self, task: Task, generation: int) -> int:
-        """Return how far a task came, by its own record: other tasks may have come to a step more, or not."""
+    def _furthest(self, task: Task, generation: int) -> int:
+        """Return the last step in a task's own record; others may have done one more."""
         if task.role == Role.EVALUATOR:
             beat = self._run.heartbeat(task.name)
             return int(beat["step"]) if beat else -1
-        if self._spec.restarts_alone(task):  # what the chief has seen it do, whatever the generation
-            done = step_record.read(self._run, task.name)
-            return done.step if done else -1
+        if self._spec.restarts_alone(task):  # written by the chief, in whatever generation
+            progress = step_record.read(self._run, task.name)
+            return progress.step if progress else -1
         return step_record.furthest(self._run, "chief" if self._spec.serves(task) else task.name, generation)
 
     def restart_gang(self, generation: int, own: End) -> None:
-        """Have every task start again in the next generation, unless the culprit fails again and again."""
+        """Begin the next generation, in which every task starts again, unless the run has failed too often."""
         if self._run.outcome or self._run.generation > generation:
-            return  # it failed once, however many noticed
-        run, end = self._run, ends.culprit(self._run, generation, own)
+            return  # another agent has acted on this failure
+        run, end = self._run, ends.root_cause(self._run, generation, own)
         saved = max(run.saved_steps, default=-1)
         tried = [*attempts.of_gang(run, generation), Attempt.of(asdict(end) | {"saved": saved})]
         if count := attempts.too_many(tried, attempts.max_restarts(run)):
             self._fail(end, count)
             return
         step = max(run.newest_step, step_record.newest(run, generation))
-        why = {"task": end.task, "cause": end.cause, "error": end.error, "step": step, "failed_at": end.at}
-        why |= {**_of_attempt(end), "saved": saved, "pause_s": attempts.pause_s(tried)}
+        record = {"task": end.task, "cause": end.cause, "error": end.error, "step": step, "failed_at": end.at}
+        record |= {**_of_attempt(end), "saved": saved, "pause_s": attempts.pause_s(tried)}
         if (single := self._single_steps_from(generation, end)) is not None:
-            why[SINGLE_STEPS_FROM] = single
-        if run.begin_generation(generation + 1, **why):
+            record[SINGLE_STEPS_FROM] = single
+        if run.begin_generation(generation + 1, **record):
             run.event(end.task, "gang restart", step=step, cause=end.cause, error=end.error)
 
     def restart_alone(self, end: End) -> float:
-        """Record that this task starts again alone, unless it fails again and again; return how long it pauses before.
+        """Record that this task restarts alone, unless it has failed too often; return how long to pause before.
 
         An evaluator never fails the run.
         """
@@ -85,19 +85,19 @@ class Recovery:
         return pause_s
 
     def _single_steps_from(self, generation: int, end: End) -> int | None:
-        """Return from where on the next generation goes step by step.
+        """Return the step from which the next generation runs single steps.
 
-        After a kill, and after a failure that came before any step, that is where this one did.
+        After a kill, or a failure before any step, that is the same step as in this generation.
         """
         if end.kind != OUTSIDE and end.furthest >= 0:
             return end.furthest
-        before: int | None = step_record.began(self._run, generation).get(SINGLE_STEPS_FROM)
+        before: int | None = step_record.generation_record(self._run, generation).get(SINGLE_STEPS_FROM)
         return before
 
     def _fail(self, end: End, count: int) -> None:
-        """End the run for a failure that is one too many."""
+        """End the run because it has failed too often."""
         step = end.furthest
-        if step < 0:  # it did no step of its own this time: how far the others came
+        if step < 0:  # it did no step in this attempt: use the others' steps
             step = max(self._run.newest_step, step_record.newest(self._run, self._run.generation), 0)
         after = f" after step {step}" if step else ""
         error = f"failed {counted(count, 'time')} without progress{after}: {end.reported}"
@@ -105,5 +105,5 @@ class Recovery:
 
 
 def _of_attempt(end: End) -> dict[str, Any]:
-    """Return what is recorded of an end for `attempts.Attempt.of`."""
+    """Return the part of the record that `attempts.Attempt.of` reads."""
     return {"kind": end.kind, "furthest": end.furthest, "lived_s": round(end.lived_s, 3)}

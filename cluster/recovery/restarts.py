@@ -1,4 +1,4 @@
-"""What was started again in a run, why, and what each restart cost."""
+"""The restarts of a run: why they happened and what each cost."""
 
 from __future__ import annotations
 
@@ -9,48 +9,48 @@ from cluster.run.folder import RunFolder
 from cluster.spec import ClusterSpec, Role
 
 
-def under_way(spec: ClusterSpec, events: list[dict[str, Any]]) -> float | None:
-    """Return when work began: the first finished step, or the moment when every task's script ran."""
-    begun: dict[str, float] = {}
+def training_began(spec: ClusterSpec, events: list[dict[str, Any]]) -> float | None:
+    """Return the time of the first finished step, or when every task's script had started; None before."""
+    started: dict[str, float] = {}
     for event in events:
         if event["event"] == "first step":
             return float(event["time"])
         if event["event"] == "script started":
-            begun.setdefault(event["task"], event["time"])
-    return max(begun.values()) if len(begun) == len(spec.tasks) else None
+            started.setdefault(event["task"], event["time"])
+    return max(started.values()) if len(started) == len(spec.tasks) else None
 
 
 def costs(run: RunFolder, started: float, roles: Sequence[Role] = (Role.WORKER,)) -> list[dict[str, Any]]:
-    """Return what each restart since `started` cost, in seconds from the failure and in steps done again.
+    """Return what each restart since `started` cost: seconds from the failure, and repeated steps.
 
     Args:
-        run: what was restarted.
+        run: the run.
         started: seconds since the epoch.
-        roles: whose restarts alone are told besides those of the gang.
+        roles: tasks of these roles are included when they restart alone; restarts of the gang always are.
     """
     events = [event for event in run.events() if event["time"] >= started]
-    found = [(g["time"], _gang_cost(run, g, events)) for g in run.generations() if g.get("cause")]
+    restarts = [(g["time"], _gang_cost(run, g, events)) for g in run.generations() if g.get("cause")]
     names = {task.name for task in run.load_cluster().tasks if task.role in roles}
-    found += [
+    restarts += [
         (event["time"], _lone_cost(event, events, events[at + 1 :]))
         for at, event in enumerate(events)
         if event["event"] == "restarted" and event["task"] in names
     ]
-    return [cost for moment, cost in sorted(found, key=lambda entry: entry[0]) if moment > started]
+    return [cost for moment, cost in sorted(restarts, key=lambda entry: entry[0]) if moment > started]
 
 
 def failures(run: RunFolder, started: float) -> dict[int, float]:
-    """Return the generations since `started` that a failure began, and when that happened."""
-    begun = {generation["generation"]: generation["time"] for generation in run.generations()}
+    """Return the time of each failure since `started`, by the generation that it began."""
+    times = {generation["generation"]: generation["time"] for generation in run.generations()}
     gang = costs(run, started, roles=())
-    return {cost["generation"]: begun[cost["generation"]] - cost["detected_s"] for cost in gang}
+    return {cost["generation"]: times[cost["generation"]] - cost["detected_s"] for cost in gang}
 
 
 def _gang_cost(run: RunFolder, generation: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, Any]:
     number = generation["generation"]
     later = [e for e in events if e["generation"] == number and e["time"] >= generation["time"]]
-    failed_at = _inflicted(events, number - 1, generation["time"]) or generation["failed_at"]
-    resumed_at = under_way(run.load_cluster(), later)
+    failed_at = _injected(events, number - 1, generation["time"]) or generation["failed_at"]
+    resumed_at = training_began(run.load_cluster(), later)
     restored = next((e["step"] for e in later if e["event"] in ("restored", "initialized")), None)
     return {
         "generation": number,
@@ -62,23 +62,23 @@ def _gang_cost(run: RunFolder, generation: dict[str, Any], events: list[dict[str
     }
 
 
-def _inflicted(events: list[dict[str, Any]], generation: int, until: float, task: str = "") -> float | None:
-    """Return when the fault was inflicted that a restart in a generation is due to: agents only know later."""
-    found = None
+def _injected(events: list[dict[str, Any]], generation: int, until: float, task: str = "") -> float | None:
+    """Return when the fault was injected that caused a restart, if one was: agents only notice it later."""
+    time = None
     for event in events:
         if event["generation"] != generation or event["time"] >= until or task not in ("", event["task"]):
             continue
         if event["event"] == "fault" and event["detail"].get("kind") != "slow":
-            found = event["time"]
+            time = event["time"]
         elif event["event"] == "restarted":
-            found = None  # that one is dealt with
-    return found
+            time = None  # that restart was its consequence
+    return time
 
 
 def _lone_cost(event: dict[str, Any], events: list[dict[str, Any]], later: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what the restart of one task cost: no step of the others, whose work went on."""
-    inflicted = _inflicted(events, event["generation"], event["time"], event["task"])
-    failed_at = inflicted or event["detail"].get("failed_at", event["time"])
+    """Return what the restart of one task alone cost: no steps, since the other tasks continued."""
+    injected = _injected(events, event["generation"], event["time"], event["task"])
+    failed_at = injected or event["detail"].get("failed_at", event["time"])
     resumed = ("resumed", event["task"], event["generation"])
     resumed_at = next((e["time"] for e in later if (e["event"], e["task"], e["generation"]) == resumed), None)
     return {

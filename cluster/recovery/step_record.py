@@ -1,8 +1,8 @@
-"""The step that each task has really done, kept where a SIGKILL cannot lose it.
+"""The last step of each task, recorded so that a SIGKILL cannot lose it.
 
 A heartbeat is up to a second old, which is many steps. So a training program overwrites one line of fixed width after
-every call of its inner loop. Once the write has returned the line is the kernel's: it outlives the process, and needs
-no flush to disk, since a task whose machine is lost did not fail by itself. A checksum tells a torn line from a whole.
+every call of its inner loop. Once the write has returned, the kernel has the line, and it outlives the process. It is
+not flushed to the disk: a task whose machine is lost did not fail by itself. A checksum detects torn lines.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from cluster.run.folder import RunFolder
 from cluster.system.files import make_folder, open_file
 
 _READS = 5
-"""How often a line is read that somebody may be writing right now."""
+"""How often to retry reading a line that may be changing."""
 
 SINGLE_STEPS_FROM = "single_steps_from"
-"""What the record of a generation that a failure began calls the step from which on it goes step by step."""
+"""The key, in the record of a generation, of the step from which it runs single steps."""
 
 
 @dataclass(frozen=True)
-class Done:
-    """How far a task came."""
+class Progress:
+    """The last step that a task did."""
 
     generation: int
     step: int
 
 
 class StepRecord:
-    """Writes one task's record; it has one writer at a time. The file is open as long as this object lives."""
+    """Writes one task's record. There is one writer at a time; the file stays open as long as this object exists."""
 
     def __init__(self, run: RunFolder, task: str, generation: int) -> None:
         self._generation = generation
         self._descriptor: int | None = None
-        with contextlib.suppress(OSError):  # a full disk: the training must not end for its record
+        with contextlib.suppress(OSError):  # a full disk must not end the training
             make_folder(_path(run, task).parent)
             open_file(_path(run, task), "ab").close()  # creates it
             with open_file(_path(run, task), "r+b") as file:
@@ -48,14 +48,14 @@ class StepRecord:
                 weakref.finalize(self, os.close, self._descriptor)
 
     def done(self, step: int) -> None:
-        """Record that this many steps are done."""
+        """Record the number of finished steps."""
         if self._descriptor is not None:
             with contextlib.suppress(OSError):
                 os.pwrite(self._descriptor, _line(self._generation, step), 0)
 
 
-def read(run: RunFolder, task: str) -> Done | None:
-    """Return how far a task came last; None where it never said so."""
+def read(run: RunFolder, task: str) -> Progress | None:
+    """Return a task's record; None if there is none."""
     for _ in range(_READS):
         try:
             with open_file(_path(run, task), "rb") as file:
@@ -65,38 +65,38 @@ def read(run: RunFolder, task: str) -> Done | None:
         with contextlib.suppress(ValueError):
             generation, step = (int(word) for word in line.split()[:2])
             if line == _line(generation, step):
-                return Done(generation, step)
+                return Progress(generation, step)
     return None
 
 
 def furthest(run: RunFolder, task: str, generation: int) -> int:
-    """Return the steps that a task has done in this generation; -1 where it came to none."""
-    done = read(run, task)
-    return done.step if done and done.generation == generation else -1
+    """Return the last step of a task in this generation; -1 if it did none."""
+    progress = read(run, task)
+    return progress.step if progress and progress.generation == generation else -1
 
 
 def newest(run: RunFolder, generation: int) -> int:
-    """Return the most steps that any task has done in this generation; -1 where none came to any."""
+    """Return the last step of any task in this generation; -1 if none did any."""
     names = [task.name for task in run.load_cluster().tasks]
     return max(furthest(run, name, generation) for name in names)
 
 
 def single_steps(run: RunFolder, generation: int, steps_per_loop: int) -> range:
-    """Return the steps after which the tasks of a generation come back to Python one by one.
+    """Return the steps after which the tasks of a generation return to Python one by one.
 
-    A step is recorded once the call of the inner loop is over that it is in. After a failure the next attempts go step
-    by step from the last one recorded to where that call would have ended: so they record the true step, and fail at
-    the very same one if it is to blame. Every task of the generation reads the same.
+    Steps are recorded when their call of the inner loop returns. After a failure, the next attempts run single steps
+    from the last recorded step to the end of that call. So they record the exact step, and fail at the same step again
+    if it is to blame. All tasks of the generation read the same range.
     """
-    first = began(run, generation).get(SINGLE_STEPS_FROM)
+    first = generation_record(run, generation).get(SINGLE_STEPS_FROM)
     return range(0) if first is None else range(first, first + steps_per_loop)
 
 
-def began(run: RunFolder, generation: int) -> dict[str, Any]:
-    """Return why and how a generation was begun."""
+def generation_record(run: RunFolder, generation: int) -> dict[str, Any]:
+    """Return why and how a generation was begun; empty if there is no such record."""
     path = run.control / "generations" / f"{generation}.json"
-    begun: dict[str, Any] = records.read(path, records.generation(generation), {})
-    return begun
+    record: dict[str, Any] = records.read(path, records.generation(generation), {})
+    return record
 
 
 def _line(generation: int, step: int) -> bytes:

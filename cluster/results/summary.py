@@ -26,7 +26,7 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
     result = run.result
     started = _started(run)
     wall_s = outcome["time"] - started
-    began = restarts.under_way(spec, [event for event in run.events() if event["time"] > started])
+    began = restarts.training_began(spec, [event for event in run.events() if event["time"] > started])
     paces = {name: beats[name]["pace"] for name in names if beats.get(name, {}).get("pace")}
     value = {
         "state": outcome["state"],

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import PrerequisiteError, TimedOut
+from cluster.image import engine
 from cluster.run import claim
 from cluster.run.folder import RunFolder
-from cluster.runtime import compose, engine
+from cluster.runtime import compose
 from cluster.system import processes
 from cluster.system.json_files import read_json, write_json
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import PrerequisiteError
-from cluster.runtime import engine
+from cluster.image import engine
 
 HOOK = "nvidia-container-runtime-hook"
 CONFIGURE = "`nvidia-ctk runtime configure --runtime=docker` and restart the engine"

@@ -17,16 +17,16 @@ import tasks
 from cluster.checks import gpu_host
 from cluster.cli.command_line import shell
 from cluster.gpu import placement
-from cluster.image import images
-from cluster.launch import planning, startup, teardown
+from cluster.image import engine, images
+from cluster.launch import folders, planning, startup, teardown
 from cluster.launch.payload import Payload
 from cluster.launch.request import Request
-from cluster.runtime import compose, engine, local
+from cluster.runtime import compose, local
 from cluster.system.json_files import read_json
 from tests.e2e.scenario import TRAIN_IMAGE, Clusters
 from tests.e2e.test_containers import containers
 
-pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("require_engine", "images")]
+pytestmark = [pytest.mark.alone, pytest.mark.docker, pytest.mark.usefixtures("require_engine", "images")]
 
 FAKE = "FAKE_GPU_"
 """What the stand-in's CDI devices put into a container's environment begins with it."""
@@ -57,7 +57,7 @@ def host(clusters: Clusters, nvidia_smi: Callable[[str], None], monkeypatch: pyt
     monkeypatch.setattr(startup, "build_images", lambda sh, accelerator="cpu": None)  # a fixture has built both
     # No engine may lift memlock without CAP_SYS_RESOURCE, which a machine for tests may lack.
     monkeypatch.setattr(compose, "GPU_LIMITS", {"stack": compose.GPU_LIMITS["stack"]})
-    planning.data_dir().mkdir()
+    folders.data_dir().mkdir()
     context = Context(Config(overrides={"run": {"in_stream": False}}))
     context._set(remainder="")
     yield context

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.runtime import engine
+from cluster.image import engine
 from cluster.system.json_files import read_json
 from tests.e2e.scenario import DATA, ROOT, Clusters
 

@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 
 from cluster import spec
+from cluster.image import engine
 from cluster.run.folder import RunFolder
-from cluster.runtime import compose, engine, local
+from cluster.runtime import compose, local
 from cluster.system import namespaces
 from tests import doors
 from tests.e2e.scenario import TRAIN_IMAGE, TRAINING, Clusters, step_of, summary
 from tests.waiting import wait_for
 
-pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("require_engine", "images")]
+pytestmark = [pytest.mark.alone, pytest.mark.docker, pytest.mark.usefixtures("require_engine", "images")]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.scenario import Clusters, summary
 
-pytestmark = pytest.mark.usefixtures("data")
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("data")]
 
 OPTIONS = ("--runtime=local", "--tensorboard-port=0")
 TRAINING = ("--log-every=5", "--steps-per-loop=5", "--evaluate-every=100000")

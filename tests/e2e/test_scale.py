@@ -13,7 +13,7 @@ from cluster.system.json_files import read_json
 from tests.e2e.scenario import TRAINING, Clusters, losses, step_of, summary
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.usefixtures("data")
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("data")]
 
 STEPS = 200
 LONGER = ("--max-steps", str(STEPS))

@@ -16,7 +16,7 @@ from cluster.system.journal import read_json_lines
 from tests.e2e.scenario import Clusters, summary
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.usefixtures("data")
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("data")]
 
 STORM_STEPS = 40
 TRAINING = ("--log-every=5", "--steps-per-loop=5", "--evaluate-every=100000")

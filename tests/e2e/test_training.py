@@ -19,7 +19,7 @@ from tests.e2e.test_containers import containers
 from tests.waiting import wait_for
 from train.model import variables
 
-pytestmark = pytest.mark.usefixtures("data")
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("data")]
 
 LONGER = ("--max-steps", "100")
 """For what is done to a run while it trains."""

@@ -35,6 +35,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> None:
     measured.results = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
+@pytest.fixture(autouse=True)
+def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is flushed to the disk: tests have no power failures, and a busy disk takes most of a test's time."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
 @pytest.fixture
 def start_gang(make_run: Callable[..., RunFolder], tmp_path: Path) -> Iterator[StartGang]:
     """Starts a cluster whose every task runs the given lines of Python.

@@ -125,7 +125,7 @@ class Training:
         return self._agree(steps.Signals(stop=self._enough)).stop
 
     def _wants(self, stop: bool, count: int) -> steps.Signals:
-        return steps.Signals(stop, self._save_timer.due(count), self._save_timer.brief)
+        return steps.Signals(stop, self._save_timer.due(count), self._save_timer.brief(count))
 
     def _record_work(self, worker: int, step: int) -> None:
         """Record that a worker of parameter servers has done its part of the steps until this one."""

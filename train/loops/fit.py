@@ -137,7 +137,7 @@ class _Follower(keras.callbacks.Callback):
         self._evaluation = assignment.new_evaluation()
         self._save_timer = assignment.new_save_timer(checkpoint, first)
         self._save_steps = save_timer.parse(assignment.config.checkpoint_every)[0]
-        self._brief = False
+        self._call_steps, self._call_ends = 1, first + 1
         self._agree: Callable[[steps.Signals], steps.Signals] = lambda signals: signals
         # On several tasks tf_keras adds up over all replicas what it logs (its `reduce_per_replica`), means too.
         summed = is_legacy() and isinstance(assignment.strategy, tf.distribute.MultiWorkerMirroredStrategy)
@@ -192,7 +192,7 @@ class _Follower(keras.callbacks.Callback):
             self._tell(logs)
         if not last:
             # Where the custom loop returns from an inner call.
-            if self.step % config.steps_per_loop == 0 or self.step == self._first + 1 or self._brief:
+            if self.step == self._call_ends:
                 self._heed_signals()
             self._save_by_steps(self.step - 1)
         if not last and config.evaluate_every and self.step % config.evaluate_every == 0:
@@ -270,8 +270,12 @@ class _Follower(keras.callbacks.Callback):
     def _heed_signals(self) -> None:
         """Stop or save if any task wants it; all tasks call it at the same step."""
         enough, timer = self._hooks is not None and self._hooks.enough, self._save_timer
-        signals = self._agree(steps.Signals(self._assignment.stop.is_set() or enough, timer.due(0), timer.brief))
-        self._brief = signals.brief
+        brief = timer.brief(self._call_steps)
+        signals = self._agree(steps.Signals(self._assignment.stop.is_set() or enough, timer.due(0), brief))
+        self._call_steps = save_timer.following_steps(
+            self._call_steps, self._assignment.config.steps_per_loop, brief=signals.brief
+        )
+        self._call_ends = self.step + self._call_steps
         if signals.stop:
             self.stopped = not self._any_enough()
             self.ended = self.model.stop_training = True

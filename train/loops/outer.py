@@ -13,6 +13,7 @@ import numpy as np
 from cluster.errors import RunFailed
 from train.loops.steps import LoopResult
 from train.saving.checkpoint import diverged
+from train.saving.timer import following_steps
 
 Inner = Callable[[int, int, bool], LoopResult]
 """Does some optimizer steps: (steps done before, steps to do, was this task asked to stop?) -> result."""
@@ -104,17 +105,16 @@ def run(
     Raises:
         RunFailed: a loss was not finite; names the step.
     """
-    step, brief = first, True  # the first call compiles: keep it short
+    step, most = first, 1  # the first call compiles: keep it short
     while step < total:
-        most = 1 if brief or step in single else steps_per_loop
-        until = min([total, step + most, *(periodic.next(step) for periodic in every)])
+        until = min([total, step + (1 if step in single else most), *(periodic.next(step) for periodic in every)])
         if step < single.start < until:
             until = single.start
         began = time.perf_counter()
         result = inner(step, until - step, stop())
         progress = Progress(step, result, time.perf_counter() - began, compiled=step == first)
         _check_finite(progress)
-        step, brief = until, result.signals.brief
+        step, most = until, following_steps(most, steps_per_loop, brief=result.signals.brief)
         report(progress)
         if step < total:
             if result.signals.stop:

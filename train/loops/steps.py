@@ -33,7 +33,7 @@ class Signals:
     save: bool = False
     """A checkpoint is saved."""
     brief: bool = False
-    """The next inner call does a single step, so that a checkpoint can follow it."""
+    """Inner calls do fewer steps from now on, so that a checkpoint can follow each."""
 
     def to_array(self) -> np.ndarray:
         """Return what can be added up over tasks: `[3] float32`."""

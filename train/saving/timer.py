@@ -100,6 +100,15 @@ class Past:
         )
 
 
+def following_steps(steps: int, steps_per_loop: int, *, brief: bool) -> int:
+    """Return how many steps the inner call does that follows one of `steps`, where no periodic work comes between.
+
+    Calls grow from one step, the first of which compiles, to `steps_per_loop`: so a stop or a checkpoint is never far
+    away at the start, and what a short call costs beside its steps does not keep calls short.
+    """
+    return max(1, steps // 2) if brief else min(2 * steps, steps_per_loop)
+
+
 class SaveTimer:
     """Says when the next checkpoint is due by the clock: by the chief's alone, since those of the tasks differ."""
 
@@ -108,7 +117,6 @@ class SaveTimer:
         every: int | str,
         past: Past | None = None,
         *,
-        steps_per_loop: int = 1,
         writing: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -117,15 +125,12 @@ class SaveTimer:
         Args:
             every: steps, seconds such as `30s`, or `auto`.
             past: of the run; None for a task that does not decide: nothing is ever due.
-            steps_per_loop: most steps in one inner call.
             writing: returns whether the last checkpoint is still being written.
             clock: returns the time in seconds.
         """
         steps, self._seconds = parse(every)
         self._past = past or Past()
         self._decides = past is not None and not steps
-        self._auto = self._decides and not self._seconds
-        self._steps_per_loop = steps_per_loop
         self._writing = writing
         self._clock = clock
         self._began_s: float | None = None
@@ -133,29 +138,26 @@ class SaveTimer:
         self._step_s: float | None = None
         self._costs_s: deque[float] | None = None
         self._writing_s = 0.0
-        self._catches_up = self._auto and self._past.failed
+        self._catches_up = self._past.failed if every == AUTO else self._past.stuck
 
     def due(self, steps: int) -> bool:
         """Return whether a checkpoint is due after so many further steps, rather than after as many again."""
-        if not self._decides:
-            return False
         if self._catches_up:
             return True
-        if self._began_s is None:
+        if not self._decides or self._began_s is None:
             return False
         elapsed_s, call_s = self._clock() - self._counted_from_s, steps * (self._step_s or 0.0)
         if self._writing() and elapsed_s + call_s < (self._writing_s or self._past.writing_s or math.inf):
             return False
         return elapsed_s + 1.5 * call_s >= self._interval_s
 
-    @property
-    def brief(self) -> bool:
-        """Whether the next inner call is to do a single step, because the next checkpoint is due before a full one."""
+    def brief(self, steps: int) -> bool:
+        """Return whether the next checkpoint is due before so many steps are done, so that calls are to be shorter."""
         if not self._decides:
             return False
         if self._step_s is None:
-            return self._auto and self._past.failed
-        return self._interval_s < self._steps_per_loop * self._step_s
+            return self._past.failed
+        return steps * self._step_s > self._interval_s
 
     @property
     def waits(self) -> bool:

@@ -30,9 +30,8 @@ from cluster.errors import (
     RunFailed,
     UsageError,
 )
-from cluster.image import images
+from cluster.image import engine, images
 from cluster.paths import ROOT
-from cluster.runtime import engine
 
 UNDER = {
     "hardware": {"cpu": "Some CPU", "cores": 2, "memory_gib": 23.5},

@@ -10,7 +10,7 @@ import pytest
 
 from cluster import settings
 from cluster.errors import PrerequisiteError, UsageError
-from cluster.launch import planning
+from cluster.launch import folders
 from cluster.launch.payload import check_script
 from cluster.launch.request import Request
 from cluster.paths import ROOT
@@ -48,7 +48,7 @@ def test_without_a_folder_it_is_this_checkout_s(
         monkeypatch.delenv(name)
         if value is not None:
             monkeypatch.setenv(name, value)
-    assert (ROOT / "runs", ROOT / "data") == (planning.runs_dir(), planning.data_dir())
+    assert (ROOT / "runs", ROOT / "data") == (folders.runs_dir(), folders.data_dir())
 
 
 @pytest.mark.parametrize("value", [None, "", "not/absolute"])

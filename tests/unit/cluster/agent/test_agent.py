@@ -298,7 +298,7 @@ def test_a_task_that_comes_after_the_end_does_not_hold_it_up(
     run = make_run(workers=1)
     run.end("stopped", task="chief")
     for task in ("worker-0", "chief"):
-        agent.Agent(run, task, ["false"], barrier_timeout_s=1).main()
+        agent.Agent(run, task, ["false"], rendezvous_timeout_s=1).main()
     assert {"chief": None, "worker-0": None} == read_json(run.summary)["tasks"]
 
 

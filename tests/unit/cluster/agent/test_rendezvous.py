@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from cluster import spec
-from cluster.agent import rendezvous
+from cluster.agent import ports, rendezvous
 from cluster.errors import EXIT_TIMEOUT, TimedOut
 from cluster.runtime import local
 from cluster.spec import ClusterSpec
@@ -145,7 +145,7 @@ def test_tasks_of_different_generations_do_not_meet() -> None:
     left_over = arrive(cluster, "worker-0", "run/0", abandon=over.is_set)
     assert "is worker-0 of run/0, not of run/1" in str(arrive(cluster, "chief", "run/1", timeout_s=0.5).end())
     over.set()
-    assert isinstance(left_over.end(), rendezvous.Abandoned)
+    assert isinstance(left_over.end(), ports.Abandoned)
 
 
 def test_a_task_that_cannot_be_reached_is_not_called_missing_by_itself() -> None:
@@ -159,7 +159,7 @@ def test_a_port_that_stays_taken_is_an_error_in_the_end(three: ClusterSpec) -> N
     reported: list[str] = []
     with listening(three, "worker-0"):
         error = arrive(three, "worker-0", timeout_s=0.4, report=reported.append).end()
-    assert isinstance(error, rendezvous.PortTaken)
+    assert isinstance(error, ports.PortTaken)
     port = three.task("worker-0").port
     assert f"worker-0 cannot listen on {three.task('worker-0').address}: Address already in use" in str(error)
     assert f"ss -ltnp 'sport = :{port}'" in str(error)
@@ -178,7 +178,7 @@ def test_a_port_is_waited_for_until_who_holds_it_has_ended(alone: bool) -> None:
     with listening(cluster, "worker-0"):
         if alone:
             waits = {"timeout_s": 20.0, "abandon": lambda: False, "report": report}
-            waiting = threading.Thread(target=rendezvous.await_own_port, args=(cluster.task("worker-0"),), kwargs=waits)
+            waiting = threading.Thread(target=ports.listen, args=(cluster.task("worker-0"),), kwargs=waits)
             waiting.start()
         else:
             arrived = arrive(cluster, "worker-0", report=report)
@@ -195,7 +195,7 @@ def test_the_barrier_is_left_when_waiting_lost_its_purpose(three: ClusterSpec) -
     over = threading.Event()
     chief = arrive(three, "chief", abandon=over.is_set)
     over.set()
-    assert isinstance(chief.end(), rendezvous.Abandoned)
+    assert isinstance(chief.end(), ports.Abandoned)
 
 
 def test_strangers_do_not_keep_the_cluster_from_meeting(three: ClusterSpec) -> None:
@@ -218,13 +218,13 @@ def test_strangers_do_not_keep_the_cluster_from_meeting(three: ClusterSpec) -> N
 
 def test_a_server_that_speaks_http2_is_there(three: ClusterSpec) -> None:
     with listening(three, "chief", b"\0\0\0\4"):
-        assert rendezvous.await_servers([three.task("chief")], timeout_s=5, abandon=lambda: False)
+        assert ports.await_servers([three.task("chief")], timeout_s=5, abandon=lambda: False)
 
 
 def test_the_barrier_s_own_listener_is_no_server(three: ClusterSpec) -> None:
     over = threading.Event()
     chief = arrive(three, "chief", abandon=over.is_set)
-    assert not rendezvous.await_servers([three.task("chief")], timeout_s=0.5, abandon=lambda: False)
+    assert not ports.await_servers([three.task("chief")], timeout_s=0.5, abandon=lambda: False)
     assert chief.thread.is_alive()
     over.set()
     chief.end()
@@ -232,9 +232,7 @@ def test_the_barrier_s_own_listener_is_no_server(three: ClusterSpec) -> None:
 
 def test_waiting_for_a_server_ends_where_it_lost_its_purpose(three: ClusterSpec) -> None:
     began = time.monotonic()
-    assert not rendezvous.await_servers(
-        [three.task("chief")], timeout_s=60, abandon=lambda: time.monotonic() > began + 0.1
-    )
+    assert not ports.await_servers([three.task("chief")], timeout_s=60, abandon=lambda: time.monotonic() > began + 0.1)
     assert time.monotonic() < began + 5
 
 
@@ -252,7 +250,7 @@ def test_a_task_that_has_not_its_address_yet_tries_again(three: ClusterSpec, mon
                 raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
             bind(self, address)
 
-    monkeypatch.setattr(rendezvous.socket, "socket", Flapping)
+    monkeypatch.setattr(ports.socket, "socket", Flapping)
     assert [None] * 3 == [
         arrival.end() for arrival in [arrive(three, name) for name in ("chief", "worker-0", "worker-1")]
     ]

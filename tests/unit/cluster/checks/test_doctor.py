@@ -12,10 +12,10 @@ import pytest
 
 from cluster.checks import doctor, gpu_host
 from cluster.findings import Finding
-from cluster.image import locks
+from cluster.image import engine, locks
+from cluster.image.engine import Answer
 from cluster.paths import ROOT
-from cluster.runtime import engine, local
-from cluster.runtime.engine import Answer
+from cluster.runtime import local
 from cluster.system import namespaces
 from cluster.system.namespaces import Refusal
 

@@ -23,14 +23,14 @@ from cluster.cli.command_line import report_errors
 from cluster.control import watch
 from cluster.errors import PrerequisiteError, TimedOut
 from cluster.findings import Finding
-from cluster.image import images, locks
-from cluster.launch import configuration, planning, startup, teardown
+from cluster.image import engine, images, locks
+from cluster.launch import configuration, folders, planning, startup, teardown
 from cluster.launch.options import Group
 from cluster.launch.request import OPTIONS, Request
 from cluster.paths import ROOT
 from cluster.run import owner
 from cluster.run.folder import RunFolder
-from cluster.runtime import compose, engine, local
+from cluster.runtime import compose, local
 from cluster.runtime import tensorboard as board
 from cluster.system.json_files import write_json
 
@@ -399,17 +399,25 @@ def what_test_runs(*exited: int, **options: Any) -> tuple[int, list[str]]:
     return code, [command.removeprefix(f"{sys.executable} -m pytest ") for command in commands(c)]
 
 
-def test_test_runs_each_test_once_some_of_them_two_at_a_time() -> None:
-    abreast, others = (" ".join(part) for part in tasks.TESTS)
-    paths = abreast[: abreast.index(" --")].split()
-    assert abreast.endswith(" tests/unit --numprocesses=2 --dist=loadfile --no-loadscope-reorder")
-    assert " ".join(["tests", *(f"--ignore={path}" for path in paths)]) == others
-    assert all((ROOT / path).exists() for path in paths)
-    assert (0, [abreast, others]) == what_test_runs(0, 0)
-    assert (0, [f"-k 'agent and not ps' {abreast}", f"-k 'agent and not ps' {others}"]) == what_test_runs(
-        0, 0, select="agent and not ps"
-    )
-    assert (0, [f"-m '' {abreast}", f"-m '' {others}"]) == what_test_runs(0, 0, all=True)
+TWO_AT_A_TIME = "--numprocesses=2 --dist=loadfile --no-loadscope-reorder"
+
+
+@pytest.mark.parametrize(
+    ("options", "first", "second"),
+    [
+        ({}, f"tests -m 'not alone and not long' {TWO_AT_A_TIME}", "tests -m 'alone and not long'"),
+        ({"all": True}, f"tests -m 'not alone' {TWO_AT_A_TIME}", "tests -m alone"),
+        (
+            {"select": "agent and not ps"},
+            f"tests -m 'not alone and not long' {TWO_AT_A_TIME} -k 'agent and not ps'",
+            "tests -m 'alone and not long' -k 'agent and not ps'",
+        ),
+    ],
+)
+def test_test_runs_two_files_at_a_time_and_then_those_that_need_the_machine(
+    options: dict[str, Any], first: str, second: str
+) -> None:
+    assert (0, [first, second]) == what_test_runs(0, 0, **options)
 
 
 def test_the_fast_tests_are_chosen_by_a_rule_and_no_list() -> None:
@@ -481,5 +489,5 @@ def test_down_ends_every_run_that_is_left_and_tensorboard(
     monkeypatch.setattr(local, "kill", stopped.append)
     monkeypatch.setattr(board, "stop", lambda runs_dir, sh: stopped.append(runs_dir) is None)
     assert (0, "") == refusal("down")
-    assert [left, planning.runs_dir()] == stopped
+    assert [left, folders.runs_dir()] == stopped
     assert "TensorBoard is down" == capsys.readouterr().out.splitlines()[-1]

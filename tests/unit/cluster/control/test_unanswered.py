@@ -16,12 +16,13 @@ import tasks
 from cluster.cli import command_line
 from cluster.control import watch
 from cluster.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREREQUISITE, PrerequisiteError, RunFailed, TimedOut
+from cluster.image import engine
 from cluster.launch import configuration, planning, startup
 from cluster.launch.request import Request
 from cluster.paths import ROOT
 from cluster.run import claim, owner
 from cluster.run.folder import RunFolder
-from cluster.runtime import compose, engine, local, tensorboard
+from cluster.runtime import compose, local, tensorboard
 from cluster.system import processes
 from cluster.system.json_files import read_json, write_json
 from tests.unit.ending import end

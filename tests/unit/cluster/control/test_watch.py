@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from cluster.control import watch
+from cluster.image import engine
 from cluster.run import liveness, owner
 from cluster.run.folder import LOST_AFTER_S, RunFolder
 from cluster.run.liveness import LONGEST_LOOK_S, Pulse, look_once, silent
-from cluster.runtime import engine
 from cluster.system import processes
 from cluster.system.json_files import write_json
 from tests.unit.ending import end

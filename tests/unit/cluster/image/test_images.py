@@ -16,10 +16,9 @@ from invoke import Exit, MockContext
 
 import tasks
 from cluster.errors import EXIT_USAGE, PrerequisiteError, UsageError
-from cluster.image import checkout, images
+from cluster.image import checkout, engine, images
 from cluster.launch import startup
 from cluster.paths import ROOT
-from cluster.runtime import engine
 
 DIGEST = "sha256:" + "a" * 64
 BASE = images.Base(f"{images.PYTHON_BASE}@{DIGEST}", DIGEST)

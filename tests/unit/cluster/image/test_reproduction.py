@@ -15,9 +15,8 @@ from invoke import Exit, MockContext
 import tasks
 from cluster.cli import image
 from cluster.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, EXIT_USAGE, UsageError
-from cluster.image import contents, images, reproduction
-from cluster.runtime import engine
-from cluster.runtime.engine import Answer
+from cluster.image import contents, engine, images, reproduction
+from cluster.image.engine import Answer
 from tests.unit.saved_image import Layer, archive, packed
 
 NAMES = ("one", "other")

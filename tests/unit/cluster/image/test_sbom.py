@@ -13,9 +13,8 @@ from invoke import Exit, MockContext
 
 import tasks
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE
-from cluster.image import contents, images, sbom
-from cluster.runtime import engine
-from cluster.runtime.engine import Answer
+from cluster.image import contents, engine, images, sbom
+from cluster.image.engine import Answer
 from tests.unit.saved_image import archive
 
 Json = dict[str, Any]

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, PrerequisiteError
-from cluster.image import images
-from cluster.launch import configuration, planning, request, startup, teardown
+from cluster.image import engine, images
+from cluster.launch import configuration, folders, planning, request, startup, teardown
 from cluster.launch.request import Request
 from cluster.run import owner
 from cluster.run.folder import RunFolder
-from cluster.runtime import compose, engine, local, tensorboard
+from cluster.runtime import compose, local, tensorboard
 from cluster.system.json_files import read_json, write_json
 from tests.unit.launching import CONFIG, WORKING_ENGINE, Commands, refusal
 
@@ -330,7 +330,7 @@ def test_a_local_start_prepares_data_and_leaves_the_whole_folder(
     assert [planned.run] == started
     assert (CONFIG, planned.cluster) == (read_json(planned.run.config), planned.run.load_cluster())
     assert 123.0 == read_json(planned.run.control / "started.json")["time"]
-    assert planned.run == planning.find_run() == planning.find_run("one")
+    assert planned.run == folders.find_run() == folders.find_run("one")
 
 
 def test_data_that_is_ready_is_not_prepared_and_nothing_is_printed(
@@ -404,16 +404,16 @@ def test_leftovers_are_the_runs_of_this_folder_that_live(make_run: MakeRun, monk
         owner.begin(run, runtime)
     monkeypatch.setattr(local, "processes_left", lambda run, table: [1] if run in (left, gone) else [])
     monkeypatch.setattr(engine, "ask", lambda *words: (1, "no engine"))
-    found = teardown.leftovers(planning.runs_dir())
+    found = teardown.leftovers(folders.runs_dir())
     assert ([gone, left], [], [contained]) == (found.runs, found.contained, found.out_of_reach)
 
 
 def test_no_current_run_is_told(tmp_path: Path, make_run: MakeRun) -> None:
     with pytest.raises(ClusterError, match="there is no current run; start one with `invoke up`"):
-        planning.find_run()
+        folders.find_run()
     run = make_run("gone")
     (tmp_path / "runs" / ".current").write_text("gone\n")
-    assert run == planning.find_run()
+    assert run == folders.find_run()
     shutil.rmtree(run.path)
     with pytest.raises(ClusterError, match="there is no current run"):
-        planning.find_run()
+        folders.find_run()

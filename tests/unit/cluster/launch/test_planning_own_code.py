@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.launch import configuration, planning, startup
+from cluster.launch import configuration, folders, planning, startup
 from cluster.launch.request import Request
 from cluster.runtime import local
 from cluster.system.json_files import read_json, write_json
@@ -74,7 +74,7 @@ def test_a_script_s_run_goes_on_with_its_script(theirs: Path, monkeypatch: pytes
     monkeypatch.setattr(local, "start", lambda run: None)
     asked = Request(script=str(theirs), name="one", workers="1", runtime="local", tensorboard_port="0")
     startup.start(planning.plan(dataclasses.replace(asked, overrides=("7",))), Commands(), began=time.time())
-    run = planning.find_run("one")
+    run = folders.find_run("one")
     run.end("stopped")
     write_json(run.summary, {"state": "stopped"})
     resumed = planning.plan(Request(resume="one", runtime="local", tensorboard_port="0"))

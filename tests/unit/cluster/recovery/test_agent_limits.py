@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.agent import agent
+from cluster.agent import diagnosis
 from cluster.run.folder import RunFolder
 from cluster.runtime import local
 from tests.unit.gang import Gang, StartGang
@@ -220,7 +220,7 @@ def test_only_the_end_of_a_long_log_is_read_for_what_it_says_last(start_gang: St
         log.truncate(2**33)  # a hole: reading all of it would take long
         log.seek(0, os.SEEK_END)
         log.write(b"\nthe last\n")
-    told = agent.Agent(gang.run, "chief", [], 1.0)._explain_missing("chief")
+    told = diagnosis.explain_missing(gang.run, "chief")
     assert told.endswith("last line: the last")
 
 

@@ -148,7 +148,7 @@ class Story:
         (self.run.checkpoints / f"ckpt-{step}.json").write_text("{}")
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_a_step_that_fails_whenever_it_comes_ends_the_run_within_five_attempts(make_run: MakeRun, seed: int) -> None:
     draw = random.Random(seed)
     story = Story(make_run(workers=0), draw.randint(1, 400), draw.choice([1, 7, 25, 400]), draw.randint(3, 500))
@@ -161,7 +161,7 @@ def test_a_step_that_fails_whenever_it_comes_ends_the_run_within_five_attempts(m
     assert story.own_failures <= 5
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_kills_in_between_neither_hide_nor_hasten_that(make_run: MakeRun, seed: int) -> None:
     draw = random.Random(1000 + seed)
     story = Story(make_run(workers=0), draw.randint(1, 400), draw.choice([1, 7, 25, 400]), draw.randint(3, 200))
@@ -172,14 +172,14 @@ def test_kills_in_between_neither_hide_nor_hasten_that(make_run: MakeRun, seed: 
     assert "failed" == story.run.outcome["state"]  # type: ignore[index]
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_kills_from_outside_never_end_a_run(make_run: MakeRun, seed: int) -> None:
     draw = random.Random(seed)
     story = Story(make_run(workers=0), 0, 25, 100)
-    story.kills = [draw.randint(0, 40) for _ in range(60)]
+    story.kills = [draw.randint(0, 40) for _ in range(25)]
     while story.live():
         pass
-    assert (None, [], 60) == (story.run.outcome, story.kills, story.run.generation)
+    assert (None, [], 25) == (story.run.outcome, story.kills, story.run.generation)
 
 
 # Who it was
@@ -220,10 +220,10 @@ def test_the_culprit_is_the_task_that_failed_first(make_run: MakeRun) -> None:
     later = ends.End("worker-2", OWN, "exit code 70", "InternalError", at=101.0)
     for end in (lost, aborted, first):
         ends.record(run, 0, end)
-    assert first == ends.culprit(run, 0, later)
-    assert aborted == ends.culprit(make_run("other", workers=3), 0, aborted)
+    assert first == ends.root_cause(run, 0, later)
+    assert aborted == ends.root_cause(make_run("other", workers=3), 0, aborted)
     (run.control / "ends" / "0-worker-3.json").write_text("{")
-    assert first == ends.culprit(run, 0, lost)
+    assert first == ends.root_cause(run, 0, lost)
 
 
 def test_a_worker_of_parameter_servers_gets_somewhere_by_work_that_the_chief_saw(make_run: MakeRun) -> None:

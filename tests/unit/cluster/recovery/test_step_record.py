@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cluster.recovery import step_record
-from cluster.recovery.step_record import Done, StepRecord
+from cluster.recovery.step_record import Progress, StepRecord
 from cluster.run.folder import RunFolder
 
 MakeRun = Callable[..., RunFolder]
@@ -38,7 +38,7 @@ os.kill(os.getpid(), {int(signal.SIGKILL)})
 """
     done = subprocess.run([sys.executable, "-c", lines], check=False, cwd=Path(__file__).parents[4])
     assert -signal.SIGKILL == done.returncode
-    assert Done(3, 12345) == step_record.read(run, "chief")
+    assert Progress(3, 12345) == step_record.read(run, "chief")
     assert 12345 == step_record.furthest(run, "chief", 3) == step_record.newest(run, 3)
     assert -1 == step_record.furthest(run, "chief", 4)
 
@@ -60,7 +60,7 @@ def test_a_torn_record_is_none(make_run: MakeRun, damage: bytes) -> None:
     assert step_record.read(run, "chief") is None
     StepRecord(run, "chief", 1).done(13)
     if len(damage) <= 40:
-        assert Done(1, 13) == step_record.read(run, "chief")
+        assert Progress(1, 13) == step_record.read(run, "chief")
 
 
 def test_a_record_that_cannot_be_written_ends_nothing(make_run: MakeRun) -> None:

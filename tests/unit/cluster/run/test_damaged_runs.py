@@ -72,7 +72,7 @@ def commands(monkeypatch: pytest.MonkeyPatch, resolved: None) -> None:
     monkeypatch.setattr(local, "check_memory", lambda *_, **__: None)
     monkeypatch.setattr("cluster.control.trace.PATIENCE_S", 0.2)
     monkeypatch.setattr("cluster.launch.planning.engine.choose_runtime", lambda requested: ("local", "asked for"))
-    monkeypatch.setattr("cluster.runtime.engine.ask", lambda *_, **__: (1, ""))
+    monkeypatch.setattr("cluster.image.engine.ask", lambda *_, **__: (1, ""))
 
 
 @pytest.fixture

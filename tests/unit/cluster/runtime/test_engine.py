@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import PrerequisiteError
-from cluster.runtime import engine
+from cluster.image import engine
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,13 @@ import pytest
 from cluster.agent import standby
 from cluster.agent.agent import Agent
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE, PrerequisiteError
+from cluster.image import engine
 from cluster.launch import planning, startup
 from cluster.launch.request import Request
 from cluster.paths import ROOT
 from cluster.recovery import attempts
 from cluster.run.folder import RunFolder
-from cluster.runtime import engine, memory
+from cluster.runtime import memory
 from cluster.runtime.memory import Memory
 from cluster.system import memory as machine
 from cluster.system.json_files import read_json, write_json

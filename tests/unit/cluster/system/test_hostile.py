@@ -29,7 +29,7 @@ from cluster.errors import EXIT_USAGE, UsageError
 from cluster.gpu import placement
 from cluster.gpu.placement import Placement
 from cluster.image import images
-from cluster.launch import configuration, planning, startup
+from cluster.launch import configuration, folders, planning, startup
 from cluster.launch.payload import check_script
 from cluster.launch.request import Request
 from cluster.run.folder import RunFolder
@@ -86,8 +86,8 @@ def test_no_task_takes_a_run_name_that_is_none(name: str, task: str) -> None:
 def test_a_run_lies_in_the_folder_of_runs(name: str) -> None:
     taken = outcome(spec.check_run_name, name)
     if taken == name:
-        run = RunFolder(planning.runs_dir() / name)
-        assert planning.runs_dir() == Path(os.path.normpath(run.path)).parent
+        run = RunFolder(folders.runs_dir() / name)
+        assert folders.runs_dir() == Path(os.path.normpath(run.path)).parent
         assert re.fullmatch(r"[a-z0-9][a-z0-9_-]*", compose.project(run.path))
     else:
         assert isinstance(taken, UsageError)
@@ -104,7 +104,7 @@ def test_a_run_that_was_not_named_has_a_name_that_can_be_one(preset: str, script
 @given(ANY)
 def test_a_script_is_a_file_that_is_there(name: str) -> None:
     with pytest.raises(UsageError) as error:
-        check_script(f"{name}/nowhere.py", planning.runs_dir())
+        check_script(f"{name}/nowhere.py", folders.runs_dir())
     assert str(error.value).isprintable()
 
 
@@ -387,7 +387,7 @@ def test_no_file_plan_label_or_command_of_a_run_holds_a_secret(
     startup.start(planned, ran.append, began=time.time())
     assert SECRET not in json.dumps(planned.to_json())
     assert not [command for command in (*ran, *startup.commands(planned)) if SECRET in command]
-    written = [path for path in planning.runs_dir().rglob("*") if path.is_file() and not path.is_symlink()]
+    written = [path for path in folders.runs_dir().rglob("*") if path.is_file() and not path.is_symlink()]
     assert {"compose.json", "manifest.json", "config.json", "cluster.json"} <= {path.name for path in written}
     assert not [path for path in written if SECRET.encode() in path.read_bytes()]
     if runtime == "docker" and scripted:  # by its name alone

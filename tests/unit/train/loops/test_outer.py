@@ -57,7 +57,7 @@ def run(
 def test_the_first_call_is_one_step_and_no_other_crosses_periodic_work() -> None:
     inner, done = Inner(), []
     ended = run(inner, outer.Every(5, lambda step: done.append(("five", step))))
-    assert [(0, 1), (1, 4), (5, 4), (9, 1), (10, 2)] == inner.calls
+    assert [(0, 1), (1, 2), (3, 2), (5, 4), (9, 1), (10, 2)] == inner.calls
     assert [("five", 5), ("five", 10)] == done
     assert (12, False) == ended
 
@@ -102,7 +102,7 @@ def test_a_stop_of_this_task_reaches_the_call_and_ends_after_it() -> None:
         stop=lambda: stop[-1],
     )
     assert (9, True) == ended
-    assert [False, False, True] == inner.stops
+    assert [False, False, False, True] == inner.stops
     assert [5] == done
 
 
@@ -118,8 +118,8 @@ def test_a_stop_at_the_last_step_is_its_end() -> None:
 
 def test_a_task_that_wants_a_checkpoint_gets_it_at_that_step_but_not_at_the_last() -> None:
     saved: list[int] = []
-    assert (12, False) == run(Inner(save_at=(1, 9, 12)), save=saved.append)
-    assert [1, 9] == saved
+    assert (12, False) == run(Inner(save_at=(1, 11, 12)), save=saved.append)
+    assert [1, 11] == saved
 
 
 def test_a_checkpoint_holds_what_periodic_work_has_changed_even_where_that_ends_the_training() -> None:
@@ -137,20 +137,22 @@ def test_a_checkpoint_holds_what_periodic_work_has_changed_even_where_that_ends_
 
 def test_a_stop_leaves_the_checkpoint_to_the_end_of_training() -> None:
     saved: list[int] = []
-    assert (5, True) == run(Inner(stop_after=5, save_at=(5,)), save=saved.append)
+    assert (7, True) == run(Inner(stop_after=7, save_at=(7,)), save=saved.append)
     assert [] == saved
 
 
-def test_a_brief_call_follows_where_a_task_wants_it() -> None:
-    inner = Inner(brief_at=(1, 2))
-    run(inner)
-    assert [(0, 1), (1, 1), (2, 1), (3, 4), (7, 4), (11, 1)] == inner.calls
+def test_calls_get_shorter_where_a_task_wants_it_and_longer_otherwise() -> None:
+    inner = Inner(brief_at=(1, 12))
+    run(inner, total=20)
+    assert [(0, 1), (1, 1), (2, 2), (4, 4), (8, 4), (12, 2), (14, 4), (18, 2)] == inner.calls
 
 
 def test_what_was_done_is_told() -> None:
     told: list[outer.Progress] = []
     run(Inner(), total=9, report=told.append)
-    assert [(0, 1, True), (1, 5, False), (5, 9, False)] == [(one.first, one.step, one.compiled) for one in told]
+    assert [(0, 1, True), (1, 3, False), (3, 7, False), (7, 9, False)] == [
+        (one.first, one.step, one.compiled) for one in told
+    ]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -21,6 +21,7 @@ from train.saving.timer import (
     Past,
     SaveTimer,
     best_interval_s,
+    following_steps,
     parse,
 )
 
@@ -38,7 +39,7 @@ class Clock:
 
 
 def timer(every: int | str, past: Past | None, clock: Clock) -> SaveTimer:
-    return SaveTimer(every, past, steps_per_loop=STEPS_PER_LOOP, clock=clock)
+    return SaveTimer(every, past, clock=clock)
 
 
 @pytest.mark.parametrize(
@@ -101,15 +102,25 @@ def test_a_checkpoint_is_due_so_many_seconds_after_the_last_one() -> None:
     assert not saves.due(25)
 
 
-@pytest.mark.parametrize(("every", "past"), [(200, Past(failed=True, stuck=True)), ("30s", None), ("auto", None)])
+@pytest.mark.parametrize(("every", "past"), [(200, Past(failed=True)), ("30s", None), ("auto", None)])
 def test_by_steps_and_for_a_task_that_does_not_decide_nothing_is_ever_due(every: int | str, past: Past | None) -> None:
     clock = Clock()
     saves = timer(every, past, clock)
     saves.stepped(1, 1.0, compiled=True)
     clock.now_s += 1e9
     saves.stepped(1, 1e9, compiled=False)
-    assert [False] * 3 == [saves.due(100), saves.brief, saves.waits]
+    assert [False] * 3 == [saves.due(100), saves.brief(100), saves.waits]
     assert saves.saves["every_s"] is None
+
+
+@pytest.mark.parametrize("every", [200, "30s"])
+def test_a_run_that_is_stuck_saves_its_first_new_step_at_any_interval(every: int | str) -> None:
+    saves = timer(every, Past(failed=True, stuck=True), Clock())
+    assert saves.due(1)
+    assert saves.waits
+    saves.saved()
+    assert not saves.due(1)
+    assert not timer(every, Past(failed=True), Clock()).due(1)
 
 
 def test_the_interval_follows_what_saves_cost() -> None:
@@ -143,7 +154,7 @@ def test_after_a_failure_the_first_step_is_saved_and_then_often_but_ever_less() 
     clock, past = Clock(), Past(uptimes_s=(30.0, 10.0), failed=True, cost_s=0.02)
     saves = timer("auto", past, clock)
     assert saves.due(1)
-    assert saves.brief
+    assert saves.brief(1)
     assert not saves.waits  # the life before has finished a checkpoint
     clock.now_s += 3
     saves.stepped(1, 3.0, compiled=True)
@@ -157,13 +168,21 @@ def test_after_a_failure_the_first_step_is_saved_and_then_often_but_ever_less() 
     assert intervals == sorted(set(intervals))
 
 
-def test_calls_are_brief_only_where_a_checkpoint_is_due_before_the_end_of_a_full_one() -> None:
+def test_calls_are_brief_only_where_a_checkpoint_is_due_before_the_end_of_one() -> None:
     clock = Clock()
     saves = timer("10s", Past(), clock)
-    assert not saves.brief
+    assert not saves.brief(25)
     for step_s, brief in ((0.1, False), (0.39, False), (0.41, True), (60.0, True)):
         saves.stepped(25, 25 * step_s, compiled=False)
-        assert brief == saves.brief
+        assert brief == saves.brief(25)
+
+
+def test_calls_grow_from_one_step_and_shrink_to_one() -> None:
+    lengths = [1]
+    for brief in [False] * 6 + [True] * 6:
+        lengths.append(following_steps(lengths[-1], 25, brief=brief))
+    assert [1, 2, 4, 8, 16, 25, 25, 12, 6, 3, 1, 1, 1] == lengths
+    assert 1 == following_steps(1, 1, brief=False)
 
 
 # What earlier lives say
@@ -226,6 +245,9 @@ class Training:
     step_s: float
     cost_s: float
     writing_s: float
+    call_s: float = 0.0
+    """What a call takes beside its steps."""
+    calls: int = 0
     clock: Clock = field(default_factory=Clock)
     durable: int = 0
     uptimes_s: list[float] = field(default_factory=list)
@@ -237,15 +259,15 @@ class Training:
         first, began_s, pending = self.durable, self.clock.now_s, (math.inf, 0)
         stuck = failed and bool(self.firsts) and self.firsts[-1] >= first
         past = Past(tuple(self.uptimes_s), failed, stuck, self.cost_s, self.writing_s)
-        timer_ = SaveTimer(
-            "auto", past, steps_per_loop=STEPS_PER_LOOP, writing=lambda: pending[1] > 0, clock=self.clock
-        )
+        timer_ = SaveTimer("auto", past, writing=lambda: pending[1] > 0, clock=self.clock)
         self.firsts.append(first)
-        step, brief = first, True
+        step, most = first, 1
         while step < total:
-            count = min(1 if brief else STEPS_PER_LOOP, total - step)
-            due, brief = timer_.due(count), timer_.brief
-            compiled = step == first
+            count = min(most, total - step)
+            due, brief = timer_.due(count), timer_.brief(count)
+            compiled, began_call_s = step == first, self.clock.now_s
+            self.calls += 1
+            self.clock.now_s += self.call_s
             for _ in range(count):
                 self.clock.now_s += 3.0 if compiled else self.step_s
                 step += 1
@@ -254,7 +276,8 @@ class Training:
                 if step - first >= dies_after:
                     self.uptimes_s.append(self.clock.now_s - began_s - 3.0)
                     return step
-            timer_.stepped(count, count * self.step_s, compiled=compiled)
+            timer_.stepped(count, self.clock.now_s - began_call_s, compiled=compiled)
+            most = following_steps(most, STEPS_PER_LOOP, brief=brief)
             if due:
                 self.saves += 1
                 if pending[1]:  # a save waits for the one before
@@ -300,6 +323,14 @@ def test_a_run_with_random_faults_ends_and_loses_little(seed: int) -> None:
         done += training.live(lives > 0, math.ceil(random_.expovariate(1 / 100)), 2000) - before
         lives += 1
     assert done - 2000 < 10 * lives + 400  # the first ones, before anything failed, lose all
+
+
+@pytest.mark.parametrize("call_s", [0.05, 0.3])
+def test_calls_that_cost_far_more_than_their_steps_do_not_stay_short_after_a_failure(call_s: float) -> None:
+    """As on a loaded machine: the time of a step that is measured in short calls says nothing of longer ones."""
+    training = Training(0.01, 0.02, 0.1, call_s=call_s, uptimes_s=[2.0, 5.0, 2.0])
+    training.live(True, dies_after=10**9, total=1000)
+    assert training.calls < 150
 
 
 def test_a_run_without_faults_spends_next_to_nothing_on_saving() -> None:

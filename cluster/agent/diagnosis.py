@@ -1,0 +1,53 @@
+"""Why a program ended, and what is known about a task that does not answer."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+
+from cluster.agent.program import Program
+from cluster.agent.standby import Standby
+from cluster.run.folder import RunFolder
+from cluster.run.logs import last_line
+from cluster.system import memory
+from cluster.system.processes import describe_exit
+
+
+class MemoryKills:
+    """The processes of this task that the kernel kills for lack of memory from now on."""
+
+    def __init__(self) -> None:
+        self._kills_before = memory.kills()
+        self._began_s = time.monotonic()
+
+    def include(self, program: Program, code: int, standby: Standby) -> bool:
+        """Return whether the program, which ended with this code, was killed for memory, and not only its standby."""
+        if code != -signal.SIGKILL:
+            return False
+        in_container = memory.kills() > self._kills_before + int(standby.killed)
+        return in_container or memory.in_kernel_log(program.pid, self._began_s)
+
+
+def describe(code: int, *, out_of_memory: bool) -> str:
+    """Return in words what ended a program before its work was done."""
+    if out_of_memory and memory.limit_bytes() < sys.maxsize:
+        return f"killed for memory: the task may use {memory.limit_bytes() / 2**30:.1f} GiB, see --memory of up"
+    if out_of_memory:
+        return "killed for memory: the machine had none left, says the kernel"
+    return describe_exit(code) if code else "ended with exit code 0 before it was done"
+
+
+def explain_missing(run: RunFolder, task: str) -> str:
+    """Return what the run folder says about a task that does not answer."""
+    beat = run.heartbeats().get(task)
+    if beat is None:
+        return "never started"
+    explanation = f"state {beat['state']}"
+    if beat.get("exit_code") is not None:
+        explanation += f", {describe_exit(beat['exit_code'])}"
+    if beat.get("obstacle"):
+        explanation += f", {beat['obstacle']}"
+    if last := last_line(run.log(task)):
+        explanation += f", last line: {last[:200]}"
+    return explanation
