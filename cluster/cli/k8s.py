@@ -8,7 +8,7 @@ from invoke.util import yaml  # invoke brings PyYAML along, for its own files
 
 from cluster.cli.options import takes_request
 from cluster.errors import UsageError
-from cluster.launch import manifests, planning
+from cluster.launch import folders, manifests
 
 
 @takes_request(
@@ -40,7 +40,7 @@ def _write(rendered, folder):
     folder.mkdir(parents=True, exist_ok=True)
     for name, documents in (rendered | {"kustomization.yaml": [manifests.kustomization(rendered)]}).items():
         (folder / name).write_text(_text(documents))
-    shown = planning.shown(folder.absolute())
+    shown = folders.shown(folder.absolute())
     once = [f"kubectl apply -f {shown}/{name}" for name in manifests.ONCE]
     return [
         f"# once, and not again for another run on the same data:\n{' && '.join(once)}",

@@ -12,7 +12,7 @@ from cluster import spec
 from cluster.agent.watchdog import HANG_TIMEOUT_S
 from cluster.errors import UsageError, nearest
 from cluster.image import images
-from cluster.launch import configuration, planning
+from cluster.launch import configuration, folders, planning
 from cluster.launch.request import PRESET, Request, check_together, topology
 from cluster.recovery.attempts import MAX_RESTARTS
 from cluster.runtime import inherited, memory
@@ -89,7 +89,7 @@ def _manifest(request: Request, place: Place) -> Manifest:
         )
     gpus = spec.parse_count("gpus-per-task", request.gpus_per_task or 0, 0, MAX_GPUS)
     cluster = _cluster(request, gpus)
-    config, _, _ = configuration.resolve(request, None, None, planning.data_dir())
+    config, _, _ = configuration.resolve(request, None, None, folders.data_dir())
     planning.check_sharing(config, cluster)
     board = spec.parse_count("tensorboard-port", request.tensorboard_port or 1, 0, 65535)
     hosts = jobs.jobset_hosts if place.kind == "jobset" else jobs.tfjob_hosts
