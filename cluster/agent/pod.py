@@ -24,7 +24,7 @@ from pathlib import Path
 from cluster import settings, spec, tf_config
 from cluster.agent import __main__ as agent
 from cluster.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TIMEOUT, ClusterError, TimedOut
-from cluster.run import records
+from cluster.run import launch_records, records
 from cluster.run.folder import RunFolder
 from cluster.spec import ClusterSpec, Role
 from cluster.system.files import remove
@@ -59,15 +59,15 @@ def begin(run: RunFolder, given: Path) -> None:
         given: folder with its `cluster.json`, `config.json` and `started.json`. A run that goes on takes the cluster
             from there, and keeps its configuration.
     """
-    cluster = records.read(given / "cluster.json", records.cluster)
+    cluster = records.read(given / "cluster.json", launch_records.cluster)
     if run.cluster.exists():
         if (run.outcome or {}).get("state") == "stopped":
             go_on(run, cluster)
         return
     run.path.mkdir(parents=True, exist_ok=True)
     run.create()
-    write_json(run.config, records.read(given / "config.json", records.config))
-    started = records.read(given / "started.json", records.started)
+    write_json(run.config, records.read(given / "config.json", launch_records.config))
+    started = records.read(given / "started.json", launch_records.started)
     write_json(run.control / "started.json", {"time": time.time()} | started)
     run.begin_generation(0)
     write_json(run.cluster, cluster.to_json())

@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 
 from cluster import spec, tf_config
 from cluster.errors import EXIT_DONE, EXIT_INTERRUPTED
-from cluster.run import records
+from cluster.run import launch_records
 from cluster.runtime.kubernetes import jobs, objects
 from cluster.runtime.kubernetes.pods import Manifest
 from cluster.spec import Role
@@ -159,9 +159,9 @@ def test_only_tasks_of_the_run_are_let_in_to_tensorflow() -> None:
 def test_the_records_are_those_of_a_run_folder() -> None:
     made = manifest("jobset", workers=1)
     data = objects.records(made)["data"]
-    assert made.spec == records.cluster(json.loads(data["cluster.json"]))
-    assert CONFIG == records.config(json.loads(data["config.json"]))
-    assert 3 == records.started(json.loads(data["started.json"]))["max_restarts"]
+    assert made.spec == launch_records.cluster(json.loads(data["cluster.json"]))
+    assert CONFIG == launch_records.config(json.loads(data["config.json"]))
+    assert 3 == launch_records.started(json.loads(data["started.json"]))["max_restarts"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
