@@ -28,12 +28,14 @@ _GROUPED: set[str] = set()
 _help_tuples = ParserContext.help_tuples
 
 
-def takes_request(**help_texts: str) -> Callable[[Callable[..., None]], Any]:
-    """Return what makes a task of a function `(c, request, ...)`: it takes every option of `Request`, and its own.
+def takes_request(*left_out: str, **help_texts: str) -> Callable[[Callable[..., None]], Any]:
+    """Return what makes a task of a function `(c, request, ...)`: it takes the options of `Request`, and its own.
 
     Args:
+        left_out: the options of `Request` that it does not take, by the names of their fields.
         help_texts: the help of the options that are its own, by the names of their parameters.
     """
+    taken = {name: each for name, each in OPTIONS.items() if name not in left_out}
 
     def decorate(body: Callable[..., None]) -> Any:
         context, _, *own = inspect.signature(body).parameters.values()
@@ -43,7 +45,7 @@ def takes_request(**help_texts: str) -> Callable[[Callable[..., None]], Any]:
             ours = {parameter.name: given.pop(parameter.name, parameter.default) for parameter in own}
             given = {name: value for name, value in given.items() if value}
             words = _words(c)
-            settings = run_file.read(file) if file else None
+            settings = run_file.read(file).only(taken) if file else None
             request = settings.request(given, words) if settings else Request(**given, overrides=words)
             try:
                 if request.asks_for_help:
@@ -57,7 +59,7 @@ def takes_request(**help_texts: str) -> Callable[[Callable[..., None]], Any]:
 
         options = [
             Parameter(each.name, Parameter.KEYWORD_ONLY, default=None if each.kinds == (list,) else each.empty)
-            for each in OPTIONS.values()
+            for each in taken.values()
         ]
         file = Parameter("file", Parameter.KEYWORD_ONLY, default="")
         extras = [file, *(each.replace(kind=Parameter.KEYWORD_ONLY) for each in own)]
@@ -65,8 +67,8 @@ def takes_request(**help_texts: str) -> Callable[[Callable[..., None]], Any]:
         _GROUPED.add(body.__name__)
         return invoke.task(
             auto_shortflags=False,
-            iterable=[each.name for each in OPTIONS.values() if each.kinds == (list,)],
-            help={name: each.full_help for name, each in OPTIONS.items()} | {"file": FILE_HELP} | help_texts,
+            iterable=[each.name for each in taken.values() if each.kinds == (list,)],
+            help={name: each.full_help for name, each in taken.items()} | {"file": FILE_HELP} | help_texts,
         )(report_errors(wrapped))
 
     return decorate
@@ -81,9 +83,10 @@ def _words(c: Context) -> tuple[str, ...]:
 
 def _grouped_help(context: ParserContext) -> list[tuple[str, str | None]]:
     """Return the flags of a task and their help, under headings where the task takes a request."""
-    if context.name not in _GROUPED:
+    if (context.name or "").rpartition(".")[2] not in _GROUPED:
         return list(_help_tuples(context))
-    names = {group: [option.key for option in OPTIONS.values() if option.group == group] for group in Group}
+    options = [option for option in OPTIONS.values() if option.key in context.args]
+    names = {group: [option.key for option in options if option.group == group] for group in Group}
     names[Group.COMMAND] = [name for name in context.args if not any(name in each for each in names.values())]
     lines: list[tuple[str, str | None]] = []
     for group, members in names.items():

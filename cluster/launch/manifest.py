@@ -16,7 +16,7 @@ from cluster.image import checkout, images, locks
 from cluster.launch.payload import Payload
 from cluster.launch.planning import Plan
 from cluster.paths import ROOT
-from cluster.run import records
+from cluster.run import launch_records, records
 from cluster.run.folder import RunFolder
 from cluster.system.files import files_sha256, sha256
 from cluster.system.json_files import write_json
@@ -50,7 +50,7 @@ def read(run: RunFolder) -> dict[str, Any]:
     Raises:
         DamagedError: there is none, or it holds none.
     """
-    return records.read(run.manifest, records.manifest)
+    return records.read(run.manifest, launch_records.manifest)
 
 
 def _code() -> dict[str, Any]:

@@ -163,7 +163,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
     config, payload, data = _resolve(request, base, runtime, installs=installs)
     about_resuming = []
     if payload.script is None:
-        _check_sharing(config, asked)
+        check_sharing(config, asked)
         if request.resume:
             about_resuming = resuming.check(run, request.preset, config, asked)
     contained = runtime != "local"
@@ -258,7 +258,7 @@ def busy(run: RunFolder | None = None) -> dict[str, str]:
     return {gpu: other.name for other, ids in used.items() if ids and in_progress(other) for gpu in ids}
 
 
-def _check_sharing(config: dict[str, Any], cluster: spec.ClusterSpec) -> None:
+def check_sharing(config: dict[str, Any], cluster: spec.ClusterSpec) -> None:
     """Check that the cluster's replicas can share the configuration's global batch, and compute in its precision.
 
     Raises:

@@ -14,11 +14,12 @@ Keys are the names of the options. A script has `args` in place of `[train]`. Pa
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,10 @@ class RunFile:
     train: tuple[str, ...]
     args: tuple[str, ...]
     lines: Mapping[str, int]
+
+    def only(self, names: Collection[str]) -> RunFile:
+        """Return this file without the options that a task does not take."""
+        return dataclasses.replace(self, options={name: self.options[name] for name in self.options if name in names})
 
     def request(self, given: Mapping[str, Any], words: Sequence[str]) -> Request:
         """Return the request of this file and of a command line, whose options win; variables are added.
