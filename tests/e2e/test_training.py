@@ -270,6 +270,6 @@ def test_a_full_disk_must_fail_the_run_and_lose_no_good_checkpoint(small: Cluste
     assert "the disk is full" in output
     wait_for(lambda: not local.processes_left(run), "the end of all that was started")  # `wait` tells of the run's end
     fill.unlink()
-    steps = run.newest_step() + 10
+    steps = run.newest_step + 10
     small.invoke("up", "--resume=full", "--runtime=local", "--tensorboard-port=0", "--", f"--max-steps={steps}")
     assert ("succeeded", steps) == (summary(run)["state"], summary(run)["steps"])
