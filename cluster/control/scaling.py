@@ -120,7 +120,7 @@ def _swap(planned: Plan, sh: Shell) -> bool:
     """Take down the cluster that has ended and start the planned one; return False where the run was ended instead."""
     run = planned.run
     try:
-        summary.await_last_words(run, summary.SETTLE_S)
+        summary.await_last_heartbeats(run, summary.SETTLE_S)
         teardown.remove(run, sh)
         if run.goes_on:
             startup.go_on(planned, sh)

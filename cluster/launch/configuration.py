@@ -32,7 +32,7 @@ def resolve(
         UsageError: a preset, an option or a value is wrong.
     """
     command = [f"--data-dir={data_dir}", *([f"--base={base}"] if base else [])]
-    value: dict[str, Any] = _ask(request.preset or PRESET, [*command, "--", *request.training()], packages)
+    value: dict[str, Any] = _ask(request, [*command, "--", *request.training()], packages)
     return value["config"], tuple(Path(folder) for folder in value["code_dirs"]), value["data"]
 
 
@@ -69,12 +69,14 @@ def options(request: Request) -> str:
     Raises:
         UsageError: there is no such preset.
     """
-    return str(_ask(request.preset or PRESET, ["--", "-h"], None))
+    return str(_ask(request, ["--", "-h"], None))
 
 
-def _ask(preset: str, words: list[str], packages: Path | None) -> Any:
-    # The caller's modules are looked for where the caller is, although the program runs in the checkout.
-    here = [] if Path.cwd() == ROOT else [str(Path.cwd())]
+def _ask(request: Request, words: list[str], packages: Path | None) -> Any:
+    preset = request.preset or PRESET
+    # The caller's modules are found beside the run file and where the caller is, although the program runs in the
+    # checkout.
+    here = [folder for folder in (request.code_dir, str(Path.cwd())) if folder and folder != str(ROOT)]
     path = [*here, *inherited.python_path(), *([str(packages)] if packages else [])]
     return user_code.run(
         [sys.executable, "-m", "train", "--print-config", f"--preset={preset}", *words],

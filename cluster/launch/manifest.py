@@ -15,7 +15,7 @@ from cluster import tf_config
 from cluster.image import checkout, locks
 from cluster.launch.plan import Plan
 from cluster.paths import ROOT
-from cluster.run import records
+from cluster.run import launch_records, records
 from cluster.run.folder import RunFolder
 from cluster.runtime.payload import Payload
 from cluster.system.files import files_sha256, sha256
@@ -50,7 +50,7 @@ def read(run: RunFolder) -> dict[str, Any]:
     Raises:
         DamagedError: there is none, or it holds none.
     """
-    return records.read(run.manifest, records.manifest)
+    return records.read(run.manifest, launch_records.manifest)
 
 
 def _code() -> dict[str, Any]:

@@ -56,7 +56,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         PrerequisiteError: something that this machine must have is missing.
     """
     settings.check()
-    check_together(request, scripted=bool(request.script))
+    check_together(request, scripted=None if request.resume or request.again else bool(request.script))
     previous = _load(request)
 
     topology = topology_of(request, previous.cluster) | {"separate_chief": _separate_chief(request, previous)}
@@ -75,7 +75,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
     config, payload, data = _resolve(request, previous, runtime, installs=installs)
     about_resuming: list[str] = []
     if payload.script is None:
-        _check_sharing(config, cluster)
+        check_sharing(config, cluster)
         if request.resume:
             about_resuming = resuming.check(run, request.preset, config, cluster)
 
@@ -120,8 +120,7 @@ def _load(request: Request) -> _Previous:
     if not request.trust:
         provenance.check(run)  # before anything is believed that it says
     script = run.script or {}
-    if script:
-        check_together(request, scripted=True)
+    check_together(request, scripted=bool(script))
     return _Previous(run, run.load_cluster(), run.started, script)
 
 
@@ -200,7 +199,7 @@ def busy(run: RunFolder | None = None) -> dict[str, str]:
     return {gpu: other.name for other, ids in used.items() if ids and in_progress(other) for gpu in ids}
 
 
-def _check_sharing(config: dict[str, Any], cluster: ClusterSpec) -> None:
+def check_sharing(config: dict[str, Any], cluster: ClusterSpec) -> None:
     """Check that the cluster's replicas can share the configuration's global batch, and compute in its precision.
 
     Raises:
@@ -243,7 +242,7 @@ def _resolve(
     env = tuple(request.env or started.get("env", ()))
     inherited.parse(env)  # a typo is reported first
     if script := request.script or previous.script.get("script", ""):
-        arguments = request.overrides or previous.script.get("arguments", [])
+        arguments = request.arguments or previous.script.get("arguments", [])
         path = check_script(script, runs_dir())
         found = _packages(requirements, runtime.python, installs=installs)
         payload = Payload(path, tuple(arguments), (), requirements, found, _separate_chief(request, previous), env)

@@ -148,6 +148,12 @@ class Request:
     """The run to make once more, in a folder of its own."""
     overrides: Sequence[str] = ()
     """The words after `--`: overrides of the training configuration, or a script's arguments."""
+    train: Sequence[str] = ()
+    """The training overrides of a run file."""
+    args: Sequence[str] = ()
+    """The script's arguments in a run file."""
+    code_dir: str = ""
+    """Where modules of the user's own are found besides the current folder: beside the run file."""
 
     @property
     def asks_for_help(self) -> bool:
@@ -158,7 +164,12 @@ class Request:
         """Return the overrides of the training configuration, those that are options of `up` first."""
         names = ("loop", "bitwise_elastic", "precision", "checkpoint_every")
         given = [(f"--{OPTIONS[name].key}", value) for name in names if (value := getattr(self, name))]
-        return [*(word for pair in given for word in pair), *self.overrides]
+        return [*(word for pair in given for word in pair), *self.train, *self.overrides]
+
+    @property
+    def arguments(self) -> Sequence[str]:
+        """The script's arguments: those of the command line, or else of the run file."""
+        return self.overrides or self.args
 
     def run_name(self) -> str:
         """Return what the run is called unless it was given a name."""
@@ -171,38 +182,34 @@ OPTIONS = declared(Request)
 """Every option by the name of its field, in the order of the help."""
 
 
-def check_together(request: Request, *, scripted: bool) -> None:
+def check_together(request: Request, *, scripted: bool | None) -> None:
     """Check that the options of a request go together.
 
     Args:
         request: the request.
-        scripted: whether the tasks run a script: one was given, or the resumed run had one.
+        scripted: whether the tasks run a script; None: as in the earlier run that it names.
 
     Raises:
         UsageError: they do not.
     """
     check_choices(list(OPTIONS.values()), vars(request))
-    check_needs(
-        request,
-        {
-            Needs.TRAINER: not scripted,
-            Needs.SCRIPT: scripted,
-            Needs.NEW_RUN: not request.resume,
-            Needs.EARLIER_RUN: bool(request.resume or request.again),
-        },
-    )
+    met = {Needs.NEW_RUN: not request.resume, Needs.EARLIER_RUN: bool(request.resume or request.again)}
+    check_needs(request, met if scripted is None else met | {Needs.TRAINER: not scripted, Needs.SCRIPT: scripted})
 
 
-def check_needs(request: Request, circumstances: Mapping[Needs, bool]) -> None:
-    """Check that no option was given whose needs are known not to be met.
+def check_needs(request: Request, met: Mapping[Needs, bool]) -> None:
+    """Check that nothing was given whose needs are known not to be met.
 
     Raises:
-        UsageError: one was; the message names all with the same needs.
+        UsageError: something was; the message names all with the same needs.
     """
-    for needs in (each for each, met in circumstances.items() if not met):
-        given = [f"--{each.key}" for each in OPTIONS.values() if each.needs == needs and getattr(request, each.name)]
-        if given:
-            raise UsageError(f"{' and '.join(given)}: {needs.value}; otherwise leave it out")
+    given = {f"--{each.key}": each.needs for each in OPTIONS.values() if getattr(request, each.name)}
+    given |= {"[train]": Needs.TRAINER} if request.train else {}
+    given |= {"args": Needs.SCRIPT} if request.args else {}
+    for needs in (each for each, is_met in met.items() if not is_met):
+        if names := [name for name, its_needs in given.items() if its_needs == needs]:
+            it = "it" if len(names) == 1 else "them"
+            raise UsageError(f"{' and '.join(names)}: {needs.value}; leave {it} out")
 
 
 def topology(request: Request, resumed: ClusterSpec | None = None) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""What is computed from a run's records: its summary, where the time went, who is slow."""
+"""Results computed from a run's records: its summary, where the time went, slow tasks, comparison of bits."""

@@ -1,4 +1,4 @@
-"""The undisturbed twin of a run that had faults: the same training without them, which must end with the same bits."""
+"""The reference run of a run with faults: the same training without them, which must end with the same bits."""
 
 from __future__ import annotations
 
@@ -10,73 +10,70 @@ from cluster.run.fields import anything
 from cluster.run.folder import RunFolder
 from cluster.system.json_files import DamagedError
 
+NO_EFFECT_ON_BITS = {"log_every", "checkpoint_every", "checkpoint_seconds", "keep_checkpoints", "steps_per_loop"}
+
 
 def find(run: RunFolder) -> dict[str, Any] | None:
-    """Return the newest run that differs from this one in nothing but its faults, with its name; None without one."""
-    found, mine = None, _computes(run)
-    if mine is None:
+    """Return the name and hash of the newest undisturbed run of the same training; None if there is none."""
+    reference, training = None, _training(run)
+    if training is None:
         return None
     for path in sorted(run.path.parent.glob("*/summary.json"), key=lambda path: path.lstat().st_mtime):
         other = RunFolder(path.parent)
         summary = other.ended
-        calm = summary is not None and summary["state"] == "succeeded" and len(other.generations()) == 1
-        if summary and calm and other.name != run.name and _computes(other) == mine:
-            found = {"run": other.name, "weights_sha256": summary["weights_sha256"]}
-    return found
+        undisturbed = summary is not None and summary["state"] == "succeeded" and len(other.generations()) == 1
+        if summary and undisturbed and other.name != run.name and _training(other) == training:
+            reference = {"run": other.name, "weights_sha256": summary["weights_sha256"]}
+    return reference
 
 
 def same_bits(run: RunFolder) -> bool | None:
-    """Whether a run ended with the weights of its undisturbed twin; None where there is nothing to compare."""
-    calm = find(run)
-    return None if calm is None else _same_bits(run, calm)
+    """Return whether a run ended with the weights of its reference run; None if they cannot be compared."""
+    reference = find(run)
+    return None if reference is None else _same_bits(run, reference)
 
 
 def fault_lines(run: RunFolder) -> list[str]:
-    """Return what a run on which faults were inflicted says of them at its end; nothing for any other."""
-    inflicted = [event for event in run.events() if event["event"] == "fault"]
-    if not inflicted:
+    """Return what to print about injected faults at a run's end; nothing for a run without."""
+    faults = [event for event in run.events() if event["event"] == "fault"]
+    if not faults:
         return []
-    told = f"faults       {len(inflicted)} inflicted"
+    line = f"faults       {len(faults)} inflicted"
     restarts = (run.ended or {}).get("restarts", [])
     resumed = [cost["resumed_s"] for cost in restarts if cost["resumed_s"] is not None]
     if resumed:
-        told += f"; next new step after {median(resumed):.2f} s (median), {max(resumed):.2f} s (most)"
-    calm = find(run)
-    if calm is None or (same := _same_bits(run, calm)) is None:
-        return [told]
-    return [told, f"weights      {'the same bits as' if same else 'NOT those of'} the undisturbed run {calm['run']}"]
+        line += f"; next new step after {median(resumed):.2f} s (median), {max(resumed):.2f} s (most)"
+    reference = find(run)
+    if reference is None or (same := _same_bits(run, reference)) is None:
+        return [line]
+    result = "the same bits as" if same else "NOT those of"
+    return [line, f"weights      {result} the undisturbed run {reference['run']}"]
 
 
-def _same_bits(run: RunFolder, calm: dict[str, Any]) -> bool | None:
+def _same_bits(run: RunFolder, reference: dict[str, Any]) -> bool | None:
     summary = records.read(run.summary, records.summary)
     if not _elastic(run) and any(event["event"] == "scaled" for event in run.events()):
-        return None  # another number of workers adds up in another order
+        return None  # another number of workers sums in another order
     if not run.load_cluster().kind.synchronous or summary["state"] != "succeeded":
         return None
     if summary["weights_sha256"] is None:
-        return None  # a script tells none
-    return bool(calm["weights_sha256"] == summary["weights_sha256"])
+        return None  # a script reports none
+    return bool(reference["weights_sha256"] == summary["weights_sha256"])
 
 
 def _elastic(run: RunFolder) -> bool:
-    """Whether a run gives the same bits on any number of replicas."""
+    """Return whether a run computes the same bits on any number of replicas."""
     return bool(run.load_config().get("bitwise_elastic"))
 
 
-def _computes(run: RunFolder) -> tuple[Any, ...] | None:
-    """Return what decides a run's bits; None where its records do not say it."""
+def _training(run: RunFolder) -> tuple[Any, ...] | None:
+    """Return everything that determines a run's bits; None if its records are damaged."""
     try:
-        return _decisive(run)
+        config = {key: value for key, value in run.load_config().items() if key not in NO_EFFECT_ON_BITS}
+        version = records.read(run.control / "data.json", anything, {}).get("version")
+        if _elastic(run):
+            return config, version
+        spec = run.load_cluster()
+        return config, version, spec.strategy, spec.devices, sorted(task.name for task in spec.members)
     except DamagedError:
         return None
-
-
-def _decisive(run: RunFolder) -> tuple[Any, ...]:
-    # How often is told or saved, and how many steps one call does, changes no bit.
-    aside = {"log_every", "checkpoint_every", "checkpoint_seconds", "keep_checkpoints", "steps_per_loop"}
-    config = {key: value for key, value in run.load_config().items() if key not in aside}
-    version = records.read(run.control / "data.json", anything, {}).get("version")
-    if _elastic(run):
-        return config, version
-    spec = run.load_cluster()
-    return config, version, spec.strategy, spec.devices, sorted(task.name for task in spec.members)

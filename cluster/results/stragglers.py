@@ -1,7 +1,7 @@
-"""Who is slower than the others, and who waits for input: judged by what each task tells of its own steps.
+"""Stragglers, and tasks that wait for input, from the step times that each task reports.
 
-Under a synchronous strategy all steps take as long as the slowest task's, so tasks are compared by the part of it in
-which each is busy: waiting for its batch, and computing its own gradients.
+Under a synchronous strategy every step takes as long as that of the slowest task. So tasks are compared by the part of
+a step in which each is busy: waiting for its batch and computing its own gradients.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from statistics import median
 from typing import Any
 
 SLOWER = 1.25
-"""How many times as long a task must be busy as the others, to be told of."""
+"""A straggler is busy at least so many times as long as the others."""
 EXCESS_MS = 1.0
-"""And how much longer at least: the shortest steps differ by chance."""
+"""And at least so much longer: very short steps differ by chance."""
 STARVED = 0.1
-"""The share of its steps that a task must wait for input, to be told of."""
+"""A starved task waits for input for at least this share of its steps."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Straggler:
 
     task: str
     slower: float
-    """How many times as long it is busy as the others, by their median."""
+    """How many times as long it is busy as the median of the others."""
     input_part: float
-    """Which part of the difference is waiting for input."""
+    """The part of the difference that is waiting for input."""
 
     def __str__(self) -> str:
         return f"{self.task} is {self.slower:.1f}x slower, {self.input_part:.0%} of it in input".replace("%", " %")
@@ -39,21 +39,21 @@ class Starved:
 
     task: str
     input_share: float
-    """Of the time of its steps."""
+    """The share of the time of its steps."""
 
     def __str__(self) -> str:
         return f"{self.task} waits {self.input_share:.0%} of the time for input".replace("%", " %")
 
 
 def stragglers(paces: Mapping[str, Mapping[str, Any]]) -> list[Straggler]:
-    """Return the tasks that are slower than the others, the slowest first.
+    """Return the stragglers, the slowest first.
 
     Args:
-        paces: by the task's name `step_ms` (its `mean`), `busy_share` and `input_share`, as a heartbeat has them. What
-            has none of them, or no shares, is left out.
+        paces: for each task its `step_ms` (`mean`), `busy_share` and `input_share`, as in a heartbeat. Tasks without
+            these values are left out.
     """
     known = {name: _busy_and_input(pace) for name, pace in paces.items() if _measured(pace)}
-    found = []
+    slow = []
     for name, (busy, waiting) in known.items():
         others = [parts for other, parts in known.items() if other != name]
         if not others:
@@ -62,31 +62,31 @@ def stragglers(paces: Mapping[str, Mapping[str, Any]]) -> list[Straggler]:
         excess = busy - usual
         if usual > 0 and busy >= SLOWER * usual and excess >= EXCESS_MS:
             part = min(1.0, max(0.0, (waiting - usual_waiting) / excess))
-            found.append(Straggler(name, round(busy / usual, 2), round(part, 2)))
-    return sorted(found, key=lambda straggler: -straggler.slower)
+            slow.append(Straggler(name, round(busy / usual, 2), round(part, 2)))
+    return sorted(slow, key=lambda straggler: -straggler.slower)
 
 
 def starved(paces: Mapping[str, Mapping[str, Any]]) -> list[Starved]:
-    """Return the tasks that wait for input, the hungriest first."""
+    """Return the starved tasks, the one that waits longest first."""
     shares = {name: pace["input_share"] for name, pace in paces.items() if _measured(pace)}
-    found = [Starved(name, round(share, 2)) for name, share in shares.items() if share >= STARVED]
-    return sorted(found, key=lambda task: -task.input_share)
+    waiting = [Starved(name, round(share, 2)) for name, share in shares.items() if share >= STARVED]
+    return sorted(waiting, key=lambda task: -task.input_share)
 
 
 def findings(paces: Mapping[str, Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Return both, as JSON."""
+    """Return stragglers and starved tasks as JSON."""
     return {
-        "stragglers": [vars(found) for found in stragglers(paces)],
-        "starved": [vars(found) for found in starved(paces)],
+        "stragglers": [vars(each) for each in stragglers(paces)],
+        "starved": [vars(each) for each in starved(paces)],
     }
 
 
 def lines(value: Mapping[str, list[dict[str, Any]]]) -> list[str]:
-    """Return such findings as lines of text; a straggler's input is told once."""
-    slow = [Straggler(**found) for found in value.get("stragglers", [])]
-    told = {found.task for found in slow if found.input_part >= STARVED}
-    hungry = [Starved(**found) for found in value.get("starved", []) if found["task"] not in told]
-    return [str(found) for found in (*slow, *hungry)]
+    """Return findings as lines of text; a straggler due to its input is not repeated as starved."""
+    slow = [Straggler(**each) for each in value.get("stragglers", [])]
+    slow_by_input = {each.task for each in slow if each.input_part >= STARVED}
+    waiting = [Starved(**each) for each in value.get("starved", []) if each["task"] not in slow_by_input]
+    return [str(each) for each in (*slow, *waiting)]
 
 
 def _measured(pace: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""The run's summary: how it ended, put together from what the tasks recorded."""
+"""The summary of a run, computed from what its tasks recorded."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from cluster.recovery import restarts
 from cluster.results import goodput, stragglers
-from cluster.run import records
+from cluster.run import launch_records, records
 from cluster.run.folder import RunFolder
 from cluster.system.json_files import write_json
 
 SETTLE_S = 20.0
-"""How long the summary waits for the other tasks' last heartbeats; a task killed for good never sends one."""
+"""How long to wait for the other tasks' last heartbeats; a task that was killed for good never sends one."""
 
 
 def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
     outcome = run.outcome
     assert outcome is not None
     spec = run.load_cluster()
-    await_last_words(run, settle_s)
+    await_last_heartbeats(run, settle_s)
     names = [task.name for task in spec.tasks]
     beats = run.heartbeats()
     result = run.result
@@ -55,25 +55,25 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
 
 
 def _started(run: RunFolder) -> float:
-    """Return when the run was started; where that is not known any more, when its newest generation was."""
+    """Return when the run was started; if that is not known, when its newest generation was."""
     begun = [generation["time"] for generation in run.generations()]
     return float(run.started.get("time", begun[-1] if begun else time.time()))
 
 
-def await_last_words(run: RunFolder, timeout_s: float) -> None:
-    """Wait until every task's agent has nothing more to write; not for ever, one may have been killed."""
+def await_last_heartbeats(run: RunFolder, timeout_s: float) -> None:
+    """Wait until every task's agent has written its last heartbeat, for at most `timeout_s`."""
     names = [task.name for task in run.load_cluster().tasks]
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         beats = run.heartbeats()
-        if all("exit_code" in beats.get(name, {}) for name in names):  # only an agent's last heartbeat has one
+        if all("exit_code" in beats.get(name, {}) for name in names):  # which only the last heartbeat has
             return
         time.sleep(0.05)
 
 
 def _goodput(run: RunFolder, started: float, wall_s: float) -> float | None:
-    """Return the share of the wall time spent in steps that count: start, saving and repeated steps do not."""
-    batch = records.read(run.config, records.config, {}).get("global_batch", 0)
+    """Return the share of the wall time spent in useful steps, without start, saving and repeated steps."""
+    batch = records.read(run.config, launch_records.config, {}).get("global_batch", 0)
     useful_s, before = 0.0, None
     for row in run.rows("chief"):
         if row["time"] >= started and row["examples_per_s"] and before is not None:

@@ -1,1 +1,1 @@
-"""The run folder: its layout, its records, and who may write them. What tasks wrote is checked when it is read."""
+"""The run folder: its layout and records, heartbeats, logs, and whose run it is. Records are checked when read."""

@@ -1,7 +1,7 @@
-"""Who may start, resume, scale or end a run: one command at a time.
+"""The claim on a run: one command at a time may start, resume, scale or end it.
 
-The claim is a lock on `.running/NAME.lock` beside the run folders. The kernel releases it with the process that holds
-it, however that ends, so there is nothing to clean up; the file says which process that is, and is not removed.
+The claim is a lock on `.running/NAME.lock` beside the run folders. However the process that holds it ends, the kernel
+releases the lock, so there is nothing to clean up. The file names that process and is not removed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from cluster.run.folder import RunFolder
 from cluster.system.files import lock
 
 WAIT_S = 60.0
-"""Longest wait of a command that ends a run for the one that is starting or scaling it."""
+"""How long a command that ends a run waits for one that is starting or scaling it."""
 MOMENT_S = 0.5
-"""How long a claim is waited for that is only looked at, or about to be released."""
+"""How long other commands wait: the claim may be about to be released, or only be checked."""
 
 
 class Taken(UsageError):
-    """Another command is at work on the run, or has just made one of that name."""
+    """Another command holds the claim, or has just created a run of that name."""
 
 
 def lock_path(run: RunFolder) -> Path:
@@ -32,16 +32,16 @@ def lock_path(run: RunFolder) -> Path:
 
 @contextlib.contextmanager
 def hold(run: RunFolder, doing: str, *, wait_s: float = MOMENT_S) -> Iterator[None]:
-    """Be the only command that is at work on a run.
+    """Hold the claim on a run.
 
     Args:
-        run: existing or to be made.
-        doing: what happens to the run, as a participle such as `resumed`, for the others' error.
-        wait_s: longest wait for another command.
+        run: the run, which need not exist yet.
+        doing: what happens to the run, as a participle such as `resumed`, for the error of other commands.
+        wait_s: how long to wait for another command.
 
     Raises:
-        Taken: another command is at work on it.
-        PrerequisiteError: the folder of all runs cannot hold the lock.
+        Taken: another command holds the claim.
+        PrerequisiteError: the file cannot be locked.
     """
     path = lock_path(run)
     try:
@@ -60,7 +60,7 @@ def hold(run: RunFolder, doing: str, *, wait_s: float = MOMENT_S) -> Iterator[No
 
 
 def held(run: RunFolder) -> bool:
-    """Whether a command is at work on the run. Makes no file."""
+    """Return whether a command holds the claim. Creates no file."""
     path = lock_path(run)
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -80,7 +80,7 @@ def _lock(descriptor: int, path: Path, timeout_s: float) -> bool:
 
 
 def _describe(run: RunFolder, path: Path) -> str:
-    """Return who is at work on the run, as far as that wrote it down already."""
+    """Return the error message, which names the holder if the file does."""
     try:
         who = path.read_text(errors="replace").strip() or "used by another command"
     except OSError:

@@ -1,7 +1,7 @@
-"""Checks of values that somebody who is not trusted has written as JSON.
+"""Checks of JSON values from writers that are not trusted.
 
-A check takes such a value and returns it as the rest of the program may take it for granted: with every key, of its
-type, and numbers that can be calculated with. Keys that no check names are kept as they are.
+A check returns the value in the form that the rest of the program relies on: with all keys, each of its type, and with
+finite numbers. Keys without a check are kept as they are.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from copy import copy
 from typing import Any
 
 Check = Callable[[Any], Any]
-"""Returns a value as it may be used; raises ValueError, in a few words, where it cannot."""
+"""Returns the checked value; raises ValueError with a short reason if it is invalid."""
 
 Record = Callable[[Any], dict[str, Any]]
 
@@ -22,11 +22,11 @@ MAX_NUMBER = 1e30
 MAX_SECONDS = 1e11
 
 ABSENT = object()
-"""The default of a key that stays away where it is not there."""
+"""The default of a key that stays missing."""
 
 
 def count(value: Any) -> int:
-    """A whole number from 0."""
+    """A whole number, at least 0."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_COUNT:
         raise _unexpected("a whole number from 0", value)
     return value
@@ -47,14 +47,14 @@ def number(value: Any) -> float:
 
 
 def seconds(value: Any) -> float:
-    """A duration, or a moment in seconds since the epoch."""
+    """A duration, or a time in seconds since the epoch."""
     if not 0 <= number(value) <= MAX_SECONDS:
         raise _unexpected(f"seconds, at most {MAX_SECONDS:g}", value)
     return float(value)
 
 
 def measured(value: Any) -> float | None:
-    """A number, or nothing: also where it is not finite."""
+    """A number or null; null for a number that is not finite."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return None if value is None else number(value)
@@ -75,7 +75,7 @@ def flag(value: Any) -> bool:
 
 
 def one_of(*names: str) -> Check:
-    """One of some words."""
+    """One of these words."""
 
     def check(value: Any) -> Any:
         if value not in names or not isinstance(value, str):
@@ -86,12 +86,12 @@ def one_of(*names: str) -> Check:
 
 
 def optional(check: Check) -> Check:
-    """What a check takes, or null."""
+    """A value that passes the check, or null."""
     return lambda value: None if value is None else check(value)
 
 
 def listing(check: Check, limit: int = 2**16) -> Check:
-    """A list of what a check takes."""
+    """A list of values that pass the check."""
 
     def checked(value: Any) -> list[Any]:
         if not isinstance(value, list) or len(value) > limit:
@@ -102,7 +102,7 @@ def listing(check: Check, limit: int = 2**16) -> Check:
 
 
 def mapping(check: Check) -> Record:
-    """An object whose values are what a check takes, whatever their names."""
+    """An object with any keys whose values pass the check."""
 
     def checked(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -113,11 +113,11 @@ def mapping(check: Check) -> Record:
 
 
 def record(needed: Mapping[str, Check], usual: Mapping[str, tuple[Check, Any]] | None = None) -> Record:
-    """An object with some keys.
+    """An object with these keys, and possibly others.
 
     Args:
-        needed: the check of each key that must be there.
-        usual: the check of each key that may be missing, and what is taken for it then.
+        needed: the check of each required key.
+        usual: the check and the default of each optional key.
     """
 
     def checked(value: Any) -> dict[str, Any]:
@@ -125,27 +125,27 @@ def record(needed: Mapping[str, Check], usual: Mapping[str, tuple[Check, Any]] |
             raise _unexpected("an object", value)
         if missing := [name for name in needed if name not in value]:
             raise ValueError(f"{missing[0]} is missing")
-        found = dict(value)
+        result = dict(value)
         for name, check in needed.items():
-            found[name] = _inside(name, check, value[name])
+            result[name] = _inside(name, check, value[name])
         for name, (check, default) in (usual or {}).items():
             if name in value:
-                found[name] = _inside(name, check, value[name])
+                result[name] = _inside(name, check, value[name])
             elif default is not ABSENT:
-                found[name] = copy(default)
-        return found
+                result[name] = copy(default)
+        return result
 
     return checked
 
 
 def exactly(needed: Mapping[str, Check]) -> Record:
-    """An object with some keys; any others are left out."""
+    """An object with these keys; others are removed."""
     check = record(needed)
     return lambda value: {name: each for name, each in check(value).items() if name in needed}
 
 
 def every(*checks: Check) -> Check:
-    """What all of some checks take."""
+    """A value that passes several checks in turn."""
 
     def checked(value: Any) -> Any:
         for check in checks:

@@ -1,4 +1,4 @@
-"""What a task tells of itself while it lives: its state, its step and how fast it is."""
+"""The heartbeat of a task: its state, step and speed, written every second."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ HEARTBEAT_S = 1.0
 
 
 class Heartbeat:
-    """Writes `status/<task>.json`: at once when the state changes, and every second while the process lives.
+    """Writes `status/<task>.json`: at once when the state changes, and every second while the process runs.
 
-    What changes the values does not wait for the disk: a thread of its own writes them. Heartbeats are not forced to
-    the disk either. A power failure may cost the newest, as any other death of the task does.
+    A background thread writes, so that updates do not wait for the disk. Heartbeats are not flushed to the disk: losing
+    the newest in a power failure is harmless.
     """
 
     def __init__(self, run: RunFolder, task: Task, generation: int, restarts: int = 0) -> None:
         self._run, self._task = run, task.name
         self._lock = threading.Lock()
-        """Guards the values; nobody holds it while a file is written."""
+        """Guards the values; never held while a file is written."""
         self._writing = threading.Lock()
         """One write at a time."""
         self._due = threading.Event()
@@ -50,9 +50,9 @@ class Heartbeat:
         }
 
     def update(self, **values: Any) -> None:
-        """Change what the next heartbeat says; a change of state is written at once.
+        """Change the values of the next heartbeat; a change of state is written at once.
 
-        Only for a final state this waits until it is written: the process may end right after.
+        Returns before that, except for a final state, since the process may end right after.
         """
         with self._lock:
             changed = values.get("state", self.values["state"]) != self.values["state"]
@@ -66,7 +66,7 @@ class Heartbeat:
             self._due.set()
 
     def write(self) -> None:
-        """Write the heartbeat now. A full disk must not end the process that reports it."""
+        """Write the heartbeat now. A full disk must not end the process."""
         with self._writing, contextlib.suppress(OSError):
             if self._handed_over and self._has_new_owner():
                 self._stopped = True
@@ -79,14 +79,14 @@ class Heartbeat:
             write_json(self._run.status(self._task), values, durable=False)
 
     def start(self) -> Heartbeat:
-        """Go on writing in the background."""
+        """Start to write in the background."""
         self.write()
         self._thread = threading.Thread(target=self._write_on, name="heartbeat", daemon=True)
         self._thread.start()
         return self
 
     def hand_over(self) -> None:
-        """Leave the file to another process: from its first heartbeat on, this one writes no more."""
+        """Hand the file over to another process: stop writing at its first heartbeat."""
         self._handed_over = True
 
     def stop(self) -> None:

@@ -1,7 +1,7 @@
-"""Who is alive: judged by the heartbeats that a watcher sees change, timed by its own clock.
+"""Liveness of tasks: judged by whether a watcher sees their heartbeats change, timed by its own clock.
 
-The times in heartbeats are those of other machines, or of before a clock was set or this machine slept: they are shown,
-but nothing is decided by them. And a watcher counts only the time in which it could look.
+The times in heartbeats may come from other machines, or from before a clock was set or this machine slept. They are
+shown, but decide nothing. And a watcher counts only the time in which it could look.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from cluster.run.folder import FINAL_STATES, LOST_AFTER_S, RunFolder
 from cluster.run.heartbeat import HEARTBEAT_S
 
 LONGEST_LOOK_S = 1.0
-"""A watcher that did not look for longer than this was held up itself: only so much of that time counts as silence."""
+"""A watcher that did not look for longer was held up itself; only this much of the time counts as silence."""
 
 SECOND_LOOK_S = 3 * HEARTBEAT_S
-"""How long somebody who wants to know it at once watches tasks whose newest heartbeat seems old."""
+"""How long a single look watches tasks whose newest heartbeat seems old."""
 POLL_S = 0.1
 
 
 class Pulse:
-    """What one watcher has seen of a run's heartbeats."""
+    """Watches the heartbeats of a run."""
 
     def __init__(self, run: RunFolder, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin to watch; `clock` tells this machine's seconds, and never jumps."""
+        """Begin to watch; `clock` returns the seconds of a clock that never jumps."""
         self._run, self._clock = run, clock
         self._looked = clock()
         self._generation = -1
         self._seen: dict[str, Any] = {}
         self._silent_s: dict[str, float] = {}
         self.silence_s = 0.0
-        """Seconds for which no task of the run has given a sign of life, nor a generation begun."""
+        """Seconds without a sign of life from any task and without a new generation."""
 
     @property
     def begun(self) -> bool:
@@ -40,7 +40,7 @@ class Pulse:
         return bool(self._seen)
 
     def look(self) -> dict[str, dict[str, Any]]:
-        """Look, as often as possible; return the newest heartbeats, the state of silent tasks replaced by `lost`."""
+        """Look; return the newest heartbeats, with the state `lost` for silent tasks. To be called often."""
         now = self._clock()
         passed_s, self._looked = min(now - self._looked, LONGEST_LOOK_S), now
         beats = self._run.heartbeats()
@@ -54,18 +54,18 @@ class Pulse:
         return _shown(beats, lost)
 
     def quiet_s(self, task: str) -> float:
-        """Return the seconds for which a task that began has given no sign of life."""
+        """Return the seconds without a sign of life from this task."""
         return self._silent_s.get(task, 0.0)
 
 
 def look_once(run: RunFolder, *names: str) -> dict[str, dict[str, Any]]:
-    """Return the newest heartbeats, the state of silent tasks replaced by `lost`.
+    """Return the newest heartbeats, with the state `lost` for silent tasks.
 
-    Where a heartbeat seems old, or from the future, its task is watched for `SECOND_LOOK_S` before it is called lost.
+    A task whose heartbeat seems old, or from the future, is watched for `SECOND_LOOK_S` before it counts as lost.
 
     Args:
-        run: whose.
-        names: the tasks to ask for; none: all of them.
+        run: the run.
+        names: the tasks to look at; none means all.
     """
     beats = run.heartbeats()
     doubtful = {name for name, beat in beats.items() if (not names or name in names) and _seems_lost(beat)}
@@ -79,9 +79,9 @@ def look_once(run: RunFolder, *names: str) -> dict[str, dict[str, Any]]:
 
 
 def silent(run: RunFolder) -> bool:
-    """Whether no task of a run gives a sign of life: none has started yet, or nothing of the run lives any more.
+    """Return whether no task of a run gives a sign of life: none has started yet, or all have ended.
 
-    A run that is being scaled is not silent, although for a moment none of its tasks lives.
+    A run that is being scaled is not silent, although none of its tasks may be alive for a moment.
     """
     if run.scaling:
         return False
@@ -108,5 +108,5 @@ def _seems_lost(beat: dict[str, Any]) -> bool:
 
 
 def _seems_old(beat: dict[str, Any]) -> bool:
-    """Whether a heartbeat is not, by the clocks, one of a moment ago."""
+    """Return whether a heartbeat is not recent, by the clocks."""
     return abs(time.time() - float(beat["updated_at"])) > LOST_AFTER_S

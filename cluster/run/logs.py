@@ -1,7 +1,7 @@
-"""What a task's program printed: copied to its log, which is bounded, and read from there as it grows.
+"""The output of a task's program: copied to its log, which is bounded, and read from there as it grows.
 
-A program can print without end, also without ever ending a line. So the log has parts of at most `PART_BYTES`: the
-first stays, the newest is `<task>.log`, and of those between only the one before the newest is kept.
+A program can print without end, even without ever ending a line. So a log has parts of at most `PART_BYTES`: the first
+is kept, the newest is `<task>.log`, and of those in between only the last.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from typing import IO
 from cluster.system.files import open_file, remove, rename
 
 PART_BYTES = 64 * 2**20
-"""A task's log takes at most three times as much of the disk."""
+"""A task's log takes at most three times as much space."""
 LINE_BYTES = 2**16
-"""A longer line is copied and shown as several."""
+"""A longer line is split."""
 CHUNK_BYTES = 2**16
 KEPT_LINES = 200
-"""A traceback and its message are among them."""
+"""Enough for a traceback and its message."""
 KEPT_CHARACTERS = 2000
 
 GAP = b"... what was printed from here on was left out, until the log goes on ...\n"
 
 _appending = threading.Lock()
-"""A task's program and its standby process print to one log."""
+"""A task's program and its standby process share a log."""
 
 
 def copy(stream: IO[bytes], log: Path, last_lines: list[str], noise: tuple[bytes, ...] = ()) -> None:
-    """Copy what a program prints to its log and to this process's own output, until it ends.
+    """Copy a program's output to its log and to this process's own output, until it ends.
 
     Args:
         stream: the program's output.
         log: the newest part of its log.
-        last_lines: where the last lines are kept, as text.
-        noise: what is in lines that are left out.
+        last_lines: receives the last lines as text.
+        noise: parts of lines to leave out.
     """
     rest, last = b"", b"\n"
     while data := stream.read1(CHUNK_BYTES):  # type: ignore[attr-defined]  # of a buffered reader
@@ -49,11 +49,11 @@ def copy(stream: IO[bytes], log: Path, last_lines: list[str], noise: tuple[bytes
         last = _pass_on(lines, log, last_lines, noise) or last
     last = _pass_on([rest], log, last_lines, noise) or last
     if not last.endswith(b"\n"):
-        append(log, b"\n")  # what the next life prints first is a line of its own
+        append(log, b"\n")  # the next attempt's output begins on a new line
 
 
 def _pass_on(lines: list[bytes], log: Path, last_lines: list[str], noise: tuple[bytes, ...]) -> bytes:
-    """Write lines to where they belong; return what was written."""
+    """Write lines to the log, this process's output and `last_lines`; return what was written."""
     kept = [line for line in lines if line and not any(part in line for part in noise)]
     data = b"".join(kept)
     if not data:
@@ -62,13 +62,13 @@ def _pass_on(lines: list[bytes], log: Path, last_lines: list[str], noise: tuple[
     with contextlib.suppress(OSError):
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
-    told = [text[:KEPT_CHARACTERS] for line in kept if (text := line.decode(errors="replace").rstrip())]
-    last_lines[:] = [*last_lines, *told][-KEPT_LINES:]
+    texts = [text[:KEPT_CHARACTERS] for line in kept if (text := line.decode(errors="replace").rstrip())]
+    last_lines[:] = [*last_lines, *texts][-KEPT_LINES:]
     return data
 
 
 def append(log: Path, data: bytes) -> None:
-    """Append to a log. A disk that is full must not hold up the program that prints."""
+    """Append to a log. A full disk must not hold up the program."""
     with _appending, contextlib.suppress(OSError):
         with open_file(log, "ab") as file:
             file.write(data)
@@ -79,7 +79,7 @@ def append(log: Path, data: bytes) -> None:
 
 
 def _begin_part(log: Path) -> None:
-    """Have a log go on in a new part."""
+    """Begin a new part of a log."""
     first, previous = _parts(log)[:2]
     if not os.path.lexists(first):
         rename(log, first.name)
@@ -99,7 +99,7 @@ def _mark_gap(first: Path) -> None:
 
 
 def _parts(log: Path) -> tuple[Path, Path, Path]:
-    """Return the parts that a log may have, in the order in which they were printed."""
+    """Return the parts that a log may have, oldest first."""
     return log.with_name(f"{log.name}.first"), log.with_name(f"{log.name}.previous"), log
 
 
@@ -109,25 +109,25 @@ class Reader:
     def __init__(self, log: Path) -> None:
         self._log = log
         self._offsets: dict[tuple[int, int], int] = {}
-        """Up to where each part, known by its file, has been read."""
+        """How far each part, identified by device and inode, has been read."""
 
     def lines(self, *, ended: bool) -> Iterator[bytes]:
-        """Yield the lines that were not read yet, without their ends.
+        """Yield new lines, without their line ends.
 
         Args:
-            ended: whether nothing is printed any more: then also a last line that has no end is one.
+            ended: whether the program has ended, so that the last line may lack its end.
 
         Raises:
-            OSError: there is something else in the log's place.
+            OSError: the log is not a regular file.
         """
         with contextlib.ExitStack() as stack:
             opened: dict[tuple[int, int], IO[bytes]] = {}
-            # The newest first: a part that is renamed meanwhile is then opened twice, not overlooked.
+            # Newest first: a part that is renamed meanwhile is then opened twice rather than missed.
             for path in reversed(_parts(self._log)):
                 with contextlib.suppress(FileNotFoundError):
                     file = stack.enter_context(open_file(path, "rb"))
-                    found = os.fstat(file.fileno())
-                    opened[found.st_dev, found.st_ino] = file
+                    status = os.fstat(file.fileno())
+                    opened[status.st_dev, status.st_ino] = file
             self._offsets = {key: self._offsets.get(key, 0) for key in opened}
             for at, (key, file) in enumerate(reversed(opened.items()), start=1):
                 yield from self._read_on(key, file, ended or at < len(opened))
@@ -135,8 +135,8 @@ class Reader:
     def _read_on(self, key: tuple[int, int], file: IO[bytes], ended: bool) -> Iterator[bytes]:
         size = os.fstat(file.fileno()).st_size
         if size < self._offsets[key]:
-            self._offsets[key] = 0  # it was cut short
-        if size - self._offsets[key] > 2 * PART_BYTES:  # no part of ours: only its end is read
+            self._offsets[key] = 0  # it was truncated
+        if size - self._offsets[key] > 2 * PART_BYTES:  # not written by us: read only its end
             self._offsets[key] = size - PART_BYTES
             yield GAP.removesuffix(b"\n")
         file.seek(self._offsets[key])
@@ -148,7 +148,7 @@ class Reader:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a log; empty where there is none."""
+    """Return the last line of a log; empty if there is none."""
     try:
         with open_file(log, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LINE_BYTES))

@@ -1,9 +1,9 @@
-"""Which runs this user started: a copy of the digests of their records, kept where no container can write.
+"""Which runs this user started: digests of their records, kept where no container can write.
 
-A run's records say what the next command starts: a preset's modules, a script, packages, on which runtime. They lie in
-the run's folder, which its tasks can write and anybody can hand on. So whoever starts a run also notes the digests of
-its records in the user's state folder (`$XDG_STATE_HOME/tf-cluster/runs/`), and a run whose records differ from every
-note of its name is not believed. What the tasks write later, such as checkpoints, is not covered.
+The records of a run determine what the next command starts: a preset's modules, a script, packages. They are in the
+run's folder, which its tasks can write and anybody can copy. So starting a run also notes the digests of its records in
+the user's state folder (`$XDG_STATE_HOME/tf-cluster/runs/`), and a run whose records match no note of its name is not
+trusted. What the tasks write later, such as checkpoints, is not covered.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from cluster.system.json_files import read_json, write_json
 ADDED_BY_TASKS = ("data", "environment")
 """What the chief adds to the manifest once it trains."""
 NOTES = 16
-"""Most notes kept for one name: the same name may be used in several RUNS_DIRs, and again with --fresh."""
+"""How many notes to keep for a name, which may be used in several RUNS_DIRs and again with --fresh."""
 
 
 def write(run: RunFolder) -> None:
-    """Note a run's records as they are now.
+    """Note the digests of a run's records.
 
     Raises:
         PrerequisiteError: the user's state folder cannot be written.
@@ -39,10 +39,10 @@ def write(run: RunFolder) -> None:
 
 
 def check(run: RunFolder) -> None:
-    """Check that a run's records are as this user started them.
+    """Check that a run's records match a note.
 
     Raises:
-        UsageError: they are not.
+        UsageError: they do not.
     """
     records, notes = dict(_digests(run)), _notes(run.name)
     if records in notes:
@@ -60,10 +60,10 @@ def check(run: RunFolder) -> None:
 
 
 def check_hidden(folders: Iterable[Path]) -> None:
-    """Check that the notes lie in none of the folders that containers see.
+    """Check that the notes are in none of the folders that containers see.
 
     Raises:
-        UsageError: they do.
+        UsageError: they are.
     """
     for folder in folders:
         if _folder().resolve().is_relative_to(folder.resolve()):
@@ -74,10 +74,10 @@ def check_hidden(folders: Iterable[Path]) -> None:
 
 
 def prepare() -> None:
-    """Make the folder of the notes.
+    """Create the folder of the notes.
 
     Raises:
-        PrerequisiteError: it cannot be made, or is another user's.
+        PrerequisiteError: it cannot be created, or belongs to another user.
     """
     folder = _folder()
     try:
@@ -96,13 +96,13 @@ def prepare() -> None:
 
 
 def _folder() -> Path:
-    """Return where the notes are: with the user's state, in no checkout, run or folder of data.
+    """Return the folder of the notes.
 
     Raises:
         PrerequisiteError: this user has no home.
     """
     state = os.environ.get("XDG_STATE_HOME", "")
-    if Path(state).is_absolute():  # otherwise it is to be ignored, as XDG has it
+    if Path(state).is_absolute():  # XDG says to ignore a relative path
         return Path(state) / "tf-cluster" / "runs"
     if (home := settings.home()) is None:
         raise PrerequisiteError(
@@ -117,7 +117,7 @@ def _path(name: str) -> Path:
 
 
 def _notes(name: str) -> list[dict[str, str]]:
-    """Return what is noted of runs of a name, newest first; nothing where the note cannot be read or is another's."""
+    """Return the notes of a name, newest first; none if they cannot be read or belong to another user."""
     path = _path(name)
     try:
         notes = read_json(path, []) if path.parent.stat().st_uid == os.geteuid() else []
@@ -131,7 +131,7 @@ def _differences(records: dict[str, str], note: dict[str, str]) -> list[str]:
 
 
 def _digests(run: RunFolder) -> Iterator[tuple[str, str]]:
-    """Yield each record that commands believe, and its sha256."""
+    """Yield each record that commands trust, and its sha256."""
     for path in (run.config, run.cluster, run.compose, run.control / "started.json", run.manifest):
         try:
             value: Any = read_json(path, None)

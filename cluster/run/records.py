@@ -1,8 +1,7 @@
-"""What the records of a run folder hold, checked when they are read: tasks can write anything there."""
+"""The records of a run in progress, checked when they are read: tasks can write anything there."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -26,8 +25,6 @@ from cluster.run.fields import (
     seconds,
     text,
 )
-from cluster.spec import MAX_DEVICES, MAX_TASKS, ClusterSpec, Role, Task
-from cluster.strategies import STRATEGIES
 from cluster.system.json_files import RECORD_BYTES, DamagedError, read_json, warn_once
 
 TASK_BYTES = 2**20
@@ -48,16 +45,16 @@ def read(path: Path, check: Callable[[Any], T], default: D, *, limit: int = RECO
 
 
 def read(path: Path, check: Callable[[Any], Any], default: Any = _NEEDED, *, limit: int = RECORD_BYTES) -> Any:
-    """Return a record as its check returns it.
+    """Read a record through its check.
 
     Args:
         path: the record.
-        check: of `cluster/run/fields.py`.
-        default: what is returned where there is none yet, or a damaged one; without, there has to be one.
-        limit: the largest that is read, in bytes.
+        check: returns the record as it may be used, see `cluster/run/fields.py`.
+        default: returned if there is no valid record; without a default, there has to be one.
+        limit: the largest record that is read, in bytes.
 
     Raises:
-        DamagedError: there is none that the check takes, and no default.
+        DamagedError: there is no valid record and no default.
     """
     try:
         return check(read_json(path, limit=limit))
@@ -79,7 +76,7 @@ STATES = (
     *("starting", "waiting", "compiling", "training", "saving", "evaluating"),
     *("restarting", "done", "failed", "stopped", "lost"),
 )
-"""Of a task, as its heartbeat has them, and `lost`, which others say of it."""
+"""The states of a task in its heartbeat, and `lost`, by which watchers replace them."""
 
 OUTCOMES = ("succeeded", "stopped", "failed")
 
@@ -113,7 +110,7 @@ _attempt: dict[str, tuple[Check, Any]] = {
     "pause_s": (seconds, ABSENT),
     "single_steps_from": (count, ABSENT),
 }
-"""What is recorded of the attempt that a failure ended; -1 for a step stands for none."""
+"""The attempt that a failure ended; -1 as a step means none."""
 
 _detail = record(
     {},
@@ -140,13 +137,13 @@ row = record(
 
 
 def generation(begun: int) -> Record:
-    """Why a generation was begun: where a failure did, with what is known of that."""
+    """Why generation `begun` was begun; if by a failure, with its details."""
 
     def checked(value: Any) -> dict[str, Any]:
-        found = _generation(value)
-        if found["generation"] != begun:
+        record = _generation(value)
+        if record["generation"] != begun:
             raise ValueError(f"generation: expected {begun}")
-        return _failure({"failed_at": found["time"]} | found) if found.keys() & {"task", "cause"} else found
+        return _failure({"failed_at": record["time"]} | record) if record.keys() & {"task", "cause"} else record
 
     return checked
 
@@ -169,7 +166,7 @@ end = exactly(
         "may_follow": flag,
     }
 )
-"""How one task's program ended, as its agent saw it."""
+"""How one task's program ended, as its agent recorded it."""
 
 outcome = record(
     {"state": one_of(*OUTCOMES), "time": seconds},
@@ -182,21 +179,6 @@ outcome = record(
 )
 
 stop = record({"by": text}, {"then": (text, ""), "time": (seconds, 0.0)})
-
-started = record(
-    {},
-    {
-        "time": (seconds, ABSENT),
-        "runtime": (text, ABSENT),
-        "hang_timeout_s": (seconds, ABSENT),
-        "max_restarts": (count, ABSENT),
-        "requirements": (text, ABSENT),
-        "memory": (text, ABSENT),
-        "network": (text, ABSENT),
-        "gpus": (mapping(text), ABSENT),
-        "env": (listing(text), ABSENT),
-    },
-)
 
 ledger = record(
     {
@@ -223,32 +205,6 @@ result = record(
         "weights_sha256": (optional(text), None),
     },
 )
-
-config = record(
-    {},
-    {
-        "global_batch": (count, ABSENT),
-        "bitwise_elastic": (count, ABSENT),
-        "loop": (text, ABSENT),
-        "precision": (text, ABSENT),
-        "script": (text, ABSENT),
-        "arguments": (listing(text), ABSENT),
-        "separate_chief": (flag, ABSENT),
-    },
-)
-
-compose = record(
-    {},
-    {
-        "x-gpus": (mapping(listing(text)), ABSENT),
-        "tasks": (mapping(record({"command": listing(text), "environment": mapping(text)})), ABSENT),
-        "preload": (text, ABSENT),
-        "inherits": (listing(text), ABSENT),
-        "network": (text, ABSENT),
-    },
-)
-
-manifest = record({}, {"runtime": (text, ABSENT)})
 
 _restart = record(
     {},
@@ -308,9 +264,9 @@ _summary = record(
 
 
 def summary(value: Any) -> dict[str, Any]:
-    """How a run ended; of one that failed, with the cause."""
-    found: dict[str, Any] = _summary(value)
-    return found | {"cause": _cause(found.get("cause", {}))} if found["state"] == "failed" else found
+    """How a run ended; with the cause if it failed."""
+    checked: dict[str, Any] = _summary(value)
+    return checked | {"cause": _cause(checked.get("cause", {}))} if checked["state"] == "failed" else checked
 
 
 def _pid(value: Any) -> int:
@@ -330,25 +286,3 @@ trace_answer = record(
 
 trace_request = record({"id": text, "task": text, "until": seconds})
 """A request for a trace."""
-
-HOST = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,253}")
-
-_task = record({"role": one_of(*Role), "index": count, "host": text, "port": count})
-_cluster = record({"strategy": one_of(*STRATEGIES), "devices": count, "tasks": listing(_task, 3 * MAX_TASKS)})
-
-
-def cluster(value: Any) -> ClusterSpec:
-    """The cluster of a run: with one chief, and every task there once."""
-    found = ClusterSpec.from_json(_cluster(value))
-    names = [task.name for task in found.tasks]
-    if names.count("chief") != 1 or len(set(names)) < len(names):
-        raise ValueError("expected one chief, and every task once")
-    if not 1 <= found.devices <= MAX_DEVICES:
-        raise ValueError(f"devices: expected a whole number from 1 to {MAX_DEVICES}")
-    if bad := [task for task in found.tasks if not _listens(task)]:
-        raise ValueError(f"tasks: expected an address of {bad[0].name[:40]}")
-    return found
-
-
-def _listens(task: Task) -> bool:
-    return bool(HOST.fullmatch(task.host)) and 0 < task.port < 2**16 and task.index < MAX_TASKS

@@ -144,9 +144,7 @@ class FaultInjector(ABC):
 class ProcessFaults(FaultInjector):
     """Disturbs local processes, by signals and limits."""
 
-    refusals = MappingProxyType(
-        {"partition": "local tasks share one network; use a run of --runtime docker"}
-    )
+    refusals = MappingProxyType({"partition": "local tasks share one network; use a run of --runtime docker"})
 
     def __init__(self, run: RunFolder) -> None:
         super().__init__(run)

@@ -25,7 +25,7 @@ from cluster.paths import ROOT
 from cluster.recovery import attempts, ends, step_record
 from cluster.recovery.attempts import Attempt
 from cluster.results import summary
-from cluster.run import owner, records
+from cluster.run import launch_records, owner, records
 from cluster.run.folder import RunFolder
 from cluster.run.heartbeat import Heartbeat
 from cluster.runtime import inherited, keeper
@@ -101,7 +101,7 @@ class Supervisor:
 
     def __init__(self, run: RunFolder) -> None:
         self.run = run
-        how = records.read(run.compose, records.compose)
+        how = records.read(run.compose, launch_records.compose)
         self.preload: str = how.get("preload", "")
         self.tasks: dict[str, Any] = how["tasks"]
         self.agents: dict[str, subprocess.Popen[bytes] | fork_server.ForkedProcess] = {}

@@ -1,1 +1,1 @@
-"""The operating system: files, processes, namespaces, cgroups. Knows nothing of runs."""
+"""The operating system: files, processes, memory, namespaces, signals. Knows nothing about runs."""

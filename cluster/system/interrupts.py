@@ -1,7 +1,7 @@
-"""Signals to a command that looks after a run: which ends it how, and when they have to wait.
+"""Signals to a command that watches a run.
 
-SIGTERM is taken for Ctrl-C. SIGHUP, from a terminal that was closed, is only noted: the run goes on without anybody
-who watches it, as one started with `--detach`. Where the caller ignores one of them, as `nohup` does, it stays ignored.
+SIGTERM acts like Ctrl-C. SIGHUP, sent when the terminal closes, is only noted: the run continues unwatched, like one
+started with `--detach`. A signal that the caller ignores, as `nohup` does, stays ignored.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _hung_up = threading.Event()
 
 
 class HungUp(BaseException):
-    """The terminal is gone, and with it whoever watched the run."""
+    """The terminal that showed the run is gone."""
 
 
 @contextlib.contextmanager
 def handled() -> Iterator[None]:
-    """Treat SIGTERM as Ctrl-C, and note SIGHUP for `check`."""
+    """Handle SIGTERM like Ctrl-C, and note SIGHUP for `check`."""
     _hung_up.clear()
     terminals = [number for number in (1, 2) if os.isatty(number)]
 
@@ -34,7 +34,7 @@ def handled() -> Iterator[None]:
     def note(_number: int, _frame: FrameType | None) -> None:
         _hung_up.set()
         null = os.open(os.devnull, os.O_WRONLY)
-        for number in terminals:  # writing to a terminal that is gone is an error
+        for number in terminals:  # writing to a closed terminal is an error
             os.dup2(null, number)
         os.close(null)
 
@@ -43,7 +43,7 @@ def handled() -> Iterator[None]:
 
 
 def check() -> None:
-    """Leave the run alone if the terminal is gone.
+    """Stop watching if the terminal is gone.
 
     Raises:
         HungUp: it is.
@@ -54,7 +54,7 @@ def check() -> None:
 
 @contextlib.contextmanager
 def ignored(doing: str) -> Iterator[None]:
-    """Do something that is bounded and must not be cut short; interrupts are answered with what is being done."""
+    """Protect a bounded operation from interrupts; each prints what is being done."""
 
     def answer(_number: int, _frame: FrameType | None) -> None:
         with contextlib.suppress(OSError):
@@ -65,12 +65,12 @@ def ignored(doing: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _handlers(wanted: dict[signal.Signals, signal._HANDLER]) -> Iterator[None]:
-    """Set handlers of signals that are not ignored; only the main thread may."""
+def _handlers(handlers: dict[signal.Signals, signal._HANDLER]) -> Iterator[None]:
+    """Set the handlers of signals that are not ignored. Only the main thread may, so others do nothing."""
     before = {}
     try:
         if threading.current_thread() is threading.main_thread():
-            for number, handler in wanted.items():
+            for number, handler in handlers.items():
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     before[number] = signal.signal(number, handler)
         yield

@@ -1,7 +1,4 @@
-"""JSON Lines files of a run folder: appended to by several tasks, read as they grow, whatever a crash left in them.
-
-Each line is a value of its own, so one that is damaged costs none of the others.
-"""
+"""JSON Lines files: appended to by several processes, and read as they grow. Damaged lines are skipped."""
 
 from __future__ import annotations
 
@@ -14,26 +11,25 @@ from pathlib import Path
 from typing import IO, Any
 
 from cluster.system.files import lock, open_file
-from cluster.system.json_files import UNREADABLE as NO_FILE
-from cluster.system.json_files import DamagedError, parse_json, warn_once
+from cluster.system.json_files import UNREADABLE, DamagedError, parse_json, warn_once
 
 LINE_BYTES = 2**18
-"""The longest line that is read."""
+"""The longest line that is read whole."""
 NEWEST_BYTES = 2**28
-"""How much of a file is read: what comes before its newest lines is left out."""
+"""How much of the end of a file is read."""
 KEPT_BYTES = 2**24
-"""How much of one whose lines are kept."""
+"""How much of the end of a file is read and kept in memory."""
 LOCK_TIMEOUT_S = 2.0
-"""After this long a line is written without the lock: better two that mix than a training that waits."""
+"""After this long a line is written without the lock: two lines that mix are better than a training that waits."""
 
 
 def append_json(path: Path, value: Any) -> None:
-    """Append a line to a JSON Lines file. It is not forced to the disk: a power failure may cost the newest lines.
+    """Append a line to a JSON Lines file, without flushing it to the disk.
 
-    What a writer that was interrupted left of its line ends here, and takes no other line with it.
+    If an interrupted writer left part of a line, this one begins on a new line.
 
     Raises:
-        OSError: it cannot be written, or not wholly.
+        OSError: it cannot be written completely.
     """
     line = (json.dumps(value) + "\n").encode()
     with open_file(path, "a+b") as file:
@@ -47,7 +43,7 @@ def append_json(path: Path, value: Any) -> None:
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON Lines file, also of its last line if that has no end; damaged lines are left out."""
+    """Yield the objects of a JSON Lines file, including a last line without end; damaged lines are skipped."""
     try:
         with open_file(path, "rb") as file:
             skipped = _to_newest(file, NEWEST_BYTES)
@@ -58,54 +54,54 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
                     yield value
     except FileNotFoundError:
         return
-    except NO_FILE as error:
+    except UNREADABLE as error:
         warn_once(DamagedError(path, getattr(error, "strerror", None) or str(error)))
 
 
 class Journal:
-    """A JSON Lines file that grows: each look reads what is new alone. Threads may share one."""
+    """A growing JSON Lines file. Each read continues where the previous one stopped. Threads may share it."""
 
     def __init__(self, path: Path, check: Callable[[Any], dict[str, Any]]) -> None:
         """Begin before the first line.
 
         Args:
-            path: the file, which need not be there yet.
-            check: returns a line's value as it shall be, or raises ValueError where it is none; then it is left out.
+            path: the file, which need not exist yet.
+            check: returns the checked value of a line, or raises ValueError to skip it.
         """
         self._path, self._check = path, check
         self._lock = threading.Lock()
-        self._forget()
+        self._reset()
 
     def read(self) -> list[dict[str, Any]]:
         """Return the values of all lines so far."""
         with self._lock:
             try:
                 with open_file(self._path, "rb") as file:
-                    self._read_on(file)
+                    self._continue(file)
             except FileNotFoundError:
-                self._forget()
-            except NO_FILE as error:
-                self._forget()
+                self._reset()
+            except UNREADABLE as error:
+                self._reset()
                 warn_once(DamagedError(self._path, getattr(error, "strerror", None) or str(error)))
             return [*self._values]
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._file: tuple[int, int] | None = None
         self._offset = 0
         self._values: list[dict[str, Any]] = []
 
-    def _read_on(self, file: IO[bytes]) -> None:
-        found = os.fstat(file.fileno())
-        if (found.st_dev, found.st_ino) != self._file or found.st_size < self._offset:
-            self._forget()  # another file, or one that was cut short
-            self._file = (found.st_dev, found.st_ino)
+    def _continue(self, file: IO[bytes]) -> None:
+        status = os.fstat(file.fileno())
+        if (status.st_dev, status.st_ino) != self._file or status.st_size < self._offset:
+            self._reset()  # another file, or a truncated one
+            self._file = (status.st_dev, status.st_ino)
             if _to_newest(file, KEPT_BYTES):
                 file.readline(LINE_BYTES)
             self._offset = file.tell()
         file.seek(self._offset)
         for line in _lines(file):
             if not line.endswith(b"\n") and len(line) < LINE_BYTES:
-                break  # its writer is not done, or never will be: the next one begins a new line
+                break  # its writer has not finished; if it never does, the next one begins a new line
             self._offset += len(line)
             if (value := _parsed(line)) is not None:
                 with contextlib.suppress(ValueError):
@@ -113,20 +109,20 @@ class Journal:
 
 
 def _to_newest(file: IO[bytes], limit: int) -> bool:
-    """Go to where the part of a file begins that is read; return whether that is in the middle of a line, perhaps."""
+    """Seek to the last `limit` bytes of a file; return whether that may be the middle of a line."""
     size = os.fstat(file.fileno()).st_size
     file.seek(max(0, size - limit))
     return size > limit
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield a file's lines with their ends; one that is longer than is read in parts of that length."""
+    """Yield a file's lines with their ends; lines longer than `LINE_BYTES` are split."""
     while line := file.readline(LINE_BYTES):
         yield line
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """Return a line's value; None where it holds no object."""
+    """Return the object in a line; None if there is none."""
     try:
         value = parse_json(line, LINE_BYTES)
     except ValueError:

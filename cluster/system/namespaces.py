@@ -1,7 +1,6 @@
-"""A network of a process' own, which no other process of the machine reaches and which leads nowhere.
+"""Network namespaces: a loopback device that no other process of the machine reaches, and no other network.
 
-It holds a loopback and nothing else. Files, process ids and signals stay those of the machine. Linux calls it a network
-namespace; no other program is needed to make one.
+Files, process ids and signals remain those of the machine.
 """
 
 from __future__ import annotations
@@ -28,23 +27,22 @@ _FORBIDDING = {
     "user.max_user_namespaces": ("0", "10000"),
     "user.max_net_namespaces": ("0", "10000"),
 }
-"""The settings that forbid it to users who are not root: the value that does, and one that does not."""
+"""The kernel settings that can forbid namespaces to other users than root: the forbidding and an allowing value."""
 _CONTAINED = "the container around it needs CAP_SYS_ADMIN for that; start the run outside of it"
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why this machine gives no such network."""
+    """Why a process cannot enter a network namespace here."""
 
     why: str
     fix: str
 
 
 def enter() -> None:
-    """Move this process, which must have no second thread, and whatever it starts from now on into a new network.
+    """Move this process, which must have a single thread, and its future children to a new network namespace.
 
-    Root may do so at once. Anybody else needs a user namespace around it, in which they stay who they are, so that
-    files keep their owner.
+    Other users than root need a user namespace around it. In that they keep their id, so that files keep their owner.
 
     Raises:
         OSError: the machine does not allow it.
@@ -54,16 +52,16 @@ def enter() -> None:
         _unshare(_CLONE_NEWNET)
     except PermissionError:
         _unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
-        Path("/proc/self/setgroups").write_text("deny")  # without which nobody but root may name a group
+        Path("/proc/self/setgroups").write_text("deny")  # required before the group map is written, unless by root
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
     _bring_up("lo")
 
 
 def refusal() -> Refusal | None:
-    """Return why no such network can be had here, and what helps; None where one can. Tried, in a process of its own.
+    """Return why entering a network namespace fails here, and what helps; None if it works.
 
-    It takes some milliseconds.
+    Tries it in a child process, which takes a few milliseconds.
     """
     child = os.fork()
     if not child:
@@ -73,12 +71,12 @@ def refusal() -> Refusal | None:
 
 
 def _try() -> int:
-    """Enter such a network and ask for the way over its loopback; return the error's number, 0 where there is none."""
+    """Enter a network namespace and use its loopback device; return the number of the error, 0 if that worked."""
     try:
         enter()
-        # Of TCP it would take ten times as long.
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-            asked.connect(("127.0.0.1", 9))
+        # Finding the route is enough; TCP would take ten times as long.
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("127.0.0.1", 9))
         return 0
     except OSError as error:
         return error.errno or errno.EINVAL
@@ -97,7 +95,7 @@ def _explain(code: int) -> Refusal:
 
 
 def _filtered() -> bool:
-    """Whether somebody filters this process' system calls, as a container engine does."""
+    """Return whether this process's system calls are filtered, as container engines do."""
     return "\nSeccomp:\t2\n" in Path("/proc/self/status").read_text()
 
 
@@ -108,7 +106,7 @@ def _unshare(what: int) -> None:
 
 
 def _bring_up(interface: str) -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        found = fcntl.ioctl(asked, _SIOCGIFFLAGS, struct.pack(_FLAGS, interface.encode(), 0))
-        _, flags = struct.unpack(_FLAGS, found)
-        fcntl.ioctl(asked, _SIOCSIFFLAGS, struct.pack(_FLAGS, interface.encode(), flags | _IFF_UP))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as request:
+        answer = fcntl.ioctl(request, _SIOCGIFFLAGS, struct.pack(_FLAGS, interface.encode(), 0))
+        _, flags = struct.unpack(_FLAGS, answer)
+        fcntl.ioctl(request, _SIOCSIFFLAGS, struct.pack(_FLAGS, interface.encode(), flags | _IFF_UP))

@@ -40,7 +40,7 @@ CONTRACT = {
     *("up", "plan", "status", "logs", "wait", "stop", "down", "scale", "evaluate", "export", "tensorboard", "doctor"),
     *("verify", "rerun", "chaos", "profile", "bench", "test", "predict", "golden"),
 }
-COLLECTIONS = {"image", "data", "swarm", "k8s", "requirements"}
+COLLECTIONS = {"image", "data", "docs", "swarm", "k8s", "requirements"}
 BUILT = {
     *("up", "plan", "status", "logs", "wait", "stop", "down", "tensorboard", "doctor", "test"),
     *("evaluate", "export", "predict", "verify", "bench"),
@@ -132,8 +132,8 @@ def test_help_is_shown_on_the_command_line() -> None:
 
 def test_up_and_plan_take_every_option_of_a_request() -> None:
     declared = {name: None if name == "env" else each.empty for name, each in OPTIONS.items()}
-    assert declared | {"dry": False} == options(tasks.ns["up"])
-    assert declared | {"json": False} == options(tasks.ns["plan"])
+    assert declared | {"file": "", "dry": False} == options(tasks.ns["up"])
+    assert declared | {"file": "", "write": "", "json": False} == options(tasks.ns["plan"])
 
 
 @pytest.mark.parametrize("task", ["up", "plan"])

@@ -106,8 +106,8 @@ def test_replicas_are_as_many_as_gpus(resolved: None, nvidia_smi: NvidiaSmi) -> 
         ({"gpus": "2", "gpus_per_task": "x"}, "--gpus-per-task 'x': expected a whole number from 1 to 64"),
         ({"gpus": "1", "workers": "0", "gpu_runtime": "cud"}, "--gpu-runtime 'cud': expected one of reserve, cdi, "),
         ({"gpus": "1", "workers": "0", "nccl_debug": "loud"}, "--nccl-debug 'LOUD': expected one of VERSION, WARN"),
-        ({"gpu_runtime": "cdi", "nccl_debug": "INFO"}, "--gpu-runtime and --nccl-debug: only with GPUs: add --gpus"),
-        ({"gpus": "none", "gpu_runtime": "cdi"}, "--gpu-runtime: only with GPUs: add --gpus"),
+        ({"gpu_runtime": "cdi", "nccl_debug": "INFO"}, "--gpu-runtime and --nccl-debug: only with GPUs (--gpus all)"),
+        ({"gpus": "none", "gpu_runtime": "cdi"}, "--gpu-runtime: only with GPUs (--gpus all)"),
         ({"gpus": "1", "strategy": "tpu"}, "--gpus 1 with --strategy tpu: one run trains on GPUs or on a TPU; leave"),
     ],
 )
