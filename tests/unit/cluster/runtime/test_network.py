@@ -12,6 +12,7 @@ import pytest
 from cluster.control import view
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE
 from cluster.launch import manifest, planning, startup
+from cluster.launch.plan import Plan
 from cluster.launch.request import Request
 from cluster.runtime import network, supervisor
 from cluster.system import namespaces
@@ -44,7 +45,7 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-def warnings(planned: planning.Plan) -> list[str]:
+def warnings(planned: Plan) -> list[str]:
     """Return what `up` prints of the network."""
     return [note for note in planned.notes if note.startswith("warning: ")]
 
