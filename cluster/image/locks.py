@@ -10,8 +10,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from packaging.markers import Marker
-
 from cluster.paths import ROOT
 
 DIRECTORY = "requirements"
@@ -36,6 +34,8 @@ class Pin:
 
     def applies(self, python: str = "") -> bool:
         """Return whether this machine wants the package, for this Python or for a version such as `3.11`."""
+        from packaging.markers import Marker  # here, because `up` does without it
+
         other = {"python_version": python, "python_full_version": f"{python}.0"} if python else {}
         return not self.marker or Marker(self.marker).evaluate(other)
 

@@ -23,8 +23,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from packaging.utils import canonicalize_name
-
 from cluster.errors import ClusterError, PrerequisiteError, UsageError
 from cluster.image import locks
 from cluster.paths import ROOT
@@ -139,6 +137,8 @@ def _fill(requirements: Path, python: str, scratch: Path) -> Path:
 
 def _resolve(requirements: Path, python: str, scratch: Path) -> list[str]:
     """Return what must be installed beyond our own packages, a line of a requirements file each."""
+    from packaging.utils import canonicalize_name  # here, because `up` without --requirements does without it
+
     own = locks.pins("train-cpu")
     # Of the two packages that TensorFlow has, one is installed here, but it is as good as the other.
     kept = [pin for pin in own if pin.name in _TENSORFLOW or pin.applies(python)]
