@@ -51,7 +51,7 @@ def test_an_error_of_the_system_names_what_it_is_about(tmp_path: Path) -> None:
 def told(body: Callable[[Context], object]) -> tuple[int, str]:
     """Return how a task ends whose body is this."""
     with pytest.raises(Exit) as ended:
-        command_line.told(body)(Context())
+        command_line.report_errors(body)(Context())
     return ended.value.code, str(ended.value.message)
 
 
