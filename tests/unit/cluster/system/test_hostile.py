@@ -23,7 +23,7 @@ from invoke import Context, Exit, MockContext
 import tasks
 from cluster import spec, tf_config
 from cluster.checks import rerun
-from cluster.cli.command_line import told
+from cluster.cli.command_line import report_errors
 from cluster.control import faults
 from cluster.errors import EXIT_USAGE, UsageError
 from cluster.gpu import placement
@@ -155,7 +155,7 @@ def test_whatever_an_error_quotes_it_is_one_harmless_line(text: str) -> None:
         raise UsageError(text)
 
     with pytest.raises(Exit) as ended:
-        told(body)(Context())
+        report_errors(body)(Context())
     assert str(ended.value.message).isprintable()
 
 
