@@ -11,7 +11,7 @@ import sys
 from invoke import Collection, Exit
 
 from cluster import spec
-from cluster.cli import checks, data, image, requirements, runs, saved
+from cluster.cli import checks, data, docs, image, k8s, requirements, runs, saved
 from cluster.cli.command_line import JSON_HELP, in_checkout, shell, show, task
 from cluster.errors import UsageError
 from cluster.launch import startup
@@ -94,5 +94,7 @@ ns = Collection(
     golden,
     image=Collection(image.build, image.base, image.reproduce, image.sbom),
     data=Collection(data.prepare, data.shard, data.verify),
+    docs=Collection(docs.options),
+    k8s=Collection(k8s.render),
     requirements=Collection(requirements.lock),
 )

@@ -12,7 +12,7 @@ from benchmarks.runs import Bench, cores
 from benchmarks.scaling import start_pinned
 from cluster.errors import PrerequisiteError
 from cluster.launch.request import Request
-from cluster.runtime import local
+from cluster.runtime import supervisor
 
 STEPS = 30
 BATCH, LAYERS, WIDTH, CONTEXT = 64, 4, 256, 128
@@ -78,4 +78,4 @@ def _rate(bench: Bench, name: str, stages: int, micro_batches: int, steps: int) 
     try:
         return BATCH / step_seconds(bench.await_step(run, steps))
     finally:
-        local.kill(run)
+        supervisor.kill(run)

@@ -16,64 +16,77 @@ from invoke.parser import ParserContext
 from invoke.parser.context import to_flag
 
 from cluster.cli.command_line import report_errors
-from cluster.launch import configuration
+from cluster.errors import UsageError
+from cluster.launch import configuration, run_file
 from cluster.launch.options import Group
 from cluster.launch.request import OPTIONS, Request
 
+FILE_HELP = "read options from this run file, see docs/options.md; those given here win (default: none)"
 _GROUPED: set[str] = set()
 """The tasks whose help lists the options in groups."""
 
 _help_tuples = ParserContext.help_tuples
 
 
-def takes_request(**help_texts: str) -> Callable[[Callable[..., None]], Any]:
-    """Return what makes a task of a function `(c, request, ...)`: it takes every option of `Request`, and its own.
+def takes_request(*left_out: str, **help_texts: str) -> Callable[[Callable[..., None]], Any]:
+    """Return what makes a task of a function `(c, request, ...)`: it takes the options of `Request`, and its own.
 
     Args:
+        left_out: the options of `Request` that it does not take, by the names of their fields.
         help_texts: the help of the options that are its own, by the names of their parameters.
     """
+    taken = {name: each for name, each in OPTIONS.items() if name not in left_out}
 
     def decorate(body: Callable[..., None]) -> Any:
         context, _, *own = inspect.signature(body).parameters.values()
 
         @functools.wraps(body)
-        def wrapped(c: Context, **given: Any) -> None:
+        def wrapped(c: Context, file: str = "", **given: Any) -> None:
             ours = {parameter.name: given.pop(parameter.name, parameter.default) for parameter in own}
-            request = requested(c, given)
-            if request.asks_for_help:
-                print(configuration.options(request))
-            else:
-                body(c, request, **ours)
+            given = {name: value for name, value in given.items() if value}
+            words = _words(c)
+            settings = run_file.read(file).only(taken) if file else None
+            request = settings.request(given, words) if settings else Request(**given, overrides=words)
+            try:
+                if request.asks_for_help:
+                    print(configuration.options(request))
+                else:
+                    body(c, request, **ours)
+            except UsageError as error:
+                if settings is None:
+                    raise
+                raise settings.located(error, given, words) from None
 
         options = [
             Parameter(each.name, Parameter.KEYWORD_ONLY, default=None if each.kinds == (list,) else each.empty)
-            for each in OPTIONS.values()
+            for each in taken.values()
         ]
-        extras = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in own]
+        file = Parameter("file", Parameter.KEYWORD_ONLY, default="")
+        extras = [file, *(each.replace(kind=Parameter.KEYWORD_ONLY) for each in own)]
         wrapped.__signature__ = inspect.Signature([context, *options, *extras])  # type: ignore[attr-defined]
         _GROUPED.add(body.__name__)
         return invoke.task(
             auto_shortflags=False,
-            iterable=[each.name for each in OPTIONS.values() if each.kinds == (list,)],
-            help={name: each.full_help for name, each in OPTIONS.items()} | help_texts,
+            iterable=[each.name for each in taken.values() if each.kinds == (list,)],
+            help={name: each.full_help for name, each in taken.items()} | {"file": FILE_HELP} | help_texts,
         )(report_errors(wrapped))
 
     return decorate
 
 
-def requested(c: Context, given: dict[str, Any]) -> Request:
-    """Return the request that a task's options and the words after `--` make."""
+def _words(c: Context) -> tuple[str, ...]:
+    """Return the words after `--`."""
     typed = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
     # invoke joins the words and loses their quotes.
-    words = typed if " ".join(typed) == c.remainder else shlex.split(c.remainder)
-    return Request(**{name: value for name, value in given.items() if value}, overrides=tuple(words))
+    return tuple(typed if " ".join(typed) == c.remainder else shlex.split(c.remainder))
 
 
 def _grouped_help(context: ParserContext) -> list[tuple[str, str | None]]:
     """Return the flags of a task and their help, under headings where the task takes a request."""
-    if context.name not in _GROUPED:
+    if (context.name or "").rpartition(".")[2] not in _GROUPED:
         return list(_help_tuples(context))
-    names = {group: [option.key for option in OPTIONS.values() if option.group == group] for group in Group}
+    options = [option for option in OPTIONS.values() if option.key in context.args]
+    names = {group: [option.key for option in options if option.group == group] for group in Group}
     names[Group.COMMAND] = [name for name in context.args if not any(name in each for each in names.values())]
     lines: list[tuple[str, str | None]] = []
     for group, members in names.items():

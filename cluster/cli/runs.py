@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 from invoke import Exit
@@ -13,7 +14,7 @@ from cluster.control import ending, scaling, view
 from cluster.control import trace as tracing
 from cluster.control import watch as watching
 from cluster.errors import RunFailed, UsageError
-from cluster.launch import folders, planning, startup, teardown
+from cluster.launch import folders, planning, run_file, startup, teardown
 from cluster.launch.request import OPTIONS
 from cluster.runtime import tensorboard as board
 from cluster.system import interrupts
@@ -29,15 +30,17 @@ def up(c, request, dry=False):
         print("\n".join(startup.commands(planned)))
         return
     with interrupts.handled():
-        sh = shell(c)
-        planned = startup.begin(request, sh, began=began, tell=startup.announce)
-        raise Exit(code=watching.attend(planned.run, planned.runtime, planned.tensorboard_port, request.detach, sh))
+        raise Exit(code=watching.up(request, shell(c), began=began))
 
 
-@takes_request(json=JSON_HELP)
-def plan(c, request, json=False):
+@takes_request(write="also write the options that were given to this run file (default: none)", json=JSON_HELP)
+def plan(c, request, write="", json=False):
     """Show what `up` would start with the same options, and start nothing."""
-    show(planning.plan(request, installs=False).to_json(), view.plan, as_json=json)
+    planned = planning.plan(request, installs=False)
+    show(planned.to_json(), view.plan, as_json=json)
+    if write:
+        path = run_file.write(write, request, planned.config)
+        print(f"wrote {folders.shown(path)}: invoke up --file {write}", file=sys.stderr)
 
 
 @task(run=RUN_HELP, watch="redraw until the run ends (default: no)", json=JSON_HELP)
@@ -81,7 +84,7 @@ def profile(c, task=None, steps="5", run=""):
 def tensorboard(c, port=str(board.PORT), runtime="auto"):
     """Start TensorBoard over all runs, unless it runs, and print its address."""
     number = spec.parse_count("port", port, 1, 65535)
-    board.start(folders.runs_dir(), number, startup.tensorboard_runtime(runtime, shell(c)), shell(c))
+    startup.start_tensorboard(number, runtime, shell(c))
     print(board.address(number))
 
 

@@ -1,4 +1,4 @@
-"""The training configuration, resolved by the training program itself: it knows it, and this side never imports it."""
+"""The training configuration, resolved by the training program, which this side never imports."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from cluster.system import user_code
 def resolve(
     request: Request, base: Path | None, packages: Path | None, data_dir: Path
 ) -> tuple[dict[str, Any], tuple[Path, ...], str]:
-    """Return the checked configuration, the folders that its own modules come from, and what data is prepared for it.
+    """Return the checked configuration, the folders of the user's modules that it names, and its prepared data.
 
-    The last is in words, and empty where its data must be prepared first.
+    The last is in words, and empty where the data must be prepared first.
 
     Args:
-        request: what was asked for.
+        request: the request.
         base: the `config.json` of a run that is resumed, instead of the preset.
         packages: extra packages that those modules import.
         data_dir: where prepared data lies.
@@ -33,15 +33,15 @@ def resolve(
         UsageError: a preset, an option or a value is wrong.
     """
     command = [f"--data-dir={data_dir}", *([f"--base={base}"] if base else [])]
-    value: dict[str, Any] = _ask(request.preset or PRESET, [*command, "--", *request.training()], packages)
+    value: dict[str, Any] = _ask(request, [*command, "--", *request.training()], packages)
     return value["config"], tuple(Path(folder) for folder in value["code_dirs"]), value["data"]
 
 
 def check(config: dict[str, Any], cluster: ClusterSpec, path: Sequence[str], data_dir: Path) -> list[dict[str, Any]]:
     """Check that a configuration's data, model and loss fit together, once the data is prepared; return the stages.
 
-    Where all are ours they do. Otherwise, and where the model is cut into stages, this takes as long as TensorFlow's
-    import.
+    The built-in ones do. Any others, and a model that is cut into stages, are tried: that takes as long as
+    TensorFlow's import.
 
     Args:
         config: what `resolve` returned.
@@ -73,12 +73,14 @@ def options(request: Request) -> str:
     Raises:
         UsageError: there is no such preset.
     """
-    return str(_ask(request.preset or PRESET, ["--", "-h"], None))
+    return str(_ask(request, ["--", "-h"], None))
 
 
-def _ask(preset: str, words: list[str], packages: Path | None) -> Any:
-    # The caller's modules are looked for where the caller is, although the program runs in the checkout.
-    here = [] if Path.cwd() == ROOT else [str(Path.cwd())]
+def _ask(request: Request, words: list[str], packages: Path | None) -> Any:
+    preset = request.preset or PRESET
+    # The caller's modules are found beside the run file and where the caller is, although the program runs in the
+    # checkout.
+    here = [folder for folder in (request.code_dir, str(Path.cwd())) if folder and folder != str(ROOT)]
     path = [*here, *inherited.python_path(), *([str(packages)] if packages else [])]
     return user_code.run(
         [sys.executable, "-m", "train", "--print-config", f"--preset={preset}", *words],

@@ -1,7 +1,7 @@
-"""What a run was made of: `manifest.json` in its folder, enough to make it again elsewhere and to say what differed.
+"""What a run was made of: `manifest.json` in its folder, enough to repeat it elsewhere and to name the differences.
 
-No host path, user name or secret goes into it. Written when the run starts; the chief adds the data that it found and
-the environment that it computes in (`train/telemetry/environment.py`).
+No host path, user name or secret goes into it. It is written when the run starts; the chief adds its data and the
+environment that it computes in (`train/telemetry/environment.py`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from cluster import tf_config
-from cluster.image import checkout, images, locks
-from cluster.launch.payload import Payload
-from cluster.launch.planning import Plan
+from cluster.image import checkout, locks
+from cluster.launch.plan import Plan
 from cluster.paths import ROOT
 from cluster.run import launch_records, records
 from cluster.run.folder import RunFolder
+from cluster.runtime.payload import Payload
 from cluster.system.files import files_sha256, sha256
 from cluster.system.json_files import write_json
 
@@ -33,9 +33,9 @@ def write(plan: Plan) -> None:
         "run": plan.run.name,
         "code": _code(),
         "locks": {f"{target}.lock": sha256(ROOT / locks.DIRECTORY / f"{target}.lock") for target in locks.TARGETS},
-        "runtime": plan.runtime,
+        "runtime": plan.runtime.name,
         "network": plan.network.name,
-        "image": images.inspect(images.train_image(plan.gpus.accelerator)) if plan.contained else None,
+        "image": plan.runtime.image(plan),
         "config": _config(plan),
         "own_code": _own_code(plan.payload),
         "cluster": plan.cluster.to_json(),
@@ -71,10 +71,10 @@ def _config(plan: Plan) -> dict[str, Any]:
 
 def _own_code(payload: Payload) -> dict[str, str]:
     """Return a hash of each folder with modules of the user's own, by its place and name, and of their requirements."""
-    found = {f"{at}/{folder.name}": _tree(folder) for at, folder in enumerate(payload.code_dirs)}
+    hashes = {f"{at}/{folder.name}": _tree(folder) for at, folder in enumerate(payload.code_dirs)}
     if payload.requirements:
-        found[payload.requirements.name] = sha256(payload.requirements)
-    return found
+        hashes[payload.requirements.name] = sha256(payload.requirements)
+    return hashes
 
 
 def _tree(folder: Path) -> str:

@@ -31,8 +31,12 @@ class Needs(Enum):
     SCRIPT = "only with --script, whose TF_CONFIG it changes"
     NEW_RUN = "only for a new run, and --resume names one that exists"
     EARLIER_RUN = "only with --resume, for a run that somebody else started"
-    GPUS = "only with GPUs: add --gpus all"
-    CONTAINERS = "only for containers: use --runtime docker"
+    GPUS = "only with GPUs (--gpus all)"
+    CONTAINERS = "only for containers (--runtime docker)"
+
+
+KINDS = {int: "integer", str: "string", bool: "boolean", list: "array of strings"}
+"""TOML's names of the types that an option may have."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,11 @@ class Option:
     def key(self) -> str:
         """The name on the command line and in a run file."""
         return self.name.replace("_", "-")
+
+    @property
+    def type(self) -> str:
+        """The types of its values, in words."""
+        return " or ".join(KINDS[kind] for kind in self.kinds)
 
     @property
     def full_help(self) -> str:

@@ -22,8 +22,8 @@ PRESET = "fashion_mnist"
 LOOPS = ("custom", "fit")
 SCHEDULES = ("gpipe", "1f1b", "pipedream")
 WORKERS = "2"
-DEVICE_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")
-"""Where a TPU of this machine shows itself."""
+DEVICE_FILES = {"tpu": ("/dev/accel*", "/dev/vfio/[0-9]*")}
+"""The files of the hardware that some strategies need, where this machine has it."""
 _ONE_OF_STRATEGIES = ", ".join([strategies.AUTO, *list(strategies.STRATEGIES)[:-1]])
 
 
@@ -181,6 +181,12 @@ class Request:
     """The run to make once more, in a folder of its own."""
     overrides: Sequence[str] = ()
     """The words after `--`: overrides of the training configuration, or a script's arguments."""
+    train: Sequence[str] = ()
+    """The training overrides of a run file."""
+    args: Sequence[str] = ()
+    """The script's arguments in a run file."""
+    code_dir: str = ""
+    """Where modules of the user's own are found besides the current folder: beside the run file."""
 
     @property
     def asks_for_help(self) -> bool:
@@ -193,7 +199,12 @@ class Request:
         given = {f"--{OPTIONS[name].key}": getattr(self, name) for name in names}
         given |= {f"--pipeline.{name}": getattr(self, name) for name in ("schedule", "cut")}
         words = [word for pair in given.items() if pair[1] for word in pair]
-        return [*words, *(["--pipeline.remat"] if self.remat else []), *self.overrides]
+        return [*words, *(["--pipeline.remat"] if self.remat else []), *self.train, *self.overrides]
+
+    @property
+    def arguments(self) -> Sequence[str]:
+        """The script's arguments: those of the command line, or else of the run file."""
+        return self.overrides or self.args
 
     def run_name(self) -> str:
         """Return what the run is called unless it was given a name."""
@@ -206,38 +217,34 @@ OPTIONS = declared(Request)
 """Every option by the name of its field, in the order of the help."""
 
 
-def check_together(request: Request, *, scripted: bool) -> None:
+def check_together(request: Request, *, scripted: bool | None) -> None:
     """Check that the options of a request go together.
 
     Args:
         request: the request.
-        scripted: whether the tasks run a script: one was given, or the resumed run had one.
+        scripted: whether the tasks run a script; None: as in the earlier run that it names.
 
     Raises:
         UsageError: they do not.
     """
     check_choices(list(OPTIONS.values()), vars(request))
-    check_needs(
-        request,
-        {
-            Needs.TRAINER: not scripted,
-            Needs.SCRIPT: scripted,
-            Needs.NEW_RUN: not request.resume,
-            Needs.EARLIER_RUN: bool(request.resume or request.again),
-        },
-    )
+    met = {Needs.NEW_RUN: not request.resume, Needs.EARLIER_RUN: bool(request.resume or request.again)}
+    check_needs(request, met if scripted is None else met | {Needs.TRAINER: not scripted, Needs.SCRIPT: scripted})
 
 
-def check_needs(request: Request, circumstances: Mapping[Needs, bool]) -> None:
-    """Check that no option was given whose needs are known not to be met.
+def check_needs(request: Request, met: Mapping[Needs, bool]) -> None:
+    """Check that nothing was given whose needs are known not to be met.
 
     Raises:
-        UsageError: one was; the message names all with the same needs.
+        UsageError: something was; the message names all with the same needs.
     """
-    for needs in (each for each, met in circumstances.items() if not met):
-        given = [f"--{each.key}" for each in OPTIONS.values() if each.needs == needs and getattr(request, each.name)]
-        if given:
-            raise UsageError(f"{' and '.join(given)}: {needs.value}; otherwise leave it out")
+    given = {f"--{each.key}": each.needs for each in OPTIONS.values() if getattr(request, each.name)}
+    given |= {"[train]": Needs.TRAINER} if request.train else {}
+    given |= {"args": Needs.SCRIPT} if request.args else {}
+    for needs in (each for each, is_met in met.items() if not is_met):
+        if names := [name for name, its_needs in given.items() if its_needs == needs]:
+            it = "it" if len(names) == 1 else "them"
+            raise UsageError(f"{' and '.join(names)}: {needs.value}; leave {it} out")
 
 
 def topology(request: Request, resumed: ClusterSpec | None = None) -> dict[str, Any]:
@@ -301,16 +308,17 @@ def _stages(request: Request, requested: strategies.Strategy | None, resumed: Cl
 
 
 def check_hardware(strategy: str) -> None:
-    """Check that a strategy's hardware can be had here.
+    """Check that the hardware of a strategy is here, or that a variable such as TPU_NAME says where it is.
 
     Raises:
-        PrerequisiteError: this machine has none, and none was named.
+        PrerequisiteError: neither.
     """
-    if strategy == "auto" or strategies.get(strategy).hardware != "tpu":
+    requested = strategies.requested(strategy)
+    if requested is None or not requested.hardware:
         return
-    has_device = any(list(Path("/").glob(pattern.lstrip("/"))) for pattern in DEVICE_FILES)
-    if not os.environ.get("TPU_NAME") and not has_device:
+    patterns, name = DEVICE_FILES[requested.hardware], requested.hardware.upper()
+    if not os.environ.get(f"{name}_NAME") and not any(any(Path("/").glob(each.lstrip("/"))) for each in patterns):
         raise PrerequisiteError(
-            f"--strategy {strategy}: this machine has no TPU (no /dev/accel* and no /dev/vfio); run this on a TPU VM, "
-            "or set TPU_NAME to a TPU that this machine can reach"
+            f"--strategy {strategy}: this machine has no {name} (no {' or '.join(patterns)}); run this where there is "
+            f"one, or set {name}_NAME to one that this machine can reach"
         )

@@ -75,7 +75,8 @@ def _check_loss(config: TrainConfig, source: Source, loss: object) -> None:
     import tensorflow as tf
 
     labels = _label_spec(source)
-    outputs = tf.TensorSpec([EXAMPLES, source.num_outputs], tf.float32)
+    positions = labels.shape[1:] if source.is_text else []
+    outputs = tf.TensorSpec([EXAMPLES, *positions, source.num_outputs], tf.float32)
     where = f"--loss {config.loss!r}"
     try:
         losses = tf.function(loss).get_concrete_function(labels, outputs).structured_outputs

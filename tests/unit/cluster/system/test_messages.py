@@ -51,7 +51,7 @@ def test_an_error_of_the_system_names_what_it_is_about(tmp_path: Path) -> None:
 def told(body: Callable[[Context], object]) -> tuple[int, str]:
     """Return how a task ends whose body is this."""
     with pytest.raises(Exit) as ended:
-        command_line.told(body)(Context())
+        command_line.report_errors(body)(Context())
     return ended.value.code, str(ended.value.message)
 
 
@@ -106,7 +106,7 @@ def test_a_folder_that_was_removed_is_told(tmp_path: Path, monkeypatch: pytest.M
 def test_python_s_own_variables_do_not_reach_our_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTHONSAFEPATH", "PYTHONOPTIMIZE", "PYTHONINSPECT", "PYTHONWARNINGS", "PYTHONPATH"):
         monkeypatch.setenv(name, "1")
-    caller.settle()
+    caller.normalise()
     assert {"PYTHONPATH"} == {name for name in os.environ if name.startswith("PYTHON")} - set(caller.KEPT[1:])
 
 

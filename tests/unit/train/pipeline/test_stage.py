@@ -16,7 +16,7 @@ BATCH, CONTEXT, VOCABULARY, MICRO_BATCHES = 8, 6, 11, 4
 MICRO = BATCH // MICRO_BATCHES
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def exact():
     keras_compat.install()
     tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
@@ -135,9 +135,8 @@ def assert_same_bits(one, other):
 
 
 @pytest.fixture(scope="module")
-def transformer():
+def transformer(exact):
     """A Transformer, and what one device computes."""
-    keras_compat.install()
     task = Task(new_model())
     return task, of_one_device(task)
 
@@ -224,7 +223,8 @@ def simulated_pipedream(task, number):
 
     def called(at):
         def forward(values, step, number_of_batch):
-            outputs = models[at](values, training=True)
+            with keras_compat.random_place(step, number_of_batch):
+                outputs = models[at](values, training=True)
             return task.loss(outputs, step, number_of_batch) if at == number - 1 else outputs
 
         return tf.function(forward, autograph=False, experimental_attributes=NEVER_INLINED)

@@ -1,0 +1,55 @@
+"""`invoke k8s.render`: the same options make the same text, and wrong ones are refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import UsageError
+from cluster.launch import manifests
+from cluster.launch.manifests import Place
+from cluster.launch.request import Request
+from cluster.paths import ROOT
+
+GOLDEN = ROOT / "tests" / "unit" / "cluster" / "runtime" / "kubernetes" / "golden"
+RENDERED = {
+    "jobset": ["--evaluator"],
+    "tfjob": ["--kind=tfjob", "--workers=2", "--ps=1", "--gpus-per-task=2", "--image=registry.example/train:gpu"],
+}
+
+
+@pytest.mark.parametrize("kind", RENDERED)
+def test_the_golden_base_is_what_is_rendered(kind: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "invoke", "k8s.render", *RENDERED[kind], "--output", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    rendered = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert {path.name: path.read_text() for path in (GOLDEN / kind).iterdir()} == rendered
+
+
+@pytest.mark.parametrize(
+    ("request_", "place", "option"),
+    [
+        (Request(name="A_run"), Place(), "--name"),
+        (Request(name="a" * 41), Place(), "--name"),
+        (Request(), Place(kind="pod"), "--kind"),
+        (Request(gpus_per_task="2", devices="3"), Place(), "--devices"),
+        (Request(nccl_debug="INFO"), Place(), "--nccl-debug"),
+        (Request(memory="1MiB"), Place(), "--memory"),
+        (Request(strategy="tpu"), Place(), "--strategy"),
+        (Request(workers="4"), Place(), "--global-batch"),
+        (Request(), Place(cpus="0"), "--cpus"),
+    ],
+)
+def test_what_cannot_be_rendered_is_refused(request_: Request, place: Place, option: str) -> None:
+    with pytest.raises(UsageError, match=option):
+        manifests.render(request_, place)
+
+
+def test_help_lists_what_can_be_rendered_alone() -> None:
+    command = [sys.executable, "-m", "invoke", "--help", "k8s.render"]
+    told = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert "--gpus-per-task" in told
+    assert not [name for name in manifests.NOT_RENDERED if f"--{name.replace('_', '-')}=" in told]
