@@ -25,7 +25,7 @@ EXIT_PEER_LOST = 75
 
 
 class ClusterError(Exception):
-    """An error told to the user in one line, without a traceback."""
+    """An error that is reported to the user in one line, without a traceback."""
 
     exit_code = EXIT_FAILED
 
@@ -35,7 +35,7 @@ class RunFailed(ClusterError):
 
 
 class UsageError(ClusterError):
-    """What was asked for cannot be done as asked. Nothing was started."""
+    """The request cannot be carried out as it stands. Nothing was started."""
 
     exit_code = EXIT_USAGE
 

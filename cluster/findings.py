@@ -1,4 +1,4 @@
-"""What one check of the doctor found."""
+"""The result of one check of the doctor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found."""
+    """The result of one check."""
 
     check: str
     state: str

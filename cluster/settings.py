@@ -1,6 +1,6 @@
 """This project's own environment variables, each with its default and range; an empty one counts as not set.
 
-They are checked before anything is started, so that a typo is told by `up` and not by a task.
+They are checked before anything is started, so that `up` reports a typo, and not a task.
 """
 
 from __future__ import annotations

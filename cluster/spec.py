@@ -243,7 +243,7 @@ def build(
     ports: tuple[int, ...] | None = None,
     separate_chief: bool = True,
 ) -> ClusterSpec:
-    """Return the cluster for what was asked on the command line.
+    """Return the cluster for the options of a command line.
 
     Args:
         workers: `worker` tasks beside the chief.

@@ -40,7 +40,7 @@ TRUST_HELP = "take a run that this user did not start here, or that was changed 
 KNOWN_CODES = (EXIT_USAGE, EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_INTERRUPTED)
 
 DOES_MORE = ("bench", "chaos", "down", "profile", "rerun", "scale", "stop", "tensorboard", "verify")
-"""Tasks that change something by themselves. `up` takes invoke's own --dry for its own."""
+"""Tasks that do more than run commands, so that invoke's own --dry would not keep them from it; `up` has a --dry."""
 
 _handle, _complete_context = ParseMachine.handle, ParseMachine.complete_context
 
@@ -62,8 +62,8 @@ def _handle_leniently(machine: ParseMachine, token: str) -> None:
     _handle(machine, token)
 
 
-# invoke demands every positional argument, but `logs` and `logs worker-0` both make sense: those marked optional may be
-# left out, and `logs --help` asks for help.
+# invoke requires every positional argument, but `logs` and `logs worker-0` both make sense: those marked optional may
+# be left out, and `logs --help` shows the help.
 ParseMachine.handle, ParseMachine.complete_context = _handle_leniently, _complete_leniently
 
 
@@ -108,7 +108,7 @@ def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[s
     """Run a task; return the exit that it ends with, or None."""
     message = None
     try:
-        caller.settle()
+        caller.normalise()
         body(*arguments, **options)
         return None
     except Exit as ended:
@@ -141,7 +141,7 @@ def _explained(error: OSError) -> str:
         return (
             f"{where}, or a temporary folder: {error.strerror}; free space, or set RUNS_DIR or TMPDIR to another disk"
         )
-    return f"{system_error(error)}; mend that and try again"
+    return f"{system_error(error)}; correct that and try again"
 
 
 def _unread() -> bool:
@@ -165,18 +165,18 @@ def show(value: Any, lines: Callable[[Any], Sequence[str]], *, as_json: bool) ->
 
 
 def in_checkout(c: Context) -> AbstractContextManager[None]:
-    """Have commands run in the checkout, whatever its folder is called: invoke's own `cd` quotes spaces alone."""
-    found: AbstractContextManager[None] = c.prefix(f"cd {shlex.quote(str(ROOT))}")
-    return found
+    """Run commands in the checkout, whatever its folder is called: invoke's own `cd` quotes only spaces."""
+    prefix: AbstractContextManager[None] = c.prefix(f"cd {shlex.quote(str(ROOT))}")
+    return prefix
 
 
 def shell(c: Context, *, aside: bool = False, quiet: bool = False) -> Callable[[str], object]:
-    """Return what runs a command in the checkout and shows what it prints.
+    """Return a function that runs a command in the checkout and shows its output.
 
     Args:
-        c: the task's.
-        aside: show it on stderr, because a program reads stdout.
-        quiet: show what it prints alone, and not the command, because a program may read that.
+        c: the task's context.
+        aside: show the output on stderr, because a program reads stdout.
+        quiet: do not show the command itself, because a program may read the output.
     """
     c.config.runners.local = Runner
 

@@ -1,7 +1,7 @@
-"""How invoke runs a command here: with all that it starts in a process group of its own, so that it can be ended whole.
+"""How invoke runs a command here: in a process group of its own, so that it ends together with all that it started.
 
-invoke's own runner passes a Ctrl-C on as a character that no program reads without a terminal, and kills the shell
-alone when a command takes too long: an engine's client behind it would go on, and keep everybody waiting.
+invoke's own runner passes a Ctrl-C on as a character that no program reads without a terminal, and kills only the shell
+when a command takes too long: the engine's client behind it would run on and hold up its caller.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from invoke.runners import Local
 
 
 class Runner(Local):  # type: ignore[misc]  # invoke has no types
-    """Ends a command that was interrupted: the first time it is asked to end, the second it is killed."""
+    """Ends a command that was interrupted: the first Ctrl-C interrupts it, too, and the second kills it."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -42,7 +42,7 @@ class Runner(Local):  # type: ignore[misc]  # invoke has no types
         self._signal(signal.SIGINT if self._interrupts == 1 else signal.SIGKILL)
 
     def kill(self) -> None:
-        """End the command and all that it started: it took too long."""
+        """Kill the command and all that it started, because it took too long."""
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
@@ -50,7 +50,7 @@ class Runner(Local):  # type: ignore[misc]  # invoke has no types
             os.killpg(self.process.pid, number)
 
     def _thread_join_timeout(self, target: Callable[..., Any]) -> int | None:
-        """Return how long its output is waited for: what left the group may hold on to it."""
+        """Return how many seconds to wait for its output, which a process that left the group may keep open."""
         ended = self.timed_out or self._interrupts > 0
         return 1 if ended else super()._thread_join_timeout(target)
 
@@ -65,5 +65,5 @@ class Runner(Local):  # type: ignore[misc]  # invoke has no types
 
     def _end_if_interrupted(self) -> None:
         if self._interrupts:
-            self.kill()  # what of it does not listen
+            self.kill()  # whatever ignores the interrupt
             raise KeyboardInterrupt

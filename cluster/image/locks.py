@@ -7,10 +7,7 @@ and looks up no dependencies (`--no-deps`). No file names a package index: pip's
 
 from __future__ import annotations
 
-import operator
-import platform
 import re
-import sys
 from dataclasses import dataclass
 
 from cluster.paths import ROOT
@@ -35,26 +32,12 @@ class Pin:
     marker: str
     """The environments that want it, as in PEP 508; empty for all."""
 
-    def applies(self) -> bool:
-        """Return whether this Python on this machine wants it."""
-        # uv writes a marker as alternatives of comparisons: `or` binds last, and brackets add nothing.
-        alternatives = [each.split(" and ") for each in self.marker.split(" or ") if each]
-        return not alternatives or any(all(map(_holds, comparisons)) for comparisons in alternatives)
+    def applies(self, python: str = "") -> bool:
+        """Return whether this machine wants the package, for this Python or for a version such as `3.11`."""
+        from packaging.markers import Marker  # here, because `up` does without it
 
-
-def _holds(comparison: str) -> bool:
-    """Return whether a comparison such as `python_full_version < '3.12'` is true here."""
-    name, sign, quoted = comparison.strip("() ").split()
-    compare = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, ">=": operator.ge}[sign]
-    value = quoted.strip("'")
-    if name == "python_full_version":
-        return bool(compare(sys.version_info[:3], tuple(map(int, value.split(".")))))
-    here = {
-        "sys_platform": sys.platform,
-        "platform_machine": platform.machine(),
-        "platform_python_implementation": platform.python_implementation(),
-    }
-    return bool(compare(here[name], value))
+        other = {"python_version": python, "python_full_version": f"{python}.0"} if python else {}
+        return not self.marker or Marker(self.marker).evaluate(other)
 
 
 def pins(target: str) -> list[Pin]:

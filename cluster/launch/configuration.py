@@ -1,4 +1,4 @@
-"""The training configuration, resolved by the training program itself: it knows it, and this side never imports it."""
+"""The training configuration, resolved by the training program, which this side never imports."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from cluster.system import user_code
 def resolve(
     request: Request, base: Path | None, packages: Path | None, data_dir: Path
 ) -> tuple[dict[str, Any], tuple[Path, ...], str]:
-    """Return the checked configuration, the folders that its own modules come from, and what data is prepared for it.
+    """Return the checked configuration, the folders of the user's modules that it names, and its prepared data.
 
-    The last is in words, and empty where its data must be prepared first.
+    The last is in words, and empty where the data must be prepared first.
 
     Args:
-        request: what was asked for.
+        request: the request.
         base: the `config.json` of a run that is resumed, instead of the preset.
         packages: extra packages that those modules import.
         data_dir: where prepared data lies.
@@ -39,7 +39,7 @@ def resolve(
 def check(config: dict[str, Any], strategy: str, path: Sequence[str], data_dir: Path) -> None:
     """Check that a configuration's data, model and loss fit together, once the data is prepared.
 
-    Where all are ours they do. Otherwise this takes as long as TensorFlow's import.
+    The built-in ones do. Any others are tried, which takes as long as TensorFlow's import.
 
     Args:
         config: what `resolve` returned.

@@ -1,7 +1,7 @@
-"""What a run was made of: `manifest.json` in its folder, enough to make it again elsewhere and to say what differed.
+"""What a run was made of: `manifest.json` in its folder, enough to repeat it elsewhere and to name the differences.
 
-No host path, user name or secret goes into it. Written when the run starts; the chief adds the data that it found and
-the environment that it computes in (`train/telemetry/environment.py`).
+No host path, user name or secret goes into it. It is written when the run starts; the chief adds its data and the
+environment that it computes in (`train/telemetry/environment.py`).
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def _config(plan: Plan) -> dict[str, Any]:
 
 def _own_code(payload: Payload) -> dict[str, str]:
     """Return a hash of each folder with modules of the user's own, by its place and name, and of their requirements."""
-    found = {f"{at}/{folder.name}": _tree(folder) for at, folder in enumerate(payload.code_dirs)}
+    hashes = {f"{at}/{folder.name}": _tree(folder) for at, folder in enumerate(payload.code_dirs)}
     if payload.requirements:
-        found[payload.requirements.name] = sha256(payload.requirements)
-    return found
+        hashes[payload.requirements.name] = sha256(payload.requirements)
+    return hashes
 
 
 def _tree(folder: Path) -> str:

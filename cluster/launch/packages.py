@@ -137,32 +137,26 @@ def _fill(requirements: Path, python: str, scratch: Path) -> Path:
 
 def _resolve(requirements: Path, python: str, scratch: Path) -> list[str]:
     """Return what must be installed beyond our own packages, a line of a requirements file each."""
+    from packaging.utils import canonicalize_name  # here, because `up` without --requirements does without it
+
     own = locks.pins("train-cpu")
-    (scratch / "constraints.txt").write_text("".join(_constraint(pin, python) for pin in own))
+    # Of the two packages that TensorFlow has, one is installed here, but it is as good as the other.
+    kept = [pin for pin in own if pin.name in _TENSORFLOW or pin.applies(python)]
+    (scratch / "constraints.txt").write_text("".join(f"{pin.name}=={pin.version}\n" for pin in kept))
     words = ["install", "--dry-run", "--ignore-installed", "--report", str(scratch / "report.json")]
     words += ["--target", str(scratch / "unused"), "-r", str(requirements), "-c", str(scratch / "constraints.txt")]
     _run([*_PIP, *words, *_for_python(python)], requirements)
-    found: list[dict[str, Any]] = json.loads((scratch / "report.json").read_text())["install"]
-    known = {_normal(name) for name in (*(pin.name for pin in own), *_OURS)}
-    return sorted(_line(each, requirements) for each in found if _normal(each["metadata"]["name"]) not in known)
+    report = json.loads((scratch / "report.json").read_text())
+    known = {canonicalize_name(name) for name in (*(pin.name for pin in own), *_OURS)}
+    others = [each for each in report["install"] if canonicalize_name(each["metadata"]["name"]) not in known]
+    return sorted(_line(each, requirements) for each in others)
 
 
-def _constraint(pin: locks.Pin, python: str) -> str:
-    """Return the line that keeps a package of ours as it is."""
-    marker = "" if pin.name in _TENSORFLOW else pin.marker  # one is installed here, but it is as good as the other
-    if python != host_python() and "python_full_version" in marker:
-        # pip reads markers as this Python's. The image's is the oldest that locks are made for.
-        if ">=" in marker:
-            return ""
-        marker = ""
-    return f"{pin.name}=={pin.version}" + (f" ; {marker}" if marker else "") + "\n"
-
-
-def _line(found: dict[str, Any], requirements: Path) -> str:
-    """Return a package as a requirement that only its very file meets."""
-    name, origin = found["metadata"]["name"], found["download_info"]
+def _line(package: dict[str, Any], requirements: Path) -> str:
+    """Return a package of pip's report as a requirement that only its very file meets."""
+    name, origin = package["metadata"]["name"], package["download_info"]
     digest = origin.get("archive_info", {}).get("hashes", {}).get("sha256")
-    if not digest and origin["url"].startswith("file://"):  # pip 23.0 tells none of a file
+    if not digest and origin["url"].startswith("file://"):  # pip 23.0 reports none for a file
         path = Path(unquote(urlsplit(origin["url"]).path))
         digest = sha256(path) if path.is_file() else None
     if not digest:
@@ -184,42 +178,40 @@ def _run(command: list[str], requirements: Path) -> None:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode == 0:
         return
-    said = done.stdout.strip()
-    if "No module named pip" in said:
+    printed = done.stdout.strip()
+    if "No module named pip" in printed:
         raise PrerequisiteError(f"--requirements needs pip, and {sys.executable} has none; `make setup` installs it")
-    told = f"--requirements {str(requirements)!r}: "
-    if any(word in said for word in _NO_NETWORK):
+    option = f"--requirements {str(requirements)!r}: "
+    if any(word in printed for word in _NO_NETWORK):
         raise PrerequisiteError(
-            f"{told}the package index cannot be reached; connect, or set PIP_INDEX_URL or PIP_FIND_LINKS"
+            f"{option}the package index cannot be reached; connect, or set PIP_INDEX_URL or PIP_FIND_LINKS"
         )
-    raise UsageError(told + _gist(said))
+    raise UsageError(option + _gist(printed))
 
 
-def _gist(said: str) -> str:
-    """Return what pip says of a failure in one line."""
-    errors = [line.removeprefix("ERROR: ") for line in said.splitlines() if line.startswith("ERROR: ")]
+def _gist(printed: str) -> str:
+    """Return the cause of a failure in one line, from what pip printed."""
+    errors = [line.removeprefix("ERROR: ") for line in printed.splitlines() if line.startswith("ERROR: ")]
     gist = next((line for line in reversed(errors) if not line.startswith("ResolutionImpossible")), "")
     if gist.startswith("No matching distribution"):
         gist += "; only wheels are taken: a line such as `--no-binary NAME` has that package built from its source"
-    wanted = re.findall(r"^ +((?:The user requested|.* depends on) .*)$", said, re.MULTILINE)
-    clash = "; ".join(dict.fromkeys(line.replace("The user requested (constraint)", "tasks have") for line in wanted))
-    return f"{gist} ({clash})" if clash else gist or (said.splitlines()[-1] if said else "pip failed")
+    requested = re.findall(r"^ +((?:The user requested|.* depends on) .*)$", printed, re.MULTILINE)
+    lines = dict.fromkeys(line.replace("The user requested (constraint)", "tasks have") for line in requested)
+    if lines:
+        return f"{gist} ({'; '.join(lines)})"
+    return gist or (printed.splitlines()[-1] if printed else "pip failed")
 
 
 def _files_named_in(text: str, requirements: Path) -> list[bytes]:
     """Return the contents of the files that a requirements file names: they count as much as its own text."""
-    found = []
+    contents = []
     for word in re.findall(r"[^\s=@]+", text):
         for base in (Path.cwd(), requirements.absolute().parent):
             path = base / word.removeprefix("file://")
             if path.is_file():
-                found.append(path.read_bytes())
+                contents.append(path.read_bytes())
                 break
-    return found
-
-
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+    return contents
 
 
 if __name__ == "__main__":

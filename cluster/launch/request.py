@@ -21,8 +21,8 @@ from cluster.spec import ClusterSpec, Role
 PRESET = "fashion_mnist"
 LOOPS = ("custom", "fit")
 WORKERS = "2"
-DEVICE_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")
-"""Where a TPU of this machine shows itself."""
+DEVICE_FILES = {"tpu": ("/dev/accel*", "/dev/vfio/[0-9]*")}
+"""The files of the hardware that some strategies need, where this machine has it."""
 _ONE_OF_STRATEGIES = ", ".join([strategies.AUTO, *list(strategies.STRATEGIES)[:-1]])
 
 
@@ -245,16 +245,17 @@ def topology(request: Request, resumed: ClusterSpec | None = None) -> dict[str, 
 
 
 def check_hardware(strategy: str) -> None:
-    """Check that a strategy's hardware can be had here.
+    """Check that the hardware of a strategy is here, or that a variable such as TPU_NAME says where it is.
 
     Raises:
-        PrerequisiteError: this machine has none, and none was named.
+        PrerequisiteError: neither.
     """
-    if strategy == "auto" or strategies.get(strategy).hardware != "tpu":
+    requested = strategies.requested(strategy)
+    if requested is None or not requested.hardware:
         return
-    has_device = any(list(Path("/").glob(pattern.lstrip("/"))) for pattern in DEVICE_FILES)
-    if not os.environ.get("TPU_NAME") and not has_device:
+    patterns, name = DEVICE_FILES[requested.hardware], requested.hardware.upper()
+    if not os.environ.get(f"{name}_NAME") and not any(any(Path("/").glob(each.lstrip("/"))) for each in patterns):
         raise PrerequisiteError(
-            f"--strategy {strategy}: this machine has no TPU (no /dev/accel* and no /dev/vfio); run this on a TPU VM, "
-            "or set TPU_NAME to a TPU that this machine can reach"
+            f"--strategy {strategy}: this machine has no {name} (no {' or '.join(patterns)}); run this where there is "
+            f"one, or set {name}_NAME to one that this machine can reach"
         )

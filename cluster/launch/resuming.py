@@ -1,4 +1,4 @@
-"""What a run keeps when it goes on: its checkpoint fits one model, and its step one order of the data."""
+"""What a resumed run keeps: its checkpoint fits one model, and its step one order of the data."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ ORDER = ("dataset", "source", "seed", "global_batch")
 """What decides, with the step, which examples a step reads."""
 STATE = ("model", "optimizer.name")
 """What decides which variables a checkpoint has."""
-NEXT_TO_NOTHING = 1e-3
+TOLERANCE = 1e-3
 """Of an epoch: rows in `metrics/` are rounded."""
 
 
 def check(run: RunFolder, preset: str, config: Mapping[str, Any], cluster: spec.ClusterSpec) -> list[str]:
-    """Check that a run can go on with a configuration and a cluster; return what the caller should know of that.
+    """Check that a run can be resumed with a configuration and a cluster; return notes for the user.
 
     Args:
-        run: to go on with.
-        preset: as asked for; empty: the run's own.
-        config: that it shall have from now on.
-        cluster: that it shall have from now on.
+        run: to resume.
+        preset: the requested one; empty: the run's own.
+        config: of the resumed run.
+        cluster: of the resumed run.
 
     Raises:
-        UsageError: it would skip or repeat data, could not read its checkpoint, or has gone further than it is to go.
+        UsageError: it would skip or repeat data, could not read its checkpoint, or has trained longer than requested.
     """
     before = run.load_config()
     if preset and preset != before.get("preset", preset):
@@ -37,11 +37,11 @@ def check(run: RunFolder, preset: str, config: Mapping[str, Any], cluster: spec.
         return []
     for names, why in ((ORDER, "it would skip or repeat data"), (STATE, "its checkpoint would not fit")):
         for name in names:
-            had, wanted = _value(before, name), _value(config, name)
-            if had != wanted and None not in (had, wanted):
-                option = f"--{name.replace('_', '-')} {wanted}"
+            previous, requested = _value(before, name), _value(config, name)
+            if previous != requested and None not in (previous, requested):
+                option = f"--{name.replace('_', '-')} {requested}"
                 raise UsageError(
-                    f"{option}: run {run.name!r} has trained {done} steps with {had}, and {why}; {_way_out(run)}"
+                    f"{option}: run {run.name!r} has trained {done} steps with {previous}, and {why}; {_way_out(run)}"
                 )
     _check_keras(run, before, config, cluster)
     return _check_length(run, before, config, done)
@@ -50,15 +50,15 @@ def check(run: RunFolder, preset: str, config: Mapping[str, Any], cluster: spec.
 def _check_keras(
     run: RunFolder, before: Mapping[str, Any], config: Mapping[str, Any], cluster: spec.ClusterSpec
 ) -> None:
-    had, wanted = (
+    previous, requested = (
         of.get("loop") == "fit" and trained.kind.legacy_fit
         for of, trained in ((before, run.load_cluster()), (config, cluster))
     )
-    if had != wanted:
+    if previous != requested:
         names = {True: "tf_keras", False: "Keras 3"}
         raise UsageError(
-            f"--loop {config.get('loop')} on {len(cluster.members) or 1} tasks trains with {names[wanted]}: run "
-            f"{run.name!r} has trained with {names[had]}, whose checkpoints it cannot read; {_way_out(run)}"
+            f"--loop {config.get('loop')} on {len(cluster.members) or 1} tasks trains with {names[requested]}: run "
+            f"{run.name!r} has trained with {names[previous]}, whose checkpoints it cannot read; {_way_out(run)}"
         )
 
 
@@ -71,7 +71,7 @@ def _check_length(run: RunFolder, before: Mapping[str, Any], config: Mapping[str
     if epochs is None or done_epochs is None:
         return []
     # An epoch's last step runs into the next one, so a run that kept its epochs may have done a little more.
-    if epochs != before.get("epochs") and epochs < done_epochs - NEXT_TO_NOTHING:
+    if epochs != before.get("epochs") and epochs < done_epochs - TOLERANCE:
         raise UsageError(f"--epochs {epochs:g}: run {run.name!r} has done {done_epochs:.2f} already; ask for more")
     if most != done and epochs > done_epochs:
         return []
@@ -80,7 +80,7 @@ def _check_length(run: RunFolder, before: Mapping[str, Any], config: Mapping[str
 
 
 def _epochs(run: RunFolder, step: int) -> float | None:
-    """Return how many epochs a number of steps are in this run; None where no row tells."""
+    """Return how many epochs a number of steps are in this run; None where no row says so."""
     rows = [row for row in read_json_lines(run.metrics("chief")) if row.get("step") and row.get("epoch")]
     return step * rows[-1]["epoch"] / rows[-1]["step"] if rows else None
 

@@ -1,4 +1,4 @@
-"""What `train.saved` is asked to do with a run's checkpoint or export, in a process that may import TensorFlow."""
+"""The commands that evaluate, export and predict with what a run has saved, in a process that may import TensorFlow."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from cluster.system import files
 
 
 def command(verb: str, run: RunFolder, *words: str, trust: bool = False) -> str:
-    """Return the command that evaluates, exports or predicts; run it from the root.
+    """Return the command; run it from the root.
 
     Args:
         verb: a command of `python -m train.saved`.
         run: whose checkpoint or export is read.
         words: more options of that command.
-        trust: read it although it may be somebody else's.
+        trust: whether the run may be somebody else's.
 
     Raises:
         UsageError: the run is not this user's, or not as it was left.

@@ -106,7 +106,7 @@ def test_a_folder_that_was_removed_is_told(tmp_path: Path, monkeypatch: pytest.M
 def test_python_s_own_variables_do_not_reach_our_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTHONSAFEPATH", "PYTHONOPTIMIZE", "PYTHONINSPECT", "PYTHONWARNINGS", "PYTHONPATH"):
         monkeypatch.setenv(name, "1")
-    caller.settle()
+    caller.normalise()
     assert {"PYTHONPATH"} == {name for name in os.environ if name.startswith("PYTHON")} - set(caller.KEPT[1:])
 
 
