@@ -15,9 +15,9 @@ from benchmarks import results
 from benchmarks.figures import Figure
 from benchmarks.runs import DATASET, ROOT, Bench, bench
 from cluster.errors import EXIT_DONE, EXIT_FAILED, PrerequisiteError, UsageError, nearest
-from cluster.image import engine
 from cluster.launch import folders
 from cluster.messages import counted
+from cluster.runtime import registry
 
 NAMES = ("start", "throughput", "scaling", "determinism", "telemetry", "input", "tasks", "recovery", "images")
 """Modules of this package with a function `measure`, in the order in which they are measured."""
@@ -94,8 +94,8 @@ def check_plots() -> None:
 
 def _possible(names: Sequence[str], runtime: str, *, named: bool, tell: Callable[[str], object]) -> list[str]:
     """Return what can be measured here: without an engine not its images, unless they were asked for by name."""
-    chosen_runtime, why = engine.choose_runtime(runtime)
-    if chosen_runtime == "docker" or named:
+    chosen, why = registry.choose(runtime)
+    if chosen.name == "docker" or named:
         return list(names)
     for name in NEEDS_ENGINE:
         if name in names:

@@ -8,7 +8,7 @@ from benchmarks.figures import Figure, ratios
 from benchmarks.runs import ENDLESS, Bench
 from cluster.control import chaos
 from cluster.errors import RunFailed
-from cluster.runtime import local
+from cluster.runtime import supervisor
 
 VICTIMS = ("worker-1", "chief", "worker-0")
 CALM_S = 25.0
@@ -39,5 +39,5 @@ def _recoveries(bench: Bench, name: str, spare: str, victims: tuple[str, ...]) -
         if result.resumed_s is None:
             raise RunFailed(f"{name} did not recover from the death of {victim}: {result.told}")
         found.append(result.resumed_s)
-    local.kill(run)
+    supervisor.kill(run)
     return found

@@ -21,7 +21,7 @@ from cluster.errors import RunFailed, TimedOut
 from cluster.image import engine
 from cluster.launch import folders
 from cluster.run.folder import RunFolder
-from cluster.runtime import local
+from cluster.runtime import local, supervisor
 from cluster.system import process_table
 from cluster.system.json_files import read_json
 
@@ -94,7 +94,7 @@ class Bench:
         """Train alone on the machine for so many steps, and end the run at once; return the chief's rows."""
         run = self.up(name, *words, "--detach", steps=ENDLESS, overrides=overrides, WARM_SPARE="0")
         rows = self.await_step(run, steps)
-        local.kill(run)
+        supervisor.kill(run)
         return rows
 
     def await_step(self, run: RunFolder, steps: int) -> list[dict[str, Any]]:

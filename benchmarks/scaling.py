@@ -13,7 +13,7 @@ from cluster.errors import PrerequisiteError
 from cluster.launch import planning, startup
 from cluster.launch.request import Request
 from cluster.run.folder import RunFolder
-from cluster.runtime import local
+from cluster.runtime import supervisor
 
 STEPS = 100
 ONE, SAME_BATCH, SAME_SHARE = "chief", "chief and 1 worker", "chief and 1 worker, twice the batch"
@@ -54,7 +54,7 @@ def _rate(bench: Bench, runs: Sequence[RunFolder], steps: int) -> float:
         return sum(GLOBAL_BATCH / step_seconds(bench.await_step(run, steps)) for run in runs)
     finally:
         for run in runs:
-            local.kill(run)
+            supervisor.kill(run)
 
 
 def _start(bench: Bench, name: str, workers: int, batch: int, own: Sequence[int]) -> RunFolder:

@@ -6,7 +6,7 @@ from benchmarks.figures import Figure, Goal, growth
 from benchmarks.runs import Bench, cores
 from benchmarks.start import until_first_step
 from cluster.messages import counted
-from cluster.runtime import local
+from cluster.runtime.memory import TASK_MEMORY_BYTES
 from cluster.system import memory
 
 COUNTS = (1, 2, 4, 8, 16)
@@ -14,7 +14,7 @@ COUNTS = (1, 2, 4, 8, 16)
 
 def measure(bench: Bench) -> list[Figure]:
     """Start each number of tasks in turn, as many as fit into the memory."""
-    fit = [count for count in COUNTS if count * local.TASK_MEMORY_BYTES < memory.available_bytes()]
+    fit = [count for count in COUNTS if count * TASK_MEMORY_BYTES < memory.available_bytes()]
     counts = [count for count in fit if not bench.quick or count <= 2 * cores()]
     seconds: dict[int, list[float]] = {count: [] for count in counts}
     for turn in bench.turns():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -129,6 +130,11 @@ class ClusterSpec:
     def restarts_alone(self, task: Task) -> bool:
         """Whether the task may start again while the others go on; every other task takes the gang with it."""
         return task.role == Role.EVALUATOR or (task.role == Role.WORKER and self.kind.served)
+
+    def listening(self, ports: Sequence[int]) -> ClusterSpec:
+        """Return the cluster with its tasks on these ports of 127.0.0.1, one each."""
+        tasks = (replace(task, host="127.0.0.1", port=port) for task, port in zip(self.tasks, ports, strict=True))
+        return replace(self, tasks=tuple(tasks))
 
     def to_json(self) -> dict[str, Any]:
         """Return the form saved as `cluster.json`."""
@@ -266,8 +272,6 @@ def build(
     slots += [(Role.WORKER, index) for index in range(num_workers)]
     slots += [(Role.PS, index) for index in range(num_ps)]
     slots += [(Role.EVALUATOR, 0)] if evaluator else []
-    tasks = tuple(
-        Task(role, index, "127.0.0.1" if ports else task_name(role, index), ports[at] if ports else TASK_PORT)
-        for at, (role, index) in enumerate(slots)
-    )
-    return ClusterSpec(resolved, tasks, num_devices, separate_chief)
+    tasks = tuple(Task(role, index, task_name(role, index), TASK_PORT) for role, index in slots)
+    cluster = ClusterSpec(resolved, tasks, num_devices, separate_chief)
+    return cluster.listening(ports) if ports else cluster

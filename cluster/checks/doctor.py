@@ -14,17 +14,18 @@ from cluster.checks import bandwidth as allreduce
 from cluster.checks import gpu_host
 from cluster.errors import ClusterError, UsageError
 from cluster.findings import Finding
-from cluster.image import engine, locks
+from cluster.image import locks
 from cluster.launch import folders
-from cluster.runtime import local, network, tensorboard
+from cluster.runtime import registry, tensorboard
 
 LOCKS = ("host", "train-cpu", "tensorboard")
 
 
 def examine(port: int = tensorboard.PORT) -> list[Finding]:
     """Return what this machine has and lacks. Changes nothing; starts nothing but `gpu_host`'s container."""
-    machine = [_python(), _packages(), _processor(), _memory(), _disk(), _data()]
-    return [*machine, _port(port), network.examine(), _engine(), *gpu_host.examine()]
+    machine = [_python(), _packages(), _processor(), _disk(), _data(), _port(port)]
+    found = [each for runtime in registry.RUNTIMES.values() for each in runtime.examine()]
+    return [*machine, *found, *gpu_host.examine()]
 
 
 def look(*, bandwidth: bool = False, gpus: str = "") -> dict[str, Any]:
@@ -83,14 +84,6 @@ def _processor() -> Finding:
     return Finding("processor", "warning", "1 core", "a cluster of several tasks is slow on one core")
 
 
-def _memory() -> Finding:
-    try:
-        local.check_memory(3)
-    except ClusterError as error:
-        return Finding("memory", "failed", str(error), "free memory, or start fewer tasks: --workers 0")
-    return Finding("memory", "ok", "enough for a chief and 2 workers")
-
-
 def _disk() -> Finding:
     folder = folders.runs_dir()
     while not folder.exists():
@@ -119,10 +112,3 @@ def _port(port: int) -> Finding:
     except ClusterError as error:
         return Finding("tensorboard port", "failed", str(error), "--tensorboard-port 6007")
     return Finding("tensorboard port", "ok", f"127.0.0.1:{port} is free or ours")
-
-
-def _engine() -> Finding:
-    answer = engine.probe()
-    if answer.ready:
-        return Finding("docker", "ok", answer.detail)
-    return Finding("docker", "warning", answer.detail, f"{engine.fix(answer.detail)}; until then runs are local")

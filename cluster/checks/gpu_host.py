@@ -14,7 +14,7 @@ from cluster.findings import Finding
 from cluster.gpu import devices as gpus
 from cluster.image import engine, images
 from cluster.messages import counted
-from cluster.runtime import compose, toolkit
+from cluster.runtime import overlay, toolkit
 from cluster.system import processes
 
 # CUDA Toolkit Release Notes, "CUDA Toolkit and Corresponding Driver Versions"
@@ -47,7 +47,7 @@ _UNKNOWN = re.compile(r'Field "([^"]+)" is not a valid field to query')
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - looked at, not written to
 MIN_SHARED_BYTES = 2**30
-"""As NVIDIA advises for NCCL in containers, and as the tasks' containers have (`compose.GPU_SHM`)."""
+"""As NVIDIA advises for NCCL in containers, and as the tasks' containers have (`overlay.GPU_SHM`)."""
 
 INSIDE_TIMEOUT_S = 120.0
 """Loading cuDNN from a cold disk and waking GPUs without persistence mode take tens of seconds."""
@@ -283,10 +283,10 @@ def _container(
     else:  # the quotes are the engine's: without them the comma would begin another option
         devices = [f'--gpus="device={",".join(ids)}"' if ids else "--gpus=all"]
     given = [f"--env={key}={value}" for key, value in environment.items()]
-    limits = [f"--ulimit={key}={value}" for key, value in compose.GPU_LIMITS.items()]
+    limits = [f"--ulimit={key}={value}" for key, value in overlay.GPU_LIMITS.items()]
     shut_in = ["--network=none", "--read-only", "--tmpfs=/tmp", "--cap-drop=ALL", "--security-opt=no-new-privileges"]
-    start = ["run", "--rm", "--init", "--pull=never", f"--name={name}", f"--user={compose.task_user()}"]
-    size = f"--shm-size={compose.GPU_SHM}"
+    start = ["run", "--rm", "--init", "--pull=never", f"--name={name}", f"--user={overlay.task_user()}"]
+    size = f"--shm-size={overlay.GPU_SHM}"
     return [*start, *devices, *given, size, *limits, *shut_in, "--entrypoint=python", images.train_image("gpu"), *words]
 
 

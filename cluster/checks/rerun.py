@@ -16,6 +16,7 @@ from cluster.launch import folders, manifest, startup, teardown
 from cluster.launch.request import Request
 from cluster.messages import counted, plain
 from cluster.run.folder import RunFolder
+from cluster.runtime.base import Shell
 
 COMPARED = ("code", "locks", "image", "config", "own_code", "cluster", "data", "environment")
 """The parts of a manifest in which two runs may differ."""
@@ -57,7 +58,7 @@ class Verdict:
 
 
 def rerun(
-    run: RunFolder, runtime: str, tolerance: float, sh: startup.Shell, *, trust: bool = False
+    run: RunFolder, runtime: str, tolerance: float, sh: Shell, *, trust: bool = False
 ) -> tuple[RunFolder, Verdict | None]:
     """Make a run again and compare.
 

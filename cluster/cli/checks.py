@@ -15,6 +15,7 @@ from cluster.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, shell, sho
 from cluster.control import chaos as injection
 from cluster.control import storm as storming
 from cluster.control import view
+from cluster.control.faults import KINDS, STORM
 from cluster.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, UsageError
 from cluster.launch import folders, startup
 
@@ -62,7 +63,7 @@ def rerun(c, run=None, runtime="", tolerance="0", trust=False, json=False):
 @task(
     "kind",
     "task",
-    kind="kill, stop, pause, partition, slow, oom, diskfull, corrupt, or storm (default: none, it must be named)",
+    kind=f"{', '.join(KINDS)}, or {STORM} (default: none, it must be named)",
     task="task such as worker-1 (default: none, it must be named; a storm draws its own)",
     at_step="not before the run has done this many steps (default: 0, at once)",
     whole="kill the task's agent too, as when its machine dies (default: no, its program alone)",
@@ -79,10 +80,10 @@ def chaos(
 ):  # fmt: skip
     """Inject a real fault into a run and report its cost, once the run has recovered or ended."""
     folder = folders.find_run(run)
-    if kind == "storm":
+    if kind == STORM:
         count, drawn = spec.parse_count("faults", faults, 1, 10_000), [word for word in kinds.split(",") if word]
         raise Exit(code=storming.main(folder, count, spec.parse_count("seed", seed, 0, 2**31 - 1), drawn))
-    if not kind or (not task and kind in injection.KINDS):
+    if not kind or (not task and kind in KINDS):
         raise UsageError(f"chaos {kind or ''}: name a fault and a task, such as chaos kill worker-0, or chaos storm")
     fault = injection.Fault(kind, task or "chief", spec.parse_count("at-step", at_step, 0, 10**12), whole)
     injection.check(folder, fault)

@@ -30,9 +30,7 @@ def up(c, request, dry=False):
         print("\n".join(startup.commands(planned)))
         return
     with interrupts.handled():
-        sh = shell(c)
-        planned = startup.begin(request, sh, began=began, tell=startup.announce)
-        raise Exit(code=watching.attend(planned.run, planned.runtime, planned.tensorboard_port, request.detach, sh))
+        raise Exit(code=watching.up(request, shell(c), began=began))
 
 
 @takes_request(write="also write the options that were given to this run file (default: none)", json=JSON_HELP)
@@ -86,7 +84,7 @@ def profile(c, task=None, steps="5", run=""):
 def tensorboard(c, port=str(board.PORT), runtime="auto"):
     """Start TensorBoard over all runs, unless it runs, and print its address."""
     number = spec.parse_count("port", port, 1, 65535)
-    board.start(folders.runs_dir(), number, startup.tensorboard_runtime(runtime, shell(c)), shell(c))
+    startup.start_tensorboard(number, runtime, shell(c))
     print(board.address(number))
 
 

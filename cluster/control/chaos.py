@@ -5,27 +5,21 @@ A fault is an event in the run folder, so that the run's own summary counts from
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from cluster.control import faults
-from cluster.control.faults import Means
+from cluster.control.faults import KINDS, STORM
 from cluster.errors import TimedOut, UsageError, nearest
-from cluster.launch.teardown import in_progress, is_docker
+from cluster.launch.teardown import in_progress
 from cluster.recovery import restarts
-from cluster.run import records
 from cluster.run.folder import RunFolder
+from cluster.runtime import registry
+from cluster.runtime.faults import FaultInjector
 from cluster.spec import Role
-from cluster.system.files import open_file
 from cluster.system.journal import append_json
 
-KINDS = ("kill", "stop", "pause", "partition", "slow", "oom", "diskfull", "corrupt")
-LASTING = ("pause", "partition")
-"""Faults that end once the others have noticed: the machine that hung comes back, the cable is plugged in again."""
 SLOW_S = 10.0
 """How long a fault lasts that no other task acts on: one that only slows a task down, or any in a run of one task."""
 RECOVERY_TIMEOUT_S = 300.0
@@ -67,7 +61,7 @@ class Result:
     @property
     def as_it_should(self) -> bool:
         """Whether the run went on, or ended as it must from this fault."""
-        return self.ended in {"stop": ("stopped",), "diskfull": ("failed",)}.get(self.kind, (None, "succeeded"))
+        return self.ended in KINDS[self.kind].ends
 
     @property
     def told(self) -> str:
@@ -89,16 +83,14 @@ def check(run: RunFolder, fault: Fault) -> None:
         UsageError: it cannot.
     """
     if fault.kind not in KINDS:
-        raise UsageError(f"chaos {fault.kind!r} is no fault{nearest(fault.kind, [*KINDS, 'storm'])}")
+        raise UsageError(f"chaos {fault.kind!r} is no fault{nearest(fault.kind, [*KINDS, STORM])}")
+    kind = KINDS[fault.kind]
     run.load_cluster().task(fault.task)
-    if fault.whole and fault.kind != "kill":
+    if fault.whole and not kind.takes_whole:
         raise UsageError(f"--whole with {fault.kind}: it is for kill, which else kills the task's program alone")
-    if fault.kind == "partition" and not is_docker(run):
-        faults.means(run).cut_off(fault.task)  # which refuses, in its own words
-    if fault.kind == "diskfull":
-        faults.means(run).check_disk()
-    if fault.kind == "corrupt" and run.script:
-        raise UsageError("corrupt with a script: its checkpoints are its own")
+    registry.of(run).faults(run).check(fault.kind, fault.task)
+    if kind.needs_trainer and run.script:
+        raise UsageError(f"{fault.kind} with a script: {kind.needs_trainer}")
     if not in_progress(run):
         raise UsageError(f"run {run.name!r} is not in progress; start one with `invoke up --detach`")
 
@@ -110,23 +102,23 @@ def inflict(run: RunFolder, fault: Fault, timeout_s: float = RECOVERY_TIMEOUT_S)
         UsageError: this run does not allow it.
         TimedOut: the run neither recovered nor ended.
     """
-    means = faults.means(run)
+    injector = registry.of(run).faults(run)
     _await(lambda: _ready(run, fault), run, timeout_s, f"{fault.task} to train and step {fault.at_step}")
     if run.summary.exists():
         raise UsageError(f"run {run.name!r} ended before step {fault.at_step}; nothing was inflicted")
     before = _Before(run)
     try:
-        _do(run, means, fault)
+        _inject(run, injector, fault)
         if before.nobody_acts_on(fault):
             deadline = before.time + SLOW_S
             _await(lambda: time.time() > deadline, run, timeout_s, f"the end of {fault}")
-            means.relieve(fault.task)
-        elif fault.kind in LASTING:
+            injector.undo(fault.task)
+        elif KINDS[fault.kind].lasts:
             _await(lambda: before.noticed(fault.task), run, timeout_s, f"anybody to notice {fault}")
-            means.relieve(fault.task)
+            injector.undo(fault.task)
         _await(lambda: before.recovered(fault), run, timeout_s, f"the run to recover from {fault}")
     finally:
-        means.relieve(fault.task)
+        injector.undo(fault.task)
     result = before.result(fault)
     append_json(run.path / "chaos.jsonl", {"time": before.time, **asdict(result)})
     return result
@@ -144,7 +136,7 @@ class _Before:
     def nobody_acts_on(self, fault: Fault) -> bool:
         """Whether a lasting fault is one that nobody restarts the task for."""
         alone = len(self._run.load_cluster().tasks) == 1
-        return fault.kind == "slow" or (fault.kind in LASTING and alone)
+        return KINDS[fault.kind].unnoticed or (KINDS[fault.kind].lasts and alone)
 
     def noticed(self, task: str) -> bool:
         """Whether any agent has acted."""
@@ -197,40 +189,11 @@ def _ready(run: RunFolder, fault: Fault) -> bool:
     return begun and run.programs(fault.task).exists() and run.newest_step >= fault.at_step
 
 
-def _do(run: RunFolder, means: Means, fault: Fault) -> None:
-    """Inflict the fault; it is an event first, from which everything is counted."""
-
-    def record() -> None:
+def _inject(run: RunFolder, injector: FaultInjector, fault: Fault) -> None:
+    """Inject the fault; it is an event first, from which everything is counted."""
+    if KINDS[fault.kind].recorded:
         run.event(fault.task, "fault", step=run.newest_step, kind=fault.kind, whole=fault.whole)
-
-    if fault.kind == "diskfull":
-        means.fill_disk()  # which also leaves no room to tell of it
-        return
-    record()
-    if fault.kind == "kill":
-        means.signal(fault.task, signal.SIGKILL, *(["agent", "program"] if fault.whole else ["program"]))
-    elif fault.kind == "stop":
-        means.signal(fault.task, signal.SIGTERM, "agent")
-    elif fault.kind == "pause":
-        means.freeze(fault.task)
-    elif fault.kind == "partition":
-        means.cut_off(fault.task)
-    elif fault.kind == "slow":
-        means.slow_down(fault.task)
-    elif fault.kind == "oom":
-        means.exhaust_memory(fault.task)
-    else:
-        _damage_newest(run)
-        means.signal(fault.task, signal.SIGKILL, "program")
-
-
-def _damage_newest(run: RunFolder) -> None:
-    """Cut off the last byte of the newest checkpoint, as a disk that lies does."""
-    if saved := run.saved_steps:
-        record = records.read(run.checkpoints / f"ckpt-{saved[-1]}.json", records.checkpoint)
-        name = max(record["files"].items(), key=lambda entry: entry[1]["size_bytes"])[0]
-        with open_file(run.checkpoints / Path(name).name, "r+b") as file:
-            file.truncate(file.seek(0, 2) - 1)
+    injector.inject(fault.kind, fault.task, whole=fault.whole)
 
 
 def _await(condition: Callable[[], object], run: RunFolder, timeout_s: float, what: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from cluster import spec
@@ -13,8 +12,7 @@ from cluster.launch import folders, teardown
 from cluster.messages import plain
 from cluster.run.folder import RunFolder
 from cluster.runtime import tensorboard
-
-Shell = Callable[[str], object]
+from cluster.runtime.base import Shell
 
 
 def down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> int:
@@ -33,11 +31,11 @@ def down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> int:
     """
     failures = _Failures()
     left = teardown.leftovers(runs_dir)
-    for run in [_named(runs_dir, name, left)] if name else left.runs:
+    for run in [_named(runs_dir, name, left)] if name else [RunFolder(runs_dir / each) for each in left.found]:
         with failures:
-            if run in left.out_of_reach:
+            if run.name in left.unreachable:
                 continue
-            watch.end(run, "invoke down", timeout_s, sh, contained=True if run in left.contained else None)
+            watch.end(run, "invoke down", timeout_s, sh, also=left.found.get(run.name, ()))
             where = folders.shown(run.path) if run.path.exists() else "gone"
             print(f"{run.name} is down; its folder is {where}", flush=True)
     with failures:
@@ -52,7 +50,7 @@ def down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> int:
 def _named(runs_dir: Path, name: str, left: teardown.Leftovers) -> RunFolder:
     """Return the run of a name, also where its folder is gone and only something that runs of it is left."""
     run = RunFolder(runs_dir / spec.check_run_name(name))
-    return run if run in left.runs or run in left.out_of_reach else folders.find_run(name)
+    return run if run.name in left.found or run.name in left.unreachable else folders.find_run(name)
 
 
 class _Failures:

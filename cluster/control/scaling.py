@@ -14,11 +14,13 @@ from cluster import spec
 from cluster.control import view, watch
 from cluster.errors import EXIT_DONE, TimedOut, UsageError
 from cluster.launch import folders, planning, startup, teardown
+from cluster.launch.plan import Plan
 from cluster.launch.request import Request, topology
 from cluster.messages import counted
 from cluster.results import summary
 from cluster.run import claim
 from cluster.run.folder import SCALE, RunFolder
+from cluster.runtime.base import Shell
 from cluster.spec import ClusterSpec, Role
 
 BY = "invoke scale"
@@ -26,7 +28,7 @@ SHOWN_COUNTS = 3
 """How many numbers of workers that would fit are named."""
 
 
-def scale(run: RunFolder, workers: str, ps: str, sh: startup.Shell, *, trust: bool = False) -> int:
+def scale(run: RunFolder, workers: str, ps: str, sh: Shell, *, trust: bool = False) -> int:
     """Bring a run to another size and return once every task trains again, or with how the run ended instead.
 
     Args:
@@ -48,8 +50,7 @@ def scale(run: RunFolder, workers: str, ps: str, sh: startup.Shell, *, trust: bo
     with claim.hold(run, "scaled"):
         planned = plan(run, workers, ps, trust=trust)
         startup.check_machine(planned, ending=len(before.tasks))
-        if planned.contained:
-            startup.require_image(sh, planned.gpus.accelerator)
+        planned.runtime.prepare(planned, sh, renew=False)
         print(f"{run.name}: every task saves at the same step and ends, then it goes on", flush=True)
         began = time.monotonic()
         stopped = stop(run)
@@ -65,7 +66,7 @@ def scale(run: RunFolder, workers: str, ps: str, sh: startup.Shell, *, trust: bo
     return EXIT_DONE
 
 
-def plan(run: RunFolder, workers: str, ps: str, *, trust: bool = False) -> planning.Plan:
+def plan(run: RunFolder, workers: str, ps: str, *, trust: bool = False) -> Plan:
     """Check that a run can be brought to a size and return what would be started. Changes nothing.
 
     Raises:
@@ -115,7 +116,7 @@ def stop(run: RunFolder) -> bool:
     return run.goes_on
 
 
-def _swap(planned: planning.Plan, sh: startup.Shell) -> bool:
+def _swap(planned: Plan, sh: Shell) -> bool:
     """Take down the cluster that has ended and start the planned one; return False where the run was ended instead."""
     run = planned.run
     try:
@@ -199,7 +200,7 @@ def _end_here(run: RunFolder) -> None:
         print(f"{run.name} is stopped; `invoke up --resume {run.name}` goes on from its newest checkpoint", flush=True)
 
 
-def _tell_end(run: RunFolder, sh: startup.Shell, how: str) -> int:
+def _tell_end(run: RunFolder, sh: Shell, how: str) -> int:
     """Tell of a run that ended while it was being scaled; return the exit code."""
     ended = watch.follow(run, lambda value: None)
     left = teardown.finish(run, sh)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from cluster.control import chaos, view, watch
+from cluster.control.faults import KINDS
 from cluster.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from cluster.launch import folders
-from cluster.launch.teardown import is_docker
 from cluster.messages import counted
 from cluster.results import reference
 from cluster.run.folder import RunFolder
+from cluster.runtime import registry
 from cluster.spec import Role
 
 STEPS_BETWEEN = (5, 40)
@@ -75,7 +76,7 @@ def check(run: RunFolder, kinds: Sequence[str]) -> None:
         UsageError: it cannot.
     """
     for kind in kinds or ("kill",):
-        if kind in ("stop", "diskfull"):
+        if kind in KINDS and KINDS[kind].ends_run:
             raise UsageError(f"--kinds {kind}: it ends the run, and the storm with it; inflict it by itself")
         chaos.check(run, chaos.Fault(kind, "chief"))
     if run.script:
@@ -90,12 +91,18 @@ def _drawn(run: RunFolder, draw: random.Random, kinds: Sequence[str]) -> chaos.F
     if kinds:
         kind, whole = draw.choice(kinds), False
     else:
-        choices = [("kill", False)] * 6 + [("kill", True)] * 2 + [("pause", False), ("slow", False)]
-        # A damaged checkpoint costs the steps since the one before it; the asynchronous strategy cannot repeat those.
-        choices += [("corrupt", False)] if spec.kind.synchronous else []
-        choices += [("partition", False), ("oom", False)] if is_docker(run) else []
+        choices = _choices(registry.of(run).faults(run).storm, synchronous=spec.kind.synchronous)
         kind, whole = draw.choice(choices)
     return chaos.Fault(kind, draw.choice(tasks), run.newest_step + draw.randint(*STEPS_BETWEEN), whole)
+
+
+def _choices(outlived: Collection[str], *, synchronous: bool) -> list[tuple[str, bool]]:
+    """Return what is drawn from, each kind of fault as often as it weighs, and whether it is one of the whole task."""
+    found: list[tuple[str, bool]] = []
+    for kind in KINDS.values():
+        if kind.name in outlived and (synchronous or not kind.synchronous):
+            found += [(kind.name, False)] * kind.draws + [(kind.name, True)] * kind.whole_draws
+    return found
 
 
 def _last_step(run: RunFolder) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from cluster.control import view
@@ -19,11 +19,14 @@ from cluster.errors import (
     TimedOut,
 )
 from cluster.launch import folders, startup, teardown
+from cluster.launch.plan import Plan
+from cluster.launch.request import Request
 from cluster.results import summary
-from cluster.run import claim, records
+from cluster.run import claim, owner, records
 from cluster.run.folder import LOST_AFTER_S, SCALE_PATIENCE_S, RunFolder
 from cluster.run.liveness import Pulse
-from cluster.runtime import local, tensorboard
+from cluster.runtime import tensorboard
+from cluster.runtime.base import Runtime, Shell
 from cluster.system import interrupts
 from cluster.system.json_files import write_json
 
@@ -84,7 +87,7 @@ def stop(run: RunFolder, by: str, timeout_s: float = STOP_TIMEOUT_S) -> dict[str
         raise TimedOut(f"run {run.name} did not stop in {timeout_s:g} s; `invoke down` ends it at once") from None
 
 
-def end(run: RunFolder, by: str, timeout_s: float, sh: startup.Shell, *, contained: bool | None = None) -> None:
+def end(run: RunFolder, by: str, timeout_s: float, sh: Shell, *, also: Iterable[Runtime] = ()) -> None:
     """Ask a run to save and stop if it is in progress, and end whatever is left of it, however damaged its folder is.
 
     Args:
@@ -92,7 +95,7 @@ def end(run: RunFolder, by: str, timeout_s: float, sh: startup.Shell, *, contain
         by: who asks.
         timeout_s: in which it may save and stop.
         sh: runs commands.
-        contained: whether the engine has something of it; by default that is what its record says.
+        also: runtimes that have something of it, whatever its records say.
 
     Raises:
         Taken: another command is at work on the run, and did not come to an end.
@@ -106,11 +109,34 @@ def end(run: RunFolder, by: str, timeout_s: float, sh: startup.Shell, *, contain
     except Exception as error:
         print(f"{run.name} cannot be asked to stop: {' '.join(str(error).split())}", file=sys.stderr)
     with claim.hold(run, "ended", wait_s=claim.WAIT_S):
-        teardown.remove(run, sh, contained=contained)
+        teardown.remove(run, sh, also=also)
         teardown.record_end(run)
 
 
-def attend(run: RunFolder, runtime: str, port: int, detach: bool, sh: startup.Shell) -> int:
+def up(request: Request, sh: Shell, *, began: float) -> int:
+    """Start a run and attend to it; return the exit code. However this is left, it says what becomes of the run.
+
+    Args:
+        request: what is requested.
+        sh: runs commands.
+        began: when `up` was called, for the summary's times.
+    """
+    plans: list[Plan] = []
+
+    def announce(plan: Plan) -> None:
+        startup.announce(plan)
+        plans.append(plan)
+
+    try:
+        plan = startup.begin(request, sh, began=began, tell=announce)
+        return attend(plan.run, plan.runtime.board, plan.tensorboard_port, request.detach, sh)
+    except KeyboardInterrupt:  # after the tasks were started and before `attend` looks after them
+        if plans:
+            _tell_that_it_goes_on(plans[-1].run)
+        raise
+
+
+def attend(run: RunFolder, board: str, port: int, detach: bool, sh: Shell) -> int:
     """Show a run that was started until it ends or, detached, until it trains; return the exit code.
 
     However this is left, it says what becomes of the run.
@@ -118,7 +144,7 @@ def attend(run: RunFolder, runtime: str, port: int, detach: bool, sh: startup.Sh
     live = view.Live()
     try:
         try:
-            ended = _watch(run, runtime, port, detach, sh, live)
+            ended = _watch(run, board, port, detach, sh, live)
         except KeyboardInterrupt:
             live.clear()
             how = "every script gets a SIGTERM" if run.script else "every task saves at the same step"
@@ -143,9 +169,7 @@ def attend(run: RunFolder, runtime: str, port: int, detach: bool, sh: startup.Sh
     return exit_code(ended)
 
 
-def _watch(
-    run: RunFolder, runtime: str, port: int, detach: bool, sh: startup.Shell, live: view.Live
-) -> dict[str, Any] | None:
+def _watch(run: RunFolder, board: str, port: int, detach: bool, sh: Shell, live: view.Live) -> dict[str, Any] | None:
     """Show a run until it ends; return its summary, or None where it goes on as it should."""
 
     def show(value: dict[str, Any]) -> None:
@@ -157,7 +181,7 @@ def _watch(
     if until_training(run, show):
         live.clear()
         if port:
-            print(_start_tensorboard(run, port, runtime, sh), flush=True)
+            print(_start_tensorboard(run, port, board, sh), flush=True)
         if detach:
             what = "every script runs" if run.script else "training"
             print(f"{what} in the background; next: invoke status --watch, invoke wait, invoke stop")
@@ -165,10 +189,10 @@ def _watch(
     return follow(run, show)
 
 
-def _start_tensorboard(run: RunFolder, port: int, runtime: str, sh: startup.Shell) -> str:
+def _start_tensorboard(run: RunFolder, port: int, board: str, sh: Shell) -> str:
     """Start TensorBoard; return where it is, or why there is none: the run goes on without it."""
     try:
-        tensorboard.start(run.path.parent, port, runtime, sh)
+        tensorboard.start(run.path.parent, port, board, sh)
     except Exception as error:
         told = " ".join(str(error).split())
         again = f"invoke tensorboard{'' if port == tensorboard.PORT else f' --port {port}'}"
@@ -176,7 +200,7 @@ def _start_tensorboard(run: RunFolder, port: int, runtime: str, sh: startup.Shel
     return f"TensorBoard {tensorboard.address(port)}"
 
 
-def kill(run: RunFolder, sh: startup.Shell) -> dict[str, Any]:
+def kill(run: RunFolder, sh: Shell) -> dict[str, Any]:
     """End every task at once; return the summary."""
     print("killing every task", flush=True)
     with interrupts.ignored("ending every task"):
@@ -219,7 +243,8 @@ def _notice_silence(run: RunFolder, pulse: Pulse) -> None:
     if pulse.silence_s <= LOST_AFTER_S:
         return
     # While the supervisor imports for all tasks it can be too busy to write their heartbeats, for long under load.
-    starting = not pulse.begun or local.running(run)
+    owned = owner.read(run)
+    starting = not pulse.begun or (owned is not None and owned.alive)
     patience_s = START_TIMEOUT_S if starting else LOST_AFTER_S
     if run.scale_requested:
         patience_s = SCALE_PATIENCE_S

@@ -6,10 +6,9 @@ import json
 import re
 from dataclasses import dataclass
 
-from cluster.errors import PrerequisiteError, UsageError, nearest
+from cluster.errors import PrerequisiteError
 from cluster.system import memory, processes
 
-RUNTIMES = ("auto", "docker", "local")
 ANSWER_TIMEOUT_S = 10.0
 COMPOSE_TIMEOUT_S = 300.0
 """Longest time for Compose to start or end the containers of a run; their own grace periods are shorter."""
@@ -84,22 +83,3 @@ def demand(what: str) -> None:
     answer = probe()
     if not answer.ready:
         raise PrerequisiteError(f"{what}: {answer.detail}; {fix(answer.detail)}")
-
-
-def choose_runtime(requested: str) -> tuple[str, str]:
-    """Return `docker` or `local`, and in words why.
-
-    Raises:
-        UsageError: `requested` is neither these nor `auto`.
-        PrerequisiteError: containers were asked for and no engine answers.
-    """
-    if requested not in RUNTIMES:
-        raise UsageError(f"--runtime {requested!r} is not a runtime{nearest(requested, RUNTIMES)}")
-    if requested == "local":
-        return "local", "local processes, as asked"
-    answer = probe()
-    if answer.ready:
-        return "docker", f"containers: {answer.detail}"
-    if requested == "docker":
-        raise PrerequisiteError(f"--runtime docker: {answer.detail}; {fix(answer.detail)}, or use --runtime local")
-    return "local", f"local processes: {answer.detail}"

@@ -22,6 +22,8 @@ from cluster.paths import ROOT
 from cluster.system.files import files_sha256
 
 ACCELERATORS = ("cpu", "gpu")
+PYTHON = "3.11"
+"""The version of Python in the images."""
 IMAGES = ("train", "tensorboard")
 """As the stages of the Dockerfile that make them are called."""
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from cluster import tf_config
-from cluster.image import checkout, images, locks
-from cluster.launch.payload import Payload
-from cluster.launch.planning import Plan
+from cluster.image import checkout, locks
+from cluster.launch.plan import Plan
 from cluster.paths import ROOT
 from cluster.run import launch_records, records
 from cluster.run.folder import RunFolder
+from cluster.runtime.payload import Payload
 from cluster.system.files import files_sha256, sha256
 from cluster.system.json_files import write_json
 
@@ -33,9 +33,9 @@ def write(plan: Plan) -> None:
         "run": plan.run.name,
         "code": _code(),
         "locks": {f"{target}.lock": sha256(ROOT / locks.DIRECTORY / f"{target}.lock") for target in locks.TARGETS},
-        "runtime": plan.runtime,
+        "runtime": plan.runtime.name,
         "network": plan.network.name,
-        "image": images.inspect(images.train_image(plan.gpus.accelerator)) if plan.contained else None,
+        "image": plan.runtime.image(plan),
         "config": _config(plan),
         "own_code": _own_code(plan.payload),
         "cluster": plan.cluster.to_json(),

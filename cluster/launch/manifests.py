@@ -18,7 +18,7 @@ from cluster.recovery.attempts import MAX_RESTARTS
 from cluster.runtime import inherited, memory
 from cluster.runtime.kubernetes import jobs, objects
 from cluster.runtime.kubernetes.pods import Manifest
-from cluster.runtime.local import TASK_MEMORY_BYTES
+from cluster.runtime.memory import TASK_MEMORY_BYTES
 from cluster.spec import ClusterSpec
 
 KINDS = ("jobset", "tfjob")

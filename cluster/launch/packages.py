@@ -30,7 +30,6 @@ from cluster.system.files import make_readable, sha256
 
 FOLDER = ROOT / ".build" / "packages"
 LOCK = ROOT / "requirements" / "train-cpu.lock"
-IMAGE_PYTHON = "3.11"
 RESOLVED = "requirements.txt"
 """In the folder of packages: what was installed there, each with its hash."""
 

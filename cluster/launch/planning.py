@@ -1,231 +1,172 @@
-"""From what was asked on the command line to a plan: everything is checked here, and nothing is changed."""
+"""From what was requested on the command line to a plan: everything is checked here, and nothing is changed."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cluster import settings, spec, tf_config
+from cluster import settings, spec
 from cluster.agent.watchdog import HANG_TIMEOUT_S
 from cluster.errors import UsageError
 from cluster.gpu import devices, placement
 from cluster.gpu.placement import Placement
-from cluster.image import engine, images
 from cluster.launch import configuration, packages, resuming
 from cluster.launch.folders import check_folder, data_dir, find_run, free_folder, runs_dir
 from cluster.launch.options import Needs
-from cluster.launch.payload import Payload, check_path, check_readable, check_script
+from cluster.launch.plan import Plan
 from cluster.launch.request import Request, check_hardware, check_needs, check_together
 from cluster.launch.request import topology as topology_of
+from cluster.launch.scripts import check_path, check_script
 from cluster.launch.teardown import in_progress
 from cluster.recovery.attempts import MAX_RESTARTS
 from cluster.run import provenance
 from cluster.run.folder import RunFolder
-from cluster.runtime import compose, inherited, local, network, tensorboard
+from cluster.runtime import inherited, registry, tensorboard
 from cluster.runtime import memory as limits
+from cluster.runtime.base import Runtime, Workload
 from cluster.runtime.memory import Memory
 from cluster.runtime.network import Network
-from cluster.strategies import Strategy
+from cluster.runtime.payload import Payload
+from cluster.spec import ClusterSpec
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A run that was checked and can be started."""
+class _Previous:
+    """What was requested of the run to go on with, or to repeat; nothing for a new run."""
 
-    run: RunFolder
-    cluster: spec.ClusterSpec
-    config: dict[str, Any]
-    payload: Payload
-    data: str
-    """In words what is prepared of its data; empty where something must be."""
-    runtime: str
-    why_runtime: str
-    compose: dict[str, Any]
-    tensorboard_port: int
-    hang_timeout_s: int
-    max_restarts: int
-    resumes: bool
-    replaces: bool
-    gpus: Placement
-    memory: Memory
-    trusts: bool
-    """Whether its run may go on though this user did not start it."""
-    network: Network
-    about_resuming: tuple[str, ...] = ()
-    """What the caller should know of a run that goes on."""
-
-    @property
-    def contained(self) -> bool:
-        """Whether the tasks are containers."""
-        return self.runtime == "docker"
-
-    @property
-    def notes(self) -> list[str]:
-        """What the caller should know of it besides."""
-        others = [*self._keras_notes, *self.about_resuming, *filter(None, [self.network.warning])]
-        return [*self.gpus.lines(), *self.gpus.notes, *others]
-
-    @property
-    def _keras_notes(self) -> list[str]:
-        if self.config.get("loop") == "fit":
-            if self.cluster.kind.legacy_fit:
-                return ["Model.fit is that of tf_keras, because Keras 3's own fails on more than one task"]
-            return ["Model.fit is that of Keras 3"]
-        if not self.payload.needs_legacy_keras(self.cluster):
-            return []
-        return [
-            "tf.keras is Keras 2 (tf_keras) for the script, because Keras 3's own fit fails on more than one task; "
-            "TF_USE_LEGACY_KERAS=0 keeps Keras 3"
-        ]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the plan for `invoke plan --json`."""
-        batch = self.config.get("global_batch")
-        shards = self.config.get("bitwise_elastic") or self.cluster.batch_divisor
-        most = -(-shards // self.cluster.batch_divisor)  # of one replica: they need not share them evenly
-        return {
-            "run": self.run.name,
-            "runtime": self.runtime,
-            "network": self.network.name,
-            "strategy": self.cluster.strategy_class,
-            "replicas": self.cluster.replicas,
-            "global_batch": batch,
-            "replica_batch": batch and batch // shards * most,
-            "training": self._training(),
-            "tensorboard": tensorboard.address(self.tensorboard_port) if self.tensorboard_port else None,
-            "tasks": [
-                {
-                    "task": task.name,
-                    "address": task.address,
-                    "gpus": self.gpus.shown(task.name),
-                    "tf_config": tf_config.render(self.cluster, task),
-                }
-                for task in self.cluster.tasks
-            ],
-            "notes": [*self.gpus.notes, *self.about_resuming, *filter(None, [self.network.warning])],
-            "config": self.config,
-            "compose": self.compose,
-        }
-
-    def _training(self) -> dict[str, Any] | None:
-        """Return the numerics that follow from the configuration and the cluster; None for a script."""
-        settings, batch = self.config.get("optimizer"), self.config.get("global_batch")
-        if settings is None or batch is None:
-            return None
-        rule, base_batch = settings.get("scaling", "none"), settings.get("base_batch", batch)
-        rate = settings["learning_rate"]
-        return {
-            "precision": spec.precision_of(self.cluster.strategy, self.config.get("precision", "fp32")),
-            "optimizer": settings["name"],
-            "learning_rate": spec.scale_rate(rate, rule, batch, base_batch),
-            "scaling": rule,
-            "base_learning_rate": rate,
-            "base_batch": None if rule == "none" else base_batch,
-            "warmup_steps": 0 if self.config.get("callbacks") else settings["warmup_steps"],
-            "clip_norm": settings.get("clip_norm", 0.0),
-        }
+    run: RunFolder | None = None
+    cluster: ClusterSpec | None = None
+    started: Mapping[str, Any] = field(default_factory=dict)
+    script: Mapping[str, Any] = field(default_factory=dict)
 
 
 def plan(request: Request, *, stops_first: bool = False, installs: bool = True) -> Plan:
     """Check a request and return what would be started. Changes nothing.
 
     Args:
-        request: what was asked for.
+        request: what is requested.
         stops_first: whether the run to resume may be in progress, because it is stopped before the plan is started.
         installs: whether the packages of `--requirements` are installed, or only resolved: the plan is not started.
 
     Raises:
-        UsageError: something asked for cannot be done.
+        UsageError: something requested cannot be done.
         PrerequisiteError: something that this machine must have is missing.
     """
     settings.check()
     check_together(request, scripted=None if request.resume or request.again else bool(request.script))
-    base = find_run(request.resume or request.again) if request.resume or request.again else None
-    if base and not request.trust:
-        provenance.check(base)  # before anything is believed that it says
-    if base:
-        check_together(request, scripted=bool(base.script))
-    topology = topology_of(request, base.load_cluster() if base else None)
-    topology["separate_chief"] = _separate_chief(request, base)
+    previous = _load(request)
+
+    topology = topology_of(request, previous.cluster) | {"separate_chief": _separate_chief(request, previous)}
     check_hardware(topology["strategy"])
-    asked = spec.build(**topology)
+    cluster = spec.build(**topology)
     port = spec.parse_count("tensorboard-port", request.tensorboard_port or tensorboard.PORT, 0, 65535)
-    patience_s = spec.parse_count("hang-timeout", request.hang_timeout or int(HANG_TIMEOUT_S), 1, 86_400)
-    restarts = spec.parse_count("max-restarts", request.max_restarts or MAX_RESTARTS, 0, 1000)
+    hang_timeout_s = spec.parse_count("hang-timeout", request.hang_timeout or int(HANG_TIMEOUT_S), 1, 86_400)
+    max_restarts = spec.parse_count("max-restarts", request.max_restarts or MAX_RESTARTS, 0, 1000)
     run = _run_folder(request, stops_first=stops_first)
-    given = _place(request, run, base, asked)
-    if given.ids:
-        topology["devices"] = len(given.of("chief"))
-        asked = spec.build(**topology)
-    runtime, why = _choose_runtime(request.runtime or "auto", asked.kind)
-    config, payload, data = _resolve(request, base, runtime, installs=installs)
-    about_resuming = []
+
+    gpus = _place(request, run, previous, cluster)
+    if gpus.ids:  # each GPU is a device, which decides between the strategies of one process
+        cluster = spec.build(**topology | {"devices": len(gpus.of("chief"))})
+    runtime, why_runtime = registry.choose(request.runtime or registry.AUTO, cluster.kind)
+
+    config, payload, data = _resolve(request, previous, runtime, installs=installs)
+    about_resuming: list[str] = []
     if payload.script is None:
-        check_sharing(config, asked)
+        check_sharing(config, cluster)
         if request.resume:
-            about_resuming = resuming.check(run, request.preset, config, asked)
-    contained = runtime != "local"
-    memory = _memory(request, base, len(asked.tasks), contained=contained)
-    cluster = asked if contained else spec.build(**topology, ports=local.free_ports(len(asked.tasks)))
-    inside = _network(request, base, cluster, payload, contained=contained)
-    if contained:
-        how = _containers(run, cluster, payload, given, memory)
-    else:
-        how = _processes(run, cluster, payload, given, inside)
-    return Plan(
+            about_resuming = resuming.check(run, request.preset, config, cluster)
+
+    memory = _memory(request, previous, runtime, len(cluster.tasks))
+    if ports := runtime.ports(len(cluster.tasks)):
+        cluster = cluster.listening(ports)
+    work = Workload(
         run=run,
         cluster=cluster,
-        config=config,
+        data_dir=data_dir(),
         payload=payload,
-        data=data,
+        gpus=gpus,
+        memory=memory,
+        network=_network(request, previous, runtime, cluster, payload),
+    )
+    return Plan(
+        **vars(work),
         runtime=runtime,
-        why_runtime=why,
-        compose=how | given.record(),
+        why_runtime=why_runtime,
+        compose=runtime.render(work) | gpus.record(),
+        config=config,
+        data=data,
         tensorboard_port=port,
-        hang_timeout_s=patience_s,
-        max_restarts=restarts,
+        hang_timeout_s=hang_timeout_s,
+        max_restarts=max_restarts,
         resumes=bool(request.resume),
         replaces=request.fresh and run.path.exists(),
-        gpus=given,
-        memory=memory,
         trusts=request.trust,
-        network=inside,
         about_resuming=tuple(about_resuming),
     )
 
 
-def _separate_chief(request: Request, base: RunFolder | None) -> bool:
-    """Return whether TF_CONFIG has a chief beside the workers: always, but for a script that did not ask for one."""
-    recorded = base.script if base else None
-    if not request.script and not recorded:
-        return True
-    return request.separate_chief or bool((recorded or {}).get("separate_chief"))
-
-
-def _memory(request: Request, base: RunFolder | None, num_tasks: int, *, contained: bool) -> Memory:
-    """Return what each task may use of the machine's memory, as asked for now or when the run was started.
+def _load(request: Request) -> _Previous:
+    """Return the run to go on with, or to repeat.
 
     Raises:
-        UsageError: it was asked for where there can be none, or is no amount.
+        UsageError: there is none, it is not this user's, or the request does not go with its script.
     """
-    limits.parse(request.memory)  # a typo is told first
-    check_needs(request, {Needs.CONTAINERS: contained})
-    had = base.started.get("memory", "") if base else ""
-    wanted = request.memory or str(had)
-    return limits.of_containers(wanted, num_tasks, engine.memory_bytes()) if contained else Memory(wanted)
+    if not request.resume and not request.again:
+        return _Previous()
+    run = find_run(request.resume or request.again)
+    if not request.trust:
+        provenance.check(run)  # before anything is believed that it says
+    script = run.script or {}
+    check_together(request, scripted=bool(script))
+    return _Previous(run, run.load_cluster(), run.started, script)
 
 
-def _place(request: Request, run: RunFolder, base: RunFolder | None, cluster: spec.ClusterSpec) -> Placement:
+def _separate_chief(request: Request, previous: _Previous) -> bool:
+    """Return whether TF_CONFIG has a chief beside the workers: always, but for a script that did not ask for one."""
+    if not request.script and not previous.script:
+        return True
+    return request.separate_chief or bool(previous.script.get("separate_chief"))
+
+
+def _memory(request: Request, previous: _Previous, runtime: Runtime, num_tasks: int) -> Memory:
+    """Return what each task may use of the machine's memory, as requested now or when the run was started.
+
+    Raises:
+        UsageError: it was requested where there is no limit, or is no amount.
+    """
+    limits.parse(request.memory)  # a typo is reported first
+    check_needs(request, {Needs.CONTAINERS: runtime.limits_memory})
+    return runtime.memory(request.memory, str(previous.started.get("memory", "")), num_tasks)
+
+
+def _network(
+    request: Request, previous: _Previous, runtime: Runtime, cluster: ClusterSpec, payload: Payload
+) -> Network:
+    """Return the network that the tasks get.
+
+    Raises:
+        UsageError: what was requested is no network, or not theirs to choose.
+        PrerequisiteError: this machine gives no network of their own to tasks that must have one.
+    """
+    way_out = "where a script can fetch its data" if payload.script else ""
+    if cluster.kind.hardware:
+        way_out = f"where they reach their {cluster.kind.hardware.upper()}"
+    serves = bool(cluster.members)
+    return runtime.network(request.network, previous.started.get("network", ""), way_out=way_out, serves=serves)
+
+
+def _place(request: Request, run: RunFolder, previous: _Previous, cluster: ClusterSpec) -> Placement:
     """Return which task gets which of this machine's GPUs.
 
     Raises:
-        UsageError: what was asked for cannot be had.
+        UsageError: the request cannot be met.
         PrerequisiteError: this machine has no GPU.
     """
-    had = base.started.get("gpus", {}) if base else {}
-    wanted = placement.wish(request.gpus, request.gpus_per_task, had, cluster.devices)
+    recorded = previous.started.get("gpus", {})
+    wanted = placement.wish(request.gpus, request.gpus_per_task, recorded, cluster.devices)
     check_needs(request, {Needs.GPUS: wanted is not None})
     if wanted is None:
         return Placement()
@@ -236,7 +177,7 @@ def _place(request: Request, run: RunFolder, base: RunFolder | None, cluster: sp
             "one of them out"
         )
     handover, level = placement.handling(
-        request.gpu_runtime or had.get("runtime", ""), request.nccl_debug or had.get("nccl_debug", "")
+        request.gpu_runtime or recorded.get("runtime", ""), request.nccl_debug or recorded.get("nccl_debug", "")
     )
     machine = devices.machine(wanted.told, with_instances=any(name.startswith("MIG-") for name in wanted.ids))
     placed = placement.place(wanted, machine, cluster, busy(run))
@@ -247,7 +188,7 @@ def _place(request: Request, run: RunFolder, base: RunFolder | None, cluster: sp
             "--devices out, or ask for as many GPUs"
         )
     typed = request.gpus or request.gpus_per_task
-    return replace(placed, asked=request.gpus if typed else had["gpus"], handover=handover, nccl_debug=level)
+    return replace(placed, asked=request.gpus if typed else recorded["gpus"], handover=handover, nccl_debug=level)
 
 
 def busy(run: RunFolder | None = None) -> dict[str, str]:
@@ -258,7 +199,7 @@ def busy(run: RunFolder | None = None) -> dict[str, str]:
     return {gpu: other.name for other, ids in used.items() if ids and in_progress(other) for gpu in ids}
 
 
-def check_sharing(config: dict[str, Any], cluster: spec.ClusterSpec) -> None:
+def check_sharing(config: dict[str, Any], cluster: ClusterSpec) -> None:
     """Check that the cluster's replicas can share the configuration's global batch, and compute in its precision.
 
     Raises:
@@ -269,50 +210,6 @@ def check_sharing(config: dict[str, Any], cluster: spec.ClusterSpec) -> None:
         spec.check_shards(cluster, shards)
     else:
         spec.check_global_batch(config["global_batch"], cluster.batch_divisor)
-
-
-def _network(
-    request: Request, base: RunFolder | None, cluster: spec.ClusterSpec, payload: Payload, *, contained: bool
-) -> Network:
-    """Return the network that the tasks get.
-
-    Raises:
-        UsageError: what was asked for is no network, or not theirs to choose.
-        PrerequisiteError: this machine gives no network of their own to tasks that must have one.
-    """
-    had = base.started.get("network", "") if base else ""
-    way_out = "where a script can fetch its data" if payload.script else ""
-    if cluster.kind.hardware:
-        way_out = f"where they reach their {cluster.kind.hardware.upper()}"
-    return network.choose(request.network, had, contained=contained, way_out=way_out, serves=bool(cluster.members))
-
-
-def _processes(
-    run: RunFolder, cluster: spec.ClusterSpec, payload: Payload, given: Placement, inside: Network
-) -> dict[str, Any]:
-    """Return `compose.json` for local processes."""
-    more, command = payload.environment(cluster, contained=False), payload.command(contained=False)
-    return local.processes_of(cluster, run.path, data_dir(), command, more, given, inside.name)
-
-
-def _containers(
-    run: RunFolder, cluster: spec.ClusterSpec, payload: Payload, given: Placement, memory: Memory
-) -> dict[str, Any]:
-    """Return `compose.json` for containers, which must be able to read the payload, and not our key."""
-    check_readable(payload, compose.task_user())
-    provenance.check_hidden([run.path.parent, data_dir(), *(folder for folder, _ in payload.mounts())])
-    containers = compose.Containers(
-        run.path,
-        data_dir(),
-        images.train_image(given.accelerator),
-        compose.task_user(),
-        memory.task_bytes,
-        payload.mounts(),
-        payload.environment(cluster, contained=True),
-        way_out=payload.script is not None,
-        gpus=given,
-    )
-    return {"x-runtime": "docker", **compose.overlay(cluster, containers, payload.command(contained=True))}
 
 
 def _run_folder(request: Request, *, stops_first: bool) -> RunFolder:
@@ -328,44 +225,31 @@ def _run_folder(request: Request, *, stops_first: bool) -> RunFolder:
     return run
 
 
-def _choose_runtime(requested: str, strategy: Strategy) -> tuple[str, str]:
-    """Return `docker` or `local`, and in words why."""
-    if strategy.hardware and requested == "docker":
-        raise UsageError(
-            f"--runtime docker with --strategy {strategy.name}: containers get no {strategy.hardware.upper()}; "
-            "use --runtime local"
-        )
-    if strategy.hardware and requested == "auto":
-        return "local", f"a local process: containers get no {strategy.hardware.upper()}"
-    return engine.choose_runtime(requested)
-
-
 def _resolve(
-    request: Request, base: RunFolder | None, runtime: str, *, installs: bool
+    request: Request, previous: _Previous, runtime: Runtime, *, installs: bool
 ) -> tuple[dict[str, Any], Payload, str]:
     """Return the run's `config.json`, what its tasks bring along, and in words what data is there for them already.
 
     Args:
-        request: what was asked for.
-        base: the run to go on with, or to repeat.
-        runtime: `docker` or `local`.
+        request: what is requested.
+        previous: the run to go on with, or to repeat.
+        runtime: what runs the tasks.
         installs: whether the packages of `--requirements` are installed, or only resolved.
     """
-    started = base.started if base else {}
+    started = previous.started
     check_path("requirements", named := request.requirements or started.get("requirements", ""))
     requirements = settings.expanded("requirements", named).absolute() if named else None
     env = tuple(request.env or started.get("env", ()))
-    inherited.parse(env)  # a typo is told first
-    recorded = (base.script if base else None) or {}
-    if script := request.script or recorded.get("script", ""):
-        arguments = request.arguments or recorded.get("arguments", [])
+    inherited.parse(env)  # a typo is reported first
+    if script := request.script or previous.script.get("script", ""):
+        arguments = request.arguments or previous.script.get("arguments", [])
         path = check_script(script, runs_dir())
-        found = _packages(requirements, runtime, installs=installs)
-        payload = Payload(path, tuple(arguments), (), requirements, found, _separate_chief(request, base), env)
+        found = _packages(requirements, runtime.python, installs=installs)
+        payload = Payload(path, tuple(arguments), (), requirements, found, _separate_chief(request, previous), env)
         return payload.to_json(), payload, ""
     with packages.importable(requirements, installs=installs) if requirements else nullcontext() as here:
-        resolved = configuration.resolve(request, base.config if base else None, here, data_dir())
-    found = _packages(requirements, runtime, installs=installs)
+        resolved = configuration.resolve(request, previous.run.config if previous.run else None, here, data_dir())
+    found = _packages(requirements, runtime.python, installs=installs)
     config, code_dirs, data = resolved
     if requirements and here in code_dirs:  # the preset is in one of the packages
         kept = packages.folder(requirements, packages.host_python())
@@ -373,9 +257,8 @@ def _resolve(
     return config, Payload(code_dirs=code_dirs, requirements=requirements, packages=found, env=env), data
 
 
-def _packages(requirements: Path | None, runtime: str, *, installs: bool) -> Path | None:
-    """Return the folder with the packages of a requirements file for the Python that tasks run with."""
+def _packages(requirements: Path | None, python: str, *, installs: bool) -> Path | None:
+    """Return the folder with the packages of a requirements file for a version of Python."""
     if requirements is None:
         return None
-    python = packages.IMAGE_PYTHON if runtime == "docker" else packages.host_python()
     return packages.prepare(requirements, python) if installs else packages.check(requirements, python)

@@ -7,24 +7,20 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from cluster.errors import PrerequisiteError
-from cluster.image import engine, images
 from cluster.launch import configuration, manifest, packages, planning, teardown
 from cluster.launch.folders import MIN_FREE_BYTES, check_folder, data_dir, runs_dir, shown
-from cluster.launch.payload import lay_out
-from cluster.launch.planning import Plan
+from cluster.launch.plan import Plan
 from cluster.launch.request import Request
+from cluster.launch.scripts import lay_out
 from cluster.messages import counted
 from cluster.run import claim, owner, provenance
 from cluster.run.folder import SCALE
-from cluster.runtime import compose, local, tensorboard, toolkit
+from cluster.runtime import registry, tensorboard
+from cluster.runtime.base import Shell
 from cluster.system import files, interrupts, json_files
-
-Shell = Callable[[str], object]
-"""Runs a shell command and shows it; raises where it fails."""
 
 
 def begin(request: Request, sh: Shell, *, began: float, tell: Callable[[Plan], None] = lambda _: None) -> Plan:
@@ -68,8 +64,7 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
             sh(command)
         if not plan.payload.script:
             configuration.check(plan.config, plan.cluster.strategy, plan.payload.local_path(), data_dir())
-        if plan.contained:
-            build_images(sh, plan.gpus.accelerator)
+        plan.runtime.prepare(plan, sh)
         if owner.read(plan.run):  # it has ended, but some of it may still be about to
             teardown.remove(plan.run, sh)
         _write_folder(plan, began)
@@ -96,15 +91,7 @@ def go_on(plan: Plan, sh: Shell) -> None:
 def _start_tasks(plan: Plan, sh: Shell) -> None:
     """Start the tasks; where that fails or is interrupted, end those that were started."""
     try:
-        if plan.contained:
-            _let_tasks_read_data()
-            _hand_over(plan.run.path)
-            if plan.payload.script:
-                _hand_over(plan.run.scratch)
-            owner.begin(plan.run, plan.runtime)
-            sh(compose.up(plan.run.compose, plan.cluster))
-        else:
-            local.start(plan.run)
+        plan.runtime.start(plan, sh)
     except BaseException:
         with interrupts.ignored("ending what was started"):
             left = teardown.try_remove(plan.run, sh)
@@ -123,17 +110,10 @@ def announce(plan: Plan) -> None:
 
 def commands(plan: Plan) -> list[str]:
     """Return the commands that `start` runs, to be shown or pasted. The run folder must exist for the last ones."""
-    shown = _package_commands(plan) + _data_commands(plan)
-    if plan.contained:
-        shown += image_commands(plan.gpus.accelerator)
-        shown += [compose.up(plan.run.compose, plan.cluster)]
-        if plan.tensorboard_port:
-            shown += [compose.tensorboard(runs_dir(), plan.tensorboard_port, "up", "--detach", "tensorboard")]
-        return shown
-    for task in plan.compose["tasks"].values():
-        environment = " ".join(f"{name}={shlex.quote(value)}" for name, value in task["environment"].items())
-        shown.append(f"{environment} {shlex.join(task['command'])} &")
-    return shown
+    found = _package_commands(plan) + _data_commands(plan) + plan.runtime.commands(plan, plan.compose)
+    if plan.tensorboard_port:
+        found += tensorboard.commands(runs_dir(), plan.tensorboard_port, plan.runtime.board)
+    return found
 
 
 def check_machine(plan: Plan, ending: int = 0) -> None:
@@ -146,14 +126,7 @@ def check_machine(plan: Plan, ending: int = 0) -> None:
     Raises:
         PrerequisiteError: memory, disk space, a port, the key, or what hands GPUs to the tasks is missing.
     """
-    if plan.runtime == "local":
-        local.check_memory(len(plan.cluster.tasks), ending)
-        if plan.gpus.ids:
-            toolkit.check_here()
-    else:
-        plan.memory.check(len(plan.cluster.tasks))
-        if plan.gpus.ids:
-            toolkit.check_engine(plan.gpus.handover)
+    plan.runtime.preflight(plan, ending)
     provenance.prepare()
     try:
         runs_dir().mkdir(parents=True, exist_ok=True)
@@ -187,8 +160,7 @@ def _package_commands(plan: Plan) -> list[str]:
     if plan.payload.packages is None or plan.payload.packages.exists():
         return []
     assert plan.payload.requirements is not None
-    python = packages.IMAGE_PYTHON if plan.contained else packages.host_python()
-    return [packages.command(plan.payload.requirements, python)]
+    return [packages.command(plan.payload.requirements, plan.runtime.python)]
 
 
 def _data_commands(plan: Plan) -> list[str]:
@@ -199,40 +171,22 @@ def _data_commands(plan: Plan) -> list[str]:
     return [data_command("shard" if streams else "prepare", name, path=plan.payload.local_path())]
 
 
-def build_images(sh: Shell, accelerator: str = "cpu") -> None:
-    """Build both images, unless they are there and made of what they would be made of now."""
-    for command in image_commands(accelerator):
-        sh(command)
+def start_tensorboard(port: int, requested: str, sh: Shell) -> None:
+    """Start TensorBoard over all runs, unless it runs.
 
-
-def require_image(sh: Shell, accelerator: str) -> None:
-    """Build the images if the tasks' one is gone; otherwise it stays, so that more tasks of a run are like the first.
+    Args:
+        port: of 127.0.0.1.
+        requested: `--runtime`, beside whose tasks it would run.
+        sh: runs commands.
 
     Raises:
-        PrerequisiteError: it cannot be built here.
+        PrerequisiteError: another program listens on the port, or no engine answers.
+        TimedOut: it does not answer.
     """
-    if engine.ask("image", "inspect", images.train_image(accelerator))[0]:
-        build_images(sh, accelerator)
-
-
-def image_commands(accelerator: str) -> list[str]:
-    """Return the commands that build the images of this checkout; none where they are there and current."""
-    if images.are_current(accelerator):
-        return []
-    commands = images.build_commands(accelerator, images.default_base())
-    if engine.ask("image", "inspect", *(images.name(image, accelerator) for image in images.IMAGES))[0] == 0:
-        # A rebuild with little or nothing changed takes seconds: then only what goes wrong is worth reading.
-        return [command.replace("docker build", "docker build --quiet", 1) for command in commands]
-    return commands
-
-
-def tensorboard_runtime(requested: str, sh: Shell) -> str:
-    """Return `docker` or `local` for a TensorBoard started by itself; its image is built where it needs one."""
-    runtime, _ = engine.choose_runtime(requested)
-    if runtime == "docker" and tensorboard.running(runs_dir()) is None:
-        build_images(sh)
+    runtime, _ = registry.choose(requested)
+    tensorboard.prepare(runs_dir(), runtime.board, sh)
     runs_dir().mkdir(parents=True, exist_ok=True)
-    return runtime
+    tensorboard.start(runs_dir(), port, runtime.board, sh)
 
 
 def _write_folder(plan: Plan, began: float) -> None:
@@ -252,7 +206,8 @@ def _write_folder(plan: Plan, began: float) -> None:
 
 def _write_records(plan: Plan, began: float) -> None:
     plan.run.create()
-    lay_out(plan.payload, plan.run, plan.cluster, contained=plan.contained)
+    if script := plan.runtime.seen(plan.payload).script:
+        lay_out(plan.payload, plan.run, plan.cluster, seen_at=script.parent)
     if plan.payload.packages:
         with files.open_file(plan.run.path / packages.RESOLVED, "wb") as file:
             file.write((plan.payload.packages / packages.RESOLVED).read_bytes())
@@ -260,9 +215,9 @@ def _write_records(plan: Plan, began: float) -> None:
         data_dir().mkdir(parents=True, exist_ok=True)  # the tasks see it, and nothing was prepared
     json_files.write_json(plan.run.config, plan.config)
     requirements = str(plan.payload.requirements) if plan.payload.requirements else ""
-    started = {"time": began, "runtime": plan.runtime, "requirements": requirements}
+    started = {"time": began, "runtime": plan.runtime.name, "requirements": requirements}
     started |= {"hang_timeout_s": plan.hang_timeout_s, "max_restarts": plan.max_restarts}
-    started |= {"gpus": plan.gpus.to_json(), "memory": plan.memory.asked, "network": plan.network.asked}
+    started |= {"gpus": plan.gpus.to_json(), "memory": plan.memory.requested, "network": plan.network.requested}
     started["env"] = list(plan.payload.env)
     json_files.write_json(plan.run.control / "started.json", started)
     _begin_life(plan)
@@ -300,23 +255,3 @@ def _begin_life(plan: Plan) -> dict[str, Any]:
     for beat in (plan.run.path / "status").glob("*.json"):
         files.remove(beat)
     return plan.run.reopen()
-
-
-def _let_tasks_read_data() -> None:
-    """Let the user that the containers run as read what root prepared, perhaps under another umask."""
-    if os.getuid() != 0 or not data_dir().exists():
-        return
-    if (mode := data_dir().stat().st_mode) & 0o055 != 0o055:
-        data_dir().chmod(mode | 0o055)
-    for folder in ("arrays", "shards"):
-        files.make_readable(data_dir() / folder)
-
-
-def _hand_over(folder: Path) -> None:
-    """Give a folder to the user that the containers run as, where root starts them; never what a link in them names."""
-    if os.getuid() != 0:
-        return
-    runs_dir().chmod(runs_dir().stat().st_mode | 0o055)  # TensorBoard reads all runs as that user
-    for _, inside, others, descriptor in os.fwalk(folder):
-        for name in (".", *inside, *others):
-            os.chown(name, compose.UNPRIVILEGED, compose.UNPRIVILEGED, dir_fd=descriptor, follow_symlinks=False)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.errors import EXIT_FAILED, ClusterError, PrerequisiteError
-from cluster.image import engine
 from cluster.results import summary
 from cluster.run import claim, owner
 from cluster.run.folder import RunFolder
 from cluster.run.liveness import silent
-from cluster.runtime import compose, local
-from cluster.system import process_table
+from cluster.runtime import registry
+from cluster.runtime.base import Runtime, Shell
 
 
 def in_progress(run: RunFolder) -> bool:
@@ -24,29 +23,16 @@ def in_progress(run: RunFolder) -> bool:
 
 def _alive(run: RunFolder) -> bool:
     """Whether what was started of the run still runs, whether or not its tasks give a sign of life."""
-    owned = owner.read(run)
-    if owned is None or owned.runtime == "local":
-        return owned is not None and owned.alive
-    code, text = engine.ask(
-        "ps", "--quiet", "--filter", f"label=com.docker.compose.project={compose.project(run.path)}"
-    )
-    return code == 0 and bool(text)
+    return owner.read(run) is not None and registry.of(run).alive(run)
 
 
-def is_docker(run: RunFolder) -> bool:
-    """Whether the run's tasks are containers."""
-    if owned := owner.read(run):
-        return owned.runtime == "docker"
-    return bool(run.composed.get("x-runtime") == "docker")
-
-
-def kill(run: RunFolder, sh: Callable[[str], object]) -> None:
+def kill(run: RunFolder, sh: Shell) -> None:
     """End every task of a run at once, without saving."""
     run.end("stopped", task="user")
     remove(run, sh, grace_s=0)  # Compose's own `kill` fails where an agent has seen the outcome and ended first
 
 
-def remove(run: RunFolder, sh: Callable[[str], object], *, grace_s: int = 10, contained: bool | None = None) -> None:
+def remove(run: RunFolder, sh: Shell, *, grace_s: int = 10, also: Iterable[Runtime] = ()) -> None:
     """End and remove every process, container and network of a run. Its folder stays.
 
     Only for the holder of the run's claim: otherwise what ends may be somebody's who goes on with the run.
@@ -55,25 +41,18 @@ def remove(run: RunFolder, sh: Callable[[str], object], *, grace_s: int = 10, co
         run: the run.
         sh: runs commands.
         grace_s: what containers get to end by themselves.
-        contained: whether the engine has something of it; by default that is what its record says.
+        also: runtimes that have something of it, whatever its records say.
 
     Raises:
-        PrerequisiteError: they are containers, and no engine answers.
+        PrerequisiteError: what runs its tasks does not answer.
         TimedOut: a process does not end.
     """
-    if is_docker(run) if contained is None else contained:
-        try:
-            sh(compose.ending(run.path, "down", "--timeout", str(grace_s), "--volumes", "--remove-orphans"))
-        except Exception as error:
-            if not (answer := engine.probe()).ready:
-                raise _out_of_reach([run.name], answer.detail) from error
-            raise
-    if not is_docker(run):
-        local.kill(run)
+    for runtime in dict.fromkeys([*also, registry.of(run)]):
+        runtime.remove(run, sh, grace_s)
     owner.forget(run)
 
 
-def finish(run: RunFolder, sh: Callable[[str], object]) -> str:
+def finish(run: RunFolder, sh: Shell) -> str:
     """Remove what is left of a run that has ended; return in words what could not be removed, empty if nothing.
 
     What became of the run is not to be lost over that. A run that somebody goes on with meanwhile is left alone.
@@ -87,7 +66,7 @@ def finish(run: RunFolder, sh: Callable[[str], object]) -> str:
         return _left(run, error)
 
 
-def try_remove(run: RunFolder, sh: Callable[[str], object], *, grace_s: int = 10) -> str:
+def try_remove(run: RunFolder, sh: Shell, *, grace_s: int = 10) -> str:
     """Remove as `remove` does; return in words what could not be removed, empty if nothing."""
     try:
         remove(run, sh, grace_s=grace_s)
@@ -111,62 +90,34 @@ def record_end(run: RunFolder, state: str = "stopped", error: str = "") -> None:
 
 @dataclass(frozen=True)
 class Leftovers:
-    """What is left of the runs of a folder, found in one look at the processes and at the engine."""
+    """What is left of the runs of a folder, found in one look at each runtime."""
 
-    runs: list[RunFolder]
-    """Those that can be ended."""
-    contained: list[RunFolder]
-    """Those of them of which the engine has something."""
-    out_of_reach: list[RunFolder]
-    """Those in containers of an engine that does not answer."""
-    why: str
-    """Why it does not."""
+    found: Mapping[str, list[Runtime]]
+    """The runs that can be ended, by name, and what has something of each."""
+    unreachable: Mapping[str, str]
+    """The runs whose runtime does not answer, by name, and in words what they are in and why."""
 
     def check(self, name: str | None) -> None:
         """Check that the run of a name, or without one every run, is within reach.
 
         Raises:
-            PrerequisiteError: the engine does not answer, and it is in its containers.
+            PrerequisiteError: what runs its tasks does not answer.
         """
-        if names := [run.name for run in self.out_of_reach if name in (None, "", run.name)]:
-            raise _out_of_reach(names, self.why)
+        if names := [each for each in self.unreachable if name in (None, "", each)]:
+            raise PrerequisiteError(f"{', '.join(names)}: in {self.unreachable[names[0]]}, then `invoke down` again")
 
 
 def leftovers(runs_dir: Path) -> Leftovers:
     """Return the runs of a folder of which a process, a container or a network is left."""
     recorded = owner.recorded(runs_dir)
     names = {run.name for run in recorded} | {path.parent.name for path in runs_dir.glob("*/compose.json")}
-    answers, found = _contained(runs_dir, names)
-    table = process_table.ProcessTable()
-    out = [] if answers else [run for run in recorded if is_docker(run)]
-    here = {run.name for run in recorded if local.processes_left(run, table)}
-    left = [RunFolder(runs_dir / name) for name in sorted(found | here)]
-    contained = [run for run in left if run.name in found]
-    return Leftovers(left, contained, out, "" if answers else engine.probe().detail)
-
-
-def _contained(runs_dir: Path, names: set[str]) -> tuple[bool, set[str]]:
-    """Return whether the engine answers, and the runs of a folder that it has something of, by its labels.
-
-    The folder of such a run may be gone: its name is a label, and that it is one of this folder shows in its project.
-    """
-    shown = f'{{{{.Label "com.docker.compose.project"}}}}\t{{{{.Label "{compose.RUN_LABEL}"}}}}'
-    known = {compose.project(runs_dir / name): name for name in names}
-    found = set()
-    for words in (["network", "ls"], ["ps", "--all"]):
-        code, text = engine.ask(*words, "--format", shown)
-        if code:
-            return False, set()
-        for line in text.splitlines():
-            project, _, name = line.partition("\t")
-            if project in known:
-                found.add(known[project])
-            elif name == Path(name).name and compose.project(runs_dir / name) == project:
-                found.add(name)
-    return True, found
-
-
-def _out_of_reach(names: list[str], why: str) -> PrerequisiteError:
-    return PrerequisiteError(
-        f"{', '.join(names)}: in containers, which may go on: {why}; start the engine, then `invoke down` again"
-    )
+    found: dict[str, list[Runtime]] = {}
+    unreachable: dict[str, str] = {}
+    for runtime in registry.RUNTIMES.values():
+        remains = runtime.remains(runs_dir, names)
+        for name in remains.names:
+            found.setdefault(name, []).append(runtime)
+        if remains.unreachable:
+            why = f"{runtime.tasks}, which may go on: {remains.unreachable}"
+            unreachable |= {run.name: why for run in recorded if registry.of(run) is runtime}
+    return Leftovers(dict(sorted(found.items())), unreachable)

@@ -13,7 +13,7 @@ started = record(
     {},
     {
         "time": (seconds, ABSENT),
-        "runtime": (one_of("docker", "local"), ABSENT),
+        "runtime": (text, ABSENT),
         "hang_timeout_s": (seconds, ABSENT),
         "max_restarts": (count, ABSENT),
         "requirements": (text, ABSENT),
@@ -48,7 +48,7 @@ compose = record(
     },
 )
 
-manifest = record({}, {"runtime": (one_of("docker", "local"), ABSENT)})
+manifest = record({}, {"runtime": (text, ABSENT)})
 
 HOST = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,253}")
 

@@ -27,7 +27,7 @@ class Owner:
     """What was started for a run."""
 
     runtime: str
-    """`docker` or `local`."""
+    """What runs its tasks, such as `docker`: a key of `cluster.runtime.registry.RUNTIMES`."""
     token: str
     """The value of `TOKEN` in its processes' environment."""
     supervisor: dict[str, int] | None = None
@@ -83,7 +83,7 @@ def recorded(runs_dir: Path) -> list[RunFolder]:
 
 
 def _parse(value: Any) -> Owner | None:
-    if not isinstance(value, dict) or value.get("runtime") not in ("docker", "local"):
+    if not isinstance(value, dict) or not isinstance(value.get("runtime"), str):
         return None
     token, supervisor = value.get("token"), value.get("supervisor")
     if not isinstance(token, str) or not token:

@@ -1,168 +1,31 @@
-"""The cluster as containers: spec -> Compose overlay, and the Compose commands that run it.
+"""The cluster as containers: the Compose commands that run it, and its runtime.
 
-`compose/templates.yaml` holds how a task runs, `compose/compose.yaml` what all runs share; the overlay adds one
-explicit service a task. A scaled service would not do: its replicas have no index of their own.
+`overlay.py` describes the services. What is run is always a command that `--dry` prints and one can paste.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import stat
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from cluster import tf_config
-from cluster.gpu.placement import NO_DEVICE, Placement
+from cluster.errors import PrerequisiteError
+from cluster.findings import Finding
+from cluster.image import build, engine, images
 from cluster.paths import ROOT
+from cluster.run import owner, provenance
 from cluster.run.folder import RunFolder
-from cluster.spec import ClusterSpec, Task
-
-FILES = ROOT / "compose"
-RUNS_MOUNT = "/runs"
-DATA_MOUNT = "/data"
-GPU_SHM = "1gb"
-"""Shared memory of a task with GPUs, as NVIDIA's NCCL guide has it: the engine's 64 MB are too few for its buffers."""
-GPU_LIMITS = {"memlock": -1, "stack": 64 * 2**20}
-"""NCCL locks the memory that GPUs read, and its threads want the stack that NVIDIA's own images are run with."""
-NETWORK_INTERFACE = "eth0"
-"""What the cluster's network is called in a container: Compose attaches the first by name first."""
-RUN_LABEL = "tf-cluster.run"
-"""The label of a run's containers and networks whose value is the run's name."""
-UNPRIVILEGED = 10001
-"""User and group of the images, for tasks that root starts."""
-
-
-@dataclass(frozen=True)
-class Containers:
-    """What the containers of a run need from the host."""
-
-    run_dir: Path
-    data_dir: Path
-    image: str
-    user: str
-    """`uid:gid`."""
-    memory_bytes: int
-    """What each of them may use of the machine's memory."""
-    mounts: Sequence[tuple[Path, str]] = ()
-    """Folders of the host that the tasks read, and where."""
-    environment: Mapping[str, str | None] = field(default_factory=dict)
-    """Variables that every task gets; None is the value that the caller of `docker compose` has."""
-    way_out: bool = False
-    """Whether the tasks may reach what lies outside of their cluster, as a script does that fetches its data."""
-    gpus: Placement = field(default_factory=Placement)
-
-
-def project(run_dir: Path) -> str:
-    """Return the Compose project of a run: readable, legal, and another one for each run folder of this machine."""
-    slug = re.sub(r"[^a-z0-9_-]+", "-", run_dir.name.lower()).strip("-_")[:32]
-    return f"tf-cluster-{slug}-{_digest(run_dir)}"
-
-
-def tensorboard_project(runs_dir: Path) -> str:
-    """Return the Compose project of the TensorBoard that shows a folder of runs."""
-    return f"tf-cluster-tensorboard-{_digest(runs_dir)}"
-
-
-def task_user() -> str:
-    """Return whom the tasks run as: the caller, so that the run folder is theirs; but never root."""
-    return f"{os.getuid() or UNPRIVILEGED}:{os.getgid() or UNPRIVILEGED}"
-
-
-def overlay(spec: ClusterSpec, containers: Containers, command: list[str]) -> dict[str, Any]:
-    """Return the overlay that adds the run's tasks to `compose/compose.yaml`.
-
-    Args:
-        spec: the cluster.
-        containers: what the containers need from the host.
-        command: what the agents start; empty for the built-in trainer.
-    """
-    services = {task.name: _service(spec, task, containers, command) for task in spec.tasks}
-    labelled = {"labels": {RUN_LABEL: containers.run_dir.name}}
-    networks = dict.fromkeys(_networks(containers), labelled)
-    return {"name": project(containers.run_dir), "services": _literal(services), "networks": _literal(networks)}
-
-
-def _networks(containers: Containers) -> list[str]:
-    """Return the names of the networks that the tasks are in, as in `compose/compose.yaml`."""
-    return ["cluster", "egress"] if containers.way_out else ["cluster"]
-
-
-def _literal(value: Any) -> Any:
-    """Return the value with every dollar sign doubled: Compose would read a single one as a variable."""
-    if isinstance(value, dict):
-        return {key: _literal(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_literal(part) for part in value]
-    return value.replace("$", "$$") if isinstance(value, str) else value
-
-
-def _service(spec: ClusterSpec, task: Task, containers: Containers, command: list[str]) -> dict[str, Any]:
-    run = f"{RUNS_MOUNT}/{containers.run_dir.name}"
-    environment: dict[str, str | None] = {"TASK": task.name, "RUN_DIR": run, "DATA_DIR": DATA_MOUNT}
-    environment |= containers.environment
-    if text := tf_config.dumps(spec, task):
-        environment["TF_CONFIG"] = text
-    gpus = containers.gpus
-    environment |= _gpu_environment(gpus, task.name)
-    service: dict[str, Any] = {
-        "extends": {"file": str(FILES / "templates.yaml"), "service": task.role.value},
-        "image": containers.image,
-        "hostname": task.host,
-        "user": containers.user,
-        "mem_limit": containers.memory_bytes,
-        "memswap_limit": containers.memory_bytes,  # of both together: no swap
-        "environment": environment,
-        "volumes": [
-            {"type": "bind", "source": str(containers.run_dir), "target": run},
-            _read_only(containers.data_dir, DATA_MOUNT),
-            *(_read_only(source, target) for source, target in containers.mounts),
-        ],
-        "labels": {RUN_LABEL: containers.run_dir.name, "tf-cluster.task": task.name},
-    }
-    if gpus.of(task.name):
-        service |= _hand_over(gpus, task.name) | {"shm_size": GPU_SHM, "ulimits": dict(GPU_LIMITS)}
-    if command:
-        service["command"] = command
-    if containers.way_out:
-        service["networks"] = _networks(containers)
-        service["extends"]["service"] = "script"
-        service["volumes"].append(
-            {"type": "bind", "source": str(RunFolder(containers.run_dir).scratch), "target": "/tmp"}  # noqa: S108
-        )
-    return service
-
-
-def _gpu_environment(gpus: Placement, task: str) -> dict[str, str]:
-    """Return what a container is told of its GPUs; where it has none beside some that do, that it has none."""
-    if not gpus.ids:
-        return {}
-    if not gpus.of(task):  # an engine whose default runtime is NVIDIA's could hand over all of them
-        return {"CUDA_VISIBLE_DEVICES": NO_DEVICE, "NVIDIA_VISIBLE_DEVICES": "void"}
-    environment = gpus.environment(task) | {"NCCL_SOCKET_IFNAME": NETWORK_INTERFACE}
-    if gpus.handover == "nvidia":
-        environment |= {"NVIDIA_VISIBLE_DEVICES": ",".join(gpus.of(task))}
-        environment |= {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
-    return environment
-
-
-def _hand_over(gpus: Placement, task: str) -> dict[str, Any]:
-    """Return the part of a service that asks the engine for the task's GPUs."""
-    ids = list(gpus.of(task))
-    if gpus.handover == "nvidia":
-        return {"runtime": "nvidia"}  # which reads the ids in NVIDIA_VISIBLE_DEVICES
-    driver = "nvidia"
-    if gpus.handover == "cdi":
-        driver, ids = "cdi", [f"nvidia.com/gpu={gpu}" for gpu in ids]
-    device = {"driver": driver, "device_ids": ids, "capabilities": ["gpu"]}
-    return {"deploy": {"resources": {"reservations": {"devices": [device]}}}}
-
-
-def _read_only(source: Path, target: str) -> dict[str, Any]:
-    return {"type": "bind", "source": str(source), "target": target, "read_only": True}
+from cluster.runtime import inherited, memory, overlay, toolkit
+from cluster.runtime.base import Availability, Remains, Runtime, Shell, Workload
+from cluster.runtime.faults import ContainerFaults, FaultInjector
+from cluster.runtime.memory import Memory
+from cluster.runtime.overlay import FILES, RUN_LABEL, UNPRIVILEGED, Containers, project, task_user, tensorboard_project
+from cluster.runtime.payload import Payload
+from cluster.spec import ClusterSpec
+from cluster.system import files
 
 
 def command(overlay_path: Path, *words: str) -> str:
@@ -202,5 +65,168 @@ def tensorboard(runs_dir: Path, port: int, *words: str) -> str:
     return " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items()) + " " + shlex.join(compose)
 
 
-def _digest(path: Path) -> str:
-    return hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
+def environment(payload: Payload, spec: ClusterSpec) -> dict[str, str | None]:
+    """Return the variables that containers get for a payload, and what they take over from the caller."""
+    seen = payload.mounted()
+    return inherited.for_container(way_out=payload.script is not None) | seen.environment(spec, seen.path)
+
+
+class Compose(Runtime):
+    """Containers of a Docker Engine, by `docker compose`."""
+
+    name = "docker"
+    tasks = "containers"
+    automatic = True
+    limits_memory = True
+    python = images.PYTHON
+    board = "docker"
+
+    def probe(self) -> Availability:
+        """Return whether a Docker Engine with Compose answers."""
+        answer = engine.probe()
+        return Availability(answer.ready, answer.detail, "" if answer.ready else engine.fix(answer.detail))
+
+    def examine(self) -> list[Finding]:
+        """Return whether an engine answers."""
+        found = self.probe()
+        if found.ready:
+            return [Finding("docker", "ok", found.detail)]
+        return [Finding("docker", "warning", found.detail, f"{found.fix}; until then runs are local")]
+
+    def memory(self, requested: str, previous: str, num_tasks: int) -> Memory:
+        """Return the limit of each container: what was requested, or its share of the engine's memory."""
+        return memory.of_containers(requested or previous, num_tasks, engine.memory_bytes())
+
+    def seen(self, payload: Payload) -> Payload:
+        """Return the payload as containers have it mounted."""
+        return payload.mounted()
+
+    def render(self, work: Workload) -> dict[str, Any]:
+        """Return the Compose overlay of the run."""
+        payload = work.payload
+        check_readable(payload, task_user())
+        provenance.check_hidden([work.run.path.parent, work.data_dir, *(folder for folder, _ in payload.mounts())])
+        containers = Containers(
+            work.run.path,
+            work.data_dir,
+            images.train_image(work.gpus.accelerator),
+            task_user(),
+            work.memory.task_bytes,
+            payload.mounts(),
+            environment(payload, work.cluster),
+            way_out=payload.script is not None,
+            gpus=work.gpus,
+        )
+        return {"x-runtime": self.name, **overlay.overlay(work.cluster, containers, self.seen(payload).command())}
+
+    def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # the limits count, whatever is free
+        """Check that the limits fit the engine's machine, and that the engine hands out GPUs."""
+        work.memory.check(len(work.cluster.tasks))
+        if work.gpus.ids:
+            toolkit.check_engine(work.gpus.handover)
+
+    def prepare(self, work: Workload, sh: Shell, *, renew: bool = True) -> None:
+        """Build the images."""
+        build.build(sh, work.gpus.accelerator, renew=renew)
+
+    def image(self, work: Workload) -> dict[str, Any]:
+        """Return the id of the tasks' image and what it was made of."""
+        return images.inspect(images.train_image(work.gpus.accelerator))
+
+    def commands(self, work: Workload, rendered: dict[str, Any]) -> list[str]:  # noqa: ARG002  # it is in the run folder
+        """Return what builds the images and starts the containers."""
+        return [*build.commands(work.gpus.accelerator), up(work.run.compose, work.cluster)]
+
+    def start(self, work: Workload, sh: Shell) -> None:
+        """Give the tasks' user what it reads and writes, and start the containers."""
+        _let_tasks_read(work.run.path.parent, work.data_dir)
+        _give_to_tasks(work.run.path)
+        if work.payload.script:
+            work.run.scratch.mkdir(parents=True, exist_ok=True)
+            _give_to_tasks(work.run.scratch)
+        owner.begin(work.run, self.name)
+        sh(up(work.run.compose, work.cluster))
+
+    def alive(self, run: RunFolder) -> bool:
+        """Whether a container of the run runs."""
+        label = f"label=com.docker.compose.project={project(run.path)}"
+        code, text = engine.ask("ps", "--quiet", "--filter", label)
+        return code == 0 and bool(text)
+
+    def remove(self, run: RunFolder, sh: Shell, grace_s: int) -> None:
+        """End and remove the run's containers and networks."""
+        try:
+            sh(ending(run.path, "down", "--timeout", str(grace_s), "--volumes", "--remove-orphans"))
+        except Exception as error:
+            if not (answer := engine.probe()).ready:
+                raise PrerequisiteError(
+                    f"{run.name}: in containers, which may go on: {answer.detail}; start the engine, then "
+                    "`invoke down` again"
+                ) from error
+            raise
+
+    def remains(self, runs_dir: Path, names: Collection[str]) -> Remains:
+        """Return the runs that the engine has a container or a network of, by their labels.
+
+        The folder of such a run may be gone: its name is a label, and that it is one of this folder shows in its
+        project.
+        """
+        shown = f'{{{{.Label "com.docker.compose.project"}}}}\t{{{{.Label "{RUN_LABEL}"}}}}'
+        known = {project(runs_dir / name): name for name in names}
+        found = set()
+        for words in (["network", "ls"], ["ps", "--all"]):
+            code, text = engine.ask(*words, "--format", shown)
+            if code:
+                return Remains(frozenset(), f"{engine.probe().detail}; start the engine")
+            for line in text.splitlines():
+                labelled, _, name = line.partition("\t")
+                if labelled in known:
+                    found.add(known[labelled])
+                elif name == Path(name).name and project(runs_dir / name) == labelled:
+                    found.add(name)
+        return Remains(frozenset(found))
+
+    def faults(self, run: RunFolder) -> FaultInjector:
+        """Return what disturbs containers."""
+        return ContainerFaults(run)
+
+
+def check_readable(payload: Payload, user: str) -> None:
+    """Check that containers can read what is mounted: where root starts them they run as another user.
+
+    Raises:
+        PrerequisiteError: they cannot.
+    """
+    if os.getuid() != 0:
+        return
+    files = [(payload.script, stat.S_IROTH)] if payload.script else []
+    for path, bits in [*files, *((folder, stat.S_IROTH | stat.S_IXOTH) for folder, _ in payload.mounts())]:
+        if path == payload.packages:
+            continue  # perhaps not installed yet, and readable whatever the umask
+        if path.stat().st_mode & bits != bits:
+            raise PrerequisiteError(
+                f"containers run as user {user}, who cannot read {path}: `chmod -R o+rX {shlex.quote(str(path))}`, "
+                "or use --runtime local"
+            )
+
+
+def _let_tasks_read(runs_dir: Path, data_dir: Path) -> None:
+    """Let the user that the containers run as read what root prepared, perhaps under another umask."""
+    if os.getuid() != 0:
+        return
+    runs_dir.chmod(runs_dir.stat().st_mode | 0o055)  # TensorBoard reads all runs as that user
+    if not data_dir.exists():
+        return
+    if (mode := data_dir.stat().st_mode) & 0o055 != 0o055:
+        data_dir.chmod(mode | 0o055)
+    for folder in ("arrays", "shards"):
+        files.make_readable(data_dir / folder)
+
+
+def _give_to_tasks(folder: Path) -> None:
+    """Give a folder to the user that the containers run as, where root starts them; never what a link in them names."""
+    if os.getuid() != 0:
+        return
+    for _, inside, others, descriptor in os.fwalk(folder):
+        for name in (".", *inside, *others):
+            os.chown(name, UNPRIVILEGED, UNPRIVILEGED, dir_fd=descriptor, follow_symlinks=False)

@@ -1,56 +1,107 @@
-"""The cluster as local processes: what an engine does for containers, done by one supervisor process.
-
-    python -m cluster.runtime.local RUN_DIR
-
-The supervisor starts an agent for every task listed in the run's `compose.json`, brings back an agent that was killed,
-and ends when all of them have. The kernel kills the agents and their programs if the supervisor dies, and its parent,
-`keeper.py`, ends whatever else they started. That one enters the run's own network first, if it has one, so all
-of them are in there.
-"""
+"""The cluster as processes of this machine, which one supervisor starts and brings back: see `supervisor.py`."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
+import shlex
 import socket
-import subprocess
 import sys
-import time
-import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from cluster import settings, tf_config
-from cluster.errors import EXIT_FAILED, PrerequisiteError, TimedOut
+from cluster.errors import ClusterError, PrerequisiteError
+from cluster.findings import Finding
 from cluster.gpu.placement import NO_DEVICE, Placement
-from cluster.messages import counted
-from cluster.paths import ROOT
-from cluster.recovery import attempts, ends, step_record
-from cluster.recovery.attempts import Attempt
-from cluster.results import summary
-from cluster.run import launch_records, owner, records
 from cluster.run.folder import RunFolder
-from cluster.run.heartbeat import Heartbeat
-from cluster.runtime import inherited, keeper
-from cluster.runtime.network import HOST, PRIVATE
+from cluster.runtime import memory, network, supervisor, toolkit
+from cluster.runtime.base import Availability, Remains, Runtime, Shell, Workload
+from cluster.runtime.faults import FaultInjector, ProcessFaults
+from cluster.runtime.network import HOST, PRIVATE, Network
 from cluster.spec import ClusterSpec
-from cluster.system import fork_server, memory, namespaces, process_table, processes
-from cluster.system.files import open_file
+from cluster.system import process_table
 
 PORTS = range(20000, 32000)
 """Below the ports that Linux gives to outgoing connections, which could take a chosen one before its task does."""
 
-TASK_MEMORY_BYTES = 600 * 2**20
-"""What a TensorFlow process holds before it trains anything."""
-
 PRELOAD = "train.startup.preload"
 """The module that imports what the tasks of the built-in trainer share."""
 
-POLL_S = 0.05
-START_S = 60.0
-"""Longest time until a supervisor that lives writes its first heartbeats: well under a second on an idle machine."""
+
+class LocalProcesses(Runtime):
+    """Processes of this machine."""
+
+    name = "local"
+    tasks = "local processes"
+    automatic = True
+    reaches_hardware = True
+
+    def probe(self) -> Availability:
+        """Return that processes can always be started."""
+        return Availability(True)
+
+    def examine(self) -> list[Finding]:
+        """Return whether there is memory for a few tasks, and whether they can have a network of their own."""
+        found = Finding("memory", "ok", "enough for a chief and 2 workers")
+        try:
+            memory.check_free(3)
+        except ClusterError as error:
+            found = Finding("memory", "failed", str(error), "free memory, or start fewer tasks: --workers 0")
+        return [found, network.examine()]
+
+    def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:
+        """Return a network of the tasks' own where they can have one, or this machine's."""
+        return network.of_processes(requested, previous, way_out=way_out, serves=serves)
+
+    def ports(self, num_tasks: int) -> tuple[int, ...]:
+        """Return a free port for each task."""
+        return free_ports(num_tasks)
+
+    def render(self, work: Workload) -> dict[str, Any]:
+        """Return each task's command and environment."""
+        payload = work.payload
+        more = payload.environment(work.cluster, payload.local_path())
+        return processes_of(
+            work.cluster, work.run.path, work.data_dir, payload.command(), more, work.gpus, work.network.name
+        )
+
+    def preflight(self, work: Workload, ending: int = 0) -> None:
+        """Check that enough memory is free, and that this environment can use GPUs."""
+        memory.check_free(len(work.cluster.tasks), ending)
+        if work.gpus.ids:
+            toolkit.check_here()
+
+    def commands(self, work: Workload, rendered: dict[str, Any]) -> list[str]:  # noqa: ARG002
+        """Return each task's command, without the supervisor that brings it back."""
+        found = []
+        for task in rendered["tasks"].values():
+            environment = " ".join(f"{name}={shlex.quote(value)}" for name, value in task["environment"].items())
+            found.append(f"{environment} {shlex.join(task['command'])} &")
+        return found
+
+    def start(self, work: Workload, sh: Shell) -> None:  # noqa: ARG002
+        """Start the run's supervisor."""
+        supervisor.start(work.run)
+
+    def alive(self, run: RunFolder) -> bool:
+        """Whether the run's supervisor lives."""
+        return supervisor.running(run)
+
+    def remove(self, run: RunFolder, sh: Shell, grace_s: int) -> None:  # noqa: ARG002
+        """Kill every process of the run; agents that can end by themselves have done so before."""
+        supervisor.kill(run)
+
+    def remains(self, runs_dir: Path, names: Collection[str]) -> Remains:
+        """Return the runs of which a process is left, in one look at all processes."""
+        table = process_table.ProcessTable()
+        left = (name for name in names if supervisor.processes_left(RunFolder(runs_dir / name), table))
+        return Remains(frozenset(left))
+
+    def faults(self, run: RunFolder) -> FaultInjector:
+        """Return what disturbs processes."""
+        return ProcessFaults(run)
 
 
 def free_ports(count: int) -> tuple[int, ...]:
@@ -72,24 +123,6 @@ def free_ports(count: int) -> tuple[int, ...]:
         f"{count} free ports on 127.0.0.1 from {PORTS.start} to {PORTS.stop - 1}: found {len(ports)}; "
         "ask for fewer tasks or end what listens there"
     )
-
-
-def check_memory(num_tasks: int, ending: int = 0) -> None:
-    """Check that the tasks' TensorFlow processes fit into the free memory.
-
-    Args:
-        num_tasks: to be started.
-        ending: tasks that end before, and whose memory is free then.
-
-    Raises:
-        PrerequisiteError: they do not.
-    """
-    available = memory.available_bytes() + ending * TASK_MEMORY_BYTES
-    if num_tasks * TASK_MEMORY_BYTES > available:
-        raise PrerequisiteError(
-            f"{counted(num_tasks, 'task')} need about {num_tasks * TASK_MEMORY_BYTES / 2**30:.1f} GiB of memory, "
-            f"{available / 2**30:.1f} GiB are free; use at most {counted(available // TASK_MEMORY_BYTES, 'task')} here"
-        )
 
 
 def processes_of(
@@ -140,166 +173,3 @@ def visible(gpus: Placement, task: str) -> dict[str, str]:
     if not gpus.of(task):
         return visible
     return visible | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} | gpus.environment(task)  # the order of nvidia-smi's indices
-
-
-def start(run: RunFolder) -> None:
-    """Start the run's supervisor in the background, in a session of its own.
-
-    Raises:
-        TimedOut: it did not come up.
-    """
-    root = ROOT
-    owned = owner.begin(run, "local")
-    with open_file(run.log("supervisor"), "ab") as log:
-        supervisor = subprocess.Popen(
-            [sys.executable, "-m", "cluster.runtime.local", str(run.path)],
-            cwd=root,
-            env=_environment(run) | {"RUN_DIR": str(run.path), owner.TOKEN: owned.token},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    owner.record_supervisor(run, owned, processes.identity(supervisor.pid))
-    deadline = time.monotonic() + START_S
-    while not run.status("chief").exists():
-        if supervisor.poll() is not None or time.monotonic() > deadline:
-            raise TimedOut(f"the supervisor of {run.name} did not start its tasks; see {run.log('supervisor')}")
-        time.sleep(POLL_S)
-
-
-def _environment(run: RunFolder) -> dict[str, str]:
-    """Return what all tasks take over from the caller, and the variables that are the same in every task.
-
-    With these the supervisor imports for all of them.
-    """
-    how = run.composed
-    environments = [task["environment"].items() for task in how.get("tasks", {}).values()]
-    same = dict(set(environments[0]).intersection(*environments[1:])) if environments else {}
-    return inherited.for_process(how.get("inherits", ())) | same
-
-
-def running(run: RunFolder) -> bool:
-    """Whether the run's supervisor lives."""
-    owned = owner.read(run)
-    return owned is not None and owned.alive
-
-
-def processes_left(run: RunFolder, table: process_table.ProcessTable | None = None) -> list[int]:
-    """Return the ids of the run's processes, in a look at all processes that several runs can share."""
-    owned = owner.read(run)
-    return owned.processes(table or process_table.ProcessTable()) if owned else []
-
-
-def kill(run: RunFolder) -> int:
-    """Kill every process of the run; return how many there were.
-
-    Raises:
-        TimedOut: some do not end.
-    """
-    owned = owner.read(run)
-    return process_table.kill_all(owned.processes, f"run {run.name}") if owned else 0
-
-
-class Supervisor:
-    """Starts the agents and brings back the ones that are killed."""
-
-    def __init__(self, run: RunFolder) -> None:
-        self.run = run
-        how = records.read(run.compose, launch_records.compose)
-        self.preload: str = how.get("preload", "")
-        self.tasks: dict[str, Any] = how["tasks"]
-        self.agents: dict[str, subprocess.Popen[bytes] | fork_server.ForkedProcess] = {}
-        self._failures: dict[str, list[Attempt]] = {name: [] for name in self.tasks}
-        self._due: dict[str, float] = {}
-        """When an agent is started again that failed by itself."""
-
-    def main(self) -> None:
-        """Return when every agent has ended for good."""
-        signal.signal(signal.SIGTERM, lambda *_: self.run.request_stop("supervisor"))
-        if self.preload:
-            self._preload()
-        for name in self.tasks:
-            self._start(name)
-        while self.agents or self._due:
-            for name, agent in list(self.agents.items()):
-                if (code := agent.poll()) is not None:
-                    self._act_on_exit(name, code)
-            self._start_those_due()
-            time.sleep(POLL_S)
-        # The chief's agent writes the summary, unless it was killed at the very end or this is not the run's end.
-        if not self.run.ended and not self.run.goes_on:
-            self.run.end("failed", error="the agents ended without an outcome; see logs/")
-            summary.write(self.run, settle_s=0)
-
-    def _preload(self) -> None:
-        """Import once what every task needs; its agent and its program are then copies of this process."""
-        spec = self.run.load_cluster()
-        beats = [Heartbeat(self.run, spec.task(name), self.run.generation) for name in self.tasks]
-        for beat in beats:
-            beat.values["importing"] = True
-            beat.start()
-        try:
-            fork_server.preload(self.preload, self.run)
-        except Exception:  # each task will come upon it by itself, and its log and its agent tell of it
-            traceback.print_exc()
-        finally:
-            for beat in beats:
-                beat.stop()
-
-    def _start(self, name: str) -> None:
-        task = self.tasks[name]
-        with open_file(self.run.log(name), "ab") as log:
-            self.agents[name] = fork_server.start(
-                task["command"],
-                env=os.environ | task["environment"],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # the agent itself writes the program's output to the log
-                stderr=log,
-                preexec_fn=processes.die_with_parent,
-                start_new_session=True,
-            )
-
-    def _act_on_exit(self, name: str, code: int) -> None:
-        """Bring back an agent that was killed, however often, and one that fails by itself a few times."""
-        del self.agents[name]
-        if code == 0:
-            return
-        kind = ends.kind_of(code, out_of_memory=False)
-        if kind == attempts.OUTSIDE:
-            self._due[name] = time.monotonic()
-            return
-        saved, step = max(self.run.saved_steps, default=-1), step_record.newest(self.run, self.run.generation)
-        tried = self._failures[name]
-        tried.append(Attempt(attempts.OWN, step, saved))
-        if count := attempts.too_many(tried, attempts.max_restarts(self.run)):
-            why = f"{processes.describe_exit(code)}; see {self.run.log(name)}"
-            cause = f"its agent failed {counted(count, 'time')} without progress: {why}"
-            self.run.end("failed", task=name, exit_code=EXIT_FAILED, error=cause)
-        else:
-            self._due[name] = time.monotonic() + attempts.pause_s(tried)
-
-    def _start_those_due(self) -> None:
-        """Start again the agents whose time has come; once the run is over they have nothing more to do."""
-        for name, due in list(self._due.items()):
-            if self.run.outcome and self.run.ended:
-                del self._due[name]
-            elif time.monotonic() >= due or self.run.outcome or self.run.stop_requested:
-                del self._due[name]
-                self._start(name)
-
-
-def main(run: RunFolder) -> None:
-    """Be the first process of the run.
-
-    Raises:
-        OSError: the network that the tasks must have cannot be had: none is started.
-    """
-    supervisor = Supervisor(run)
-    if run.composed.get("network", HOST) == PRIVATE:
-        namespaces.enter()
-    keeper.keep(supervisor.main, lambda: run.request_stop("supervisor"))
-
-
-if __name__ == "__main__":
-    main(RunFolder(Path(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""How much of the machine's memory each container may use, so that one that grows ends alone and not with the machine.
+"""Memory of tasks: the limit of each container, so that one that grows ends alone, and what processes need free.
 
 Without `--memory` the tasks of a run share nine tenths of the machine's memory evenly: their limits together leave room
 for the engine and for whoever calls it. Swap is off: a task that swaps would slow down all that wait for it.
@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from cluster.errors import PrerequisiteError, UsageError
 from cluster.messages import counted
-from cluster.runtime.local import TASK_MEMORY_BYTES
+from cluster.system import memory
 
+TASK_MEMORY_BYTES = 600 * 2**20
+"""What a TensorFlow process holds before it trains anything."""
 SHARED = 0.9
 """The part of the machine's memory that the tasks of a run share."""
 UNITS = {"mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -22,7 +24,7 @@ UNITS = {"mib": 2**20, "gib": 2**30, "tib": 2**40}
 class Memory:
     """What the tasks of a run may use."""
 
-    asked: str = ""
+    requested: str = ""
     """As typed; empty: a share of what there is."""
     task_bytes: int = 0
     """What each of them may use; 0 for local processes, which have no limit."""
@@ -35,9 +37,10 @@ class Memory:
         Raises:
             PrerequisiteError: they do not.
         """
-        if self.asked and num_tasks * self.task_bytes > self.total_bytes:
+        if self.requested and num_tasks * self.task_bytes > self.total_bytes:
             raise PrerequisiteError(
-                f"--memory {self.asked} for {counted(num_tasks, 'task')} makes {shown(num_tasks * self.task_bytes)}, "
+                f"--memory {self.requested} for {counted(num_tasks, 'task')} makes "
+                f"{shown(num_tasks * self.task_bytes)}, "
                 f"the engine's machine has {shown(self.total_bytes)}; use --memory "
                 f"{self.total_bytes // num_tasks // 2**20}MiB, or fewer tasks"
             )
@@ -50,13 +53,31 @@ class Memory:
             )
 
 
-def of_containers(asked: str, num_tasks: int, total_bytes: int) -> Memory:
-    """Return what each of a run's containers may use: what was asked for, or its share of the machine's memory."""
-    return Memory(asked, parse(asked) or int(total_bytes * SHARED) // num_tasks, total_bytes)
+def check_free(num_tasks: int, ending: int = 0) -> None:
+    """Check that the TensorFlow processes of tasks without a limit fit into the free memory.
+
+    Args:
+        num_tasks: to be started.
+        ending: tasks that end before, and whose memory is free then.
+
+    Raises:
+        PrerequisiteError: they do not.
+    """
+    available = memory.available_bytes() + ending * TASK_MEMORY_BYTES
+    if num_tasks * TASK_MEMORY_BYTES > available:
+        raise PrerequisiteError(
+            f"{counted(num_tasks, 'task')} need about {num_tasks * TASK_MEMORY_BYTES / 2**30:.1f} GiB of memory, "
+            f"{available / 2**30:.1f} GiB are free; use at most {counted(available // TASK_MEMORY_BYTES, 'task')} here"
+        )
+
+
+def of_containers(requested: str, num_tasks: int, total_bytes: int) -> Memory:
+    """Return what each of a run's containers may use: what was requested, or its share of the machine's memory."""
+    return Memory(requested, parse(requested) or int(total_bytes * SHARED) // num_tasks, total_bytes)
 
 
 def parse(text: str) -> int:
-    """Return a memory limit in bytes; 0 where none was asked for.
+    """Return a memory limit in bytes; 0 where none was requested.
 
     Raises:
         UsageError: it is no amount, or less than a task needs.
@@ -66,15 +87,15 @@ def parse(text: str) -> int:
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(MiB|GiB|TiB)", text, re.IGNORECASE | re.ASCII)
     if not match:
         raise UsageError(f"--memory {text!r}: expected a number and MiB, GiB or TiB, such as 8GiB or 1500MiB")
-    asked = int(float(match[1]) * UNITS[match[2].lower()])
-    if asked < TASK_MEMORY_BYTES:
+    size_bytes = int(float(match[1]) * UNITS[match[2].lower()])
+    if size_bytes < TASK_MEMORY_BYTES:
         raise UsageError(
             f"--memory {text!r}: expected at least {TASK_MEMORY_BYTES // 2**20}MiB, what TensorFlow alone takes, and "
             "at most what the machine has; use such as 8GiB or 1500MiB"
         )
-    return asked
+    return size_bytes
 
 
 def shown(size_bytes: int) -> str:
-    """Return a size as it is told."""
+    """Return a size in words."""
     return f"{size_bytes / 2**30:.1f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.0f} MiB"

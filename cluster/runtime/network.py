@@ -24,48 +24,44 @@ class Network:
 
     name: str = PRIVATE
     """`private`, of the tasks alone; or `host`, this machine's."""
-    asked: str = ""
+    requested: str = ""
     """`--network` as typed, for when the run goes on."""
     warning: str = ""
     """Who can reach the tasks, and why; empty where nobody can."""
 
 
-def choose(typed: str, had: str, *, contained: bool, way_out: str, serves: bool) -> Network:
-    """Return the network that a run's tasks get.
-
-    Args:
-        typed: `--network`; empty where it was left out.
-        had: what was asked for when the run began, for one that goes on.
-        contained: whether the tasks are containers, which have a network of their own anyway.
-        way_out: what the tasks must reach outside of this machine, in words; empty where that is nothing.
-        serves: whether TensorFlow's servers run.
+def check(requested: str) -> None:
+    """Check `--network`.
 
     Raises:
-        UsageError: what was asked for is no network, or not theirs to choose.
+        UsageError: it is no network.
+    """
+    if requested not in ("", PRIVATE, HOST):
+        raise UsageError(f"--network {requested!r} is not a network{nearest(requested, [PRIVATE, HOST])}")
+
+
+def of_processes(typed: str, previous: str, *, way_out: str, serves: bool) -> Network:
+    """Return the network of local tasks; see `Runtime.network` for the arguments.
+
+    Raises:
+        UsageError: what was requested is no network.
         PrerequisiteError: this machine gives no network of their own to tasks that must have one.
     """
-    if typed not in ("", PRIVATE, HOST):
-        raise UsageError(f"--network {typed!r} is not a network{nearest(typed, [PRIVATE, HOST])}")
-    if contained:
-        if typed == HOST:
-            raise UsageError(
-                "--network host with containers: theirs is their own; add --runtime local, or leave it out"
-            )
-        return Network(PRIVATE, typed or had)
-    asked = typed or had
-    if (asked or (HOST if way_out else PRIVATE)) == HOST:
-        why = f"as asked (--network {HOST})" if asked else f"{way_out}; --network {PRIVATE} does without"
-        return Network(HOST, asked, _warning(why) if serves else "")
+    check(typed)
+    requested = typed or previous
+    if (requested or (HOST if way_out else PRIVATE)) == HOST:
+        why = f"as requested (--network {HOST})" if requested else f"{way_out}; --network {PRIVATE} does without"
+        return Network(HOST, requested, _warning(why) if serves else "")
     refused = namespaces.refusal()
     if refused is None:
-        return Network(PRIVATE, asked)
-    if asked:
+        return Network(PRIVATE, requested)
+    if requested:
         raise PrerequisiteError(
             f"--network {PRIVATE}: tasks can have no network of their own here: {refused.why}; {refused.fix}, or "
             "leave it out"
         )
     why = f"they can have no network of their own: {refused.why}; {refused.fix}, or {INSTEAD}"
-    return Network(HOST, asked, _warning(why) if serves else "")
+    return Network(HOST, requested, _warning(why) if serves else "")
 
 
 def _warning(why: str) -> str:

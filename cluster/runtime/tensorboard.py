@@ -15,15 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import PrerequisiteError, TimedOut
-from cluster.image import engine
+from cluster.image import build, engine
 from cluster.run import claim
 from cluster.run.folder import RunFolder
-from cluster.runtime import compose
+from cluster.runtime import compose, overlay
 from cluster.system import processes
 from cluster.system.json_files import read_json, write_json
 
 PORT = 6006
 START_TIMEOUT_S = 60.0
+BOARDS = (PROCESS, CONTAINER) = ("local", "docker")
+"""What runs TensorBoard; `Runtime.board` names one."""
 
 
 def address(port: int) -> str:
@@ -34,7 +36,7 @@ def address(port: int) -> str:
 def running(runs_dir: Path) -> int | None:
     """Return the port of the TensorBoard that shows this folder of runs, or None where none runs."""
     record = _record(runs_dir)
-    if record and record["runtime"] == "local":
+    if record and record["runtime"] == PROCESS:
         return int(record["port"]) if processes.alive(record["process"]) else None
     if record and _container(runs_dir):
         return int(record["port"])
@@ -65,8 +67,25 @@ def check_port(runs_dir: Path, port: int) -> None:
             ) from error
 
 
-def start(runs_dir: Path, port: int, runtime: str, sh: Callable[[str], object]) -> None:
+def prepare(runs_dir: Path, board: str, sh: Callable[[str], object]) -> None:
+    """Build the image of TensorBoard where it is to run in a container and does not run yet."""
+    if board == CONTAINER and running(runs_dir) is None:
+        build.build(sh)
+
+
+def commands(runs_dir: Path, port: int, board: str) -> list[str]:
+    """Return the commands of `start`, to be shown or pasted; none for a process, which is started without a shell."""
+    return [compose.tensorboard(runs_dir, port, "up", "--detach", "tensorboard")] if board == CONTAINER else []
+
+
+def start(runs_dir: Path, port: int, board: str, sh: Callable[[str], object]) -> None:
     """Start TensorBoard unless it runs, and wait until it answers.
+
+    Args:
+        runs_dir: the folder of all runs, which it shows.
+        port: of 127.0.0.1.
+        board: one of `BOARDS`.
+        sh: runs commands.
 
     Raises:
         PrerequisiteError: another program listens on the port.
@@ -78,8 +97,8 @@ def start(runs_dir: Path, port: int, runtime: str, sh: Callable[[str], object]) 
                 return
             _stop(runs_dir, sh)
         check_port(runs_dir, port)
-        record: dict[str, Any] = {"runtime": runtime, "port": port}
-        if runtime == "docker":
+        record: dict[str, Any] = {"runtime": board, "port": port}
+        if board == CONTAINER:
             write_json(_record_path(runs_dir), record)  # before: what is left of a start that fails is ours, too
             sh(compose.tensorboard(runs_dir, port, "up", "--detach", "--no-build", "--pull", "never", "tensorboard"))
         else:
@@ -104,7 +123,7 @@ def _stop(runs_dir: Path, sh: Callable[[str], object]) -> bool:
     record = _record(runs_dir)
     if record is None:
         return False
-    if record["runtime"] == "docker":
+    if record["runtime"] == CONTAINER:
         ended = _container(runs_dir)
         try:
             sh(compose.tensorboard(runs_dir, record["port"], "down", "--timeout", "5", "--volumes"))
@@ -135,11 +154,11 @@ def _record(runs_dir: Path) -> dict[str, Any] | None:
         return None
     process = record.get("process")
     identified = isinstance(process, dict) and all(isinstance(process.get(key), int) for key in processes.IDENTITY)
-    return record if record.get("runtime") == "docker" or identified else None
+    return record if record.get("runtime") == CONTAINER or identified else None
 
 
 def _container(runs_dir: Path) -> bool:
-    label = f"label=com.docker.compose.project={compose.tensorboard_project(runs_dir)}"
+    label = f"label=com.docker.compose.project={overlay.tensorboard_project(runs_dir)}"
     code, text = engine.ask("ps", "--quiet", "--filter", label)
     return code == 0 and bool(text)
 

@@ -23,10 +23,10 @@ import pytest
 from cluster import settings, spec
 from cluster.agent import agent
 from cluster.gpu.placement import Placement
-from cluster.launch.payload import Payload
 from cluster.paths import ROOT
-from cluster.runtime import compose
-from cluster.runtime.compose import FILES, Containers
+from cluster.runtime import compose, overlay
+from cluster.runtime.overlay import FILES, Containers
+from cluster.runtime.payload import Payload
 from cluster.spec import ClusterSpec
 
 EXAMPLE = FILES / "example.json"
@@ -62,7 +62,7 @@ def config(compose_cli: None, tmp_path: Path) -> Config:
         run_dir, image = tmp_path / "runs" / "a-run", "tf-cluster/train:cpu"
         containers = Containers(run_dir, tmp_path / data_dir, image, "1000:1000", MEMORY_BYTES, **(brought or {}))
         overlay = tmp_path / "compose.json"
-        overlay.write_text(json.dumps(compose.overlay(spec.build(**topology), containers, command or [])))
+        overlay.write_text(json.dumps(overlay.overlay(spec.build(**topology), containers, command or [])))
         return read_config(compose.command(overlay, "config", "--format", "json"))
 
     return read
@@ -203,7 +203,7 @@ SCRIPT = Payload(Path("/theirs/train.py"), ("--epochs", "1"), (), None, Path("/p
 
 def brought(cluster: ClusterSpec, *, way_out: bool = True) -> dict[str, Any]:
     """Return what the containers get for a script."""
-    return {"mounts": SCRIPT.mounts(), "environment": SCRIPT.environment(cluster, contained=True), "way_out": way_out}
+    return {"mounts": SCRIPT.mounts(), "environment": compose.environment(SCRIPT, cluster), "way_out": way_out}
 
 
 def test_a_script_gets_its_folders_read_only_and_a_way_out(
@@ -211,7 +211,7 @@ def test_a_script_gets_its_folders_read_only_and_a_way_out(
 ) -> None:
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy")
     monkeypatch.delenv("TF_USE_LEGACY_KERAS", raising=False)
-    read = config(SCRIPT.command(contained=True), brought=brought(spec.build(2)), workers=2)
+    read = config(SCRIPT.mounted().command(), brought=brought(spec.build(2)), workers=2)
     assert (True, False) == tuple(read["networks"][name].get("internal", False) for name in ("cluster", "egress"))
     for name in ("chief", "worker-0", "worker-1"):
         task = read["services"][name]
@@ -256,7 +256,7 @@ def test_tensorboard_is_published_on_loopback_only(compose_cli: None, tmp_path: 
     assert (str(tmp_path / "runs"), "/runs", True) == (runs["source"], runs["target"], runs["read_only"])
     assert True is board["read_only"] is board["init"]
     assert (["ALL"], ["no-new-privileges:true"]) == (board["cap_drop"], board["security_opt"])
-    assert compose.task_user() == board["user"]
+    assert overlay.task_user() == board["user"]
     assert "max-size" in board["logging"]["options"]
 
 
@@ -332,15 +332,15 @@ def test_tasks_run_as_the_caller_but_never_as_root(
 ) -> None:
     monkeypatch.setattr(compose.os, "getuid", lambda: uid)
     monkeypatch.setattr(compose.os, "getgid", lambda: gid)
-    assert expected == compose.task_user()
+    assert expected == overlay.task_user()
 
 
 @pytest.mark.parametrize("name", ["a", "Fashion_MNIST-2026.01.01", "x" * 63, "A.-_", "9"])
 def test_a_project_s_name_is_legal_and_of_one_folder(name: str) -> None:
-    project = compose.project(Path("/here/runs") / name)
+    project = overlay.project(Path("/here/runs") / name)
     assert re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,62}", project)
-    assert project != compose.project(Path("/there/runs") / name)
-    assert project != compose.tensorboard_project(Path("/here/runs"))
+    assert project != overlay.project(Path("/there/runs") / name)
+    assert project != overlay.tensorboard_project(Path("/here/runs"))
 
 
 # The examples
@@ -352,7 +352,7 @@ def example(*, gpus: bool) -> str:
     folder = Path("/path/to/this/checkout")
     image, more = ("tf-cluster/train:gpu", with_gpus()) if gpus else ("tf-cluster/train:cpu", {})
     containers = Containers(folder / "runs" / "example", folder / "data", image, "1000:1000", MEMORY_BYTES, **more)
-    text = json.dumps(compose.overlay(cluster, containers, []), indent=2) + "\n"
+    text = json.dumps(overlay.overlay(cluster, containers, []), indent=2) + "\n"
     return text.replace(f"{FILES}/", "")  # the templates lie beside the example
 
 

@@ -19,9 +19,9 @@ from ruamel.yaml import YAML
 
 from cluster import spec
 from cluster.gpu.placement import HANDOVERS, Placement
-from cluster.launch.payload import Payload
-from cluster.runtime import compose
-from cluster.runtime.compose import FILES, Containers
+from cluster.runtime import compose, overlay
+from cluster.runtime.overlay import FILES, Containers
+from cluster.runtime.payload import Payload
 
 TOPOLOGIES = {
     "chief alone": {"workers": 0},
@@ -46,17 +46,17 @@ def complaints(validator: Draft202012Validator, document: Any) -> list[str]:
     return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(document)]
 
 
-def overlay(topology: dict[str, Any], handover: str = "", *, scripted: bool = False) -> dict[str, Any]:
+def rendered(topology: dict[str, Any], handover: str = "", *, scripted: bool = False) -> dict[str, Any]:
     """Return what a run's `compose.json` holds: a task with GPUs has two, where there is a way to hand them over."""
     cluster = spec.build(**topology)
     named = [task.name for task in cluster.tasks if handover and task.role.value in ("chief", "worker")]
     gpus = Placement({name: (str(2 * at), str(2 * at + 1)) for at, name in enumerate(named)}, "all", handover)
-    brought = (SCRIPT.mounts(), SCRIPT.environment(cluster, contained=True), True) if scripted else ()
+    brought = (SCRIPT.mounts(), compose.environment(SCRIPT, cluster), True) if scripted else ()
     containers = Containers(
         Path("/runs/a-run"), Path("/data"), "tf-cluster/train:gpu", "1000:1000", 2**30, *brought, gpus=gpus
     )
-    words = SCRIPT.command(contained=True) if scripted else []
-    made = {"x-runtime": "docker", **compose.overlay(cluster, containers, words)} | gpus.record()
+    words = SCRIPT.mounted().command() if scripted else []
+    made = {"x-runtime": "docker", **overlay.overlay(cluster, containers, words)} | gpus.record()
     return json.loads(json.dumps(made))
 
 
@@ -71,7 +71,7 @@ def test_a_file_of_the_checkout_is_what_the_specification_says(validator: Draft2
 def test_an_overlay_is_what_the_specification_says(
     validator: Draft202012Validator, topology: dict[str, Any], handover: str, scripted: bool
 ) -> None:
-    assert [] == complaints(validator, overlay(topology, handover, scripted=scripted))
+    assert [] == complaints(validator, rendered(topology, handover, scripted=scripted))
 
 
 def reservation(task: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def reservation(task: dict[str, Any]) -> dict[str, Any]:
 def test_the_specification_says_enough(
     validator: Draft202012Validator, spoil: Callable[[dict[str, Any]], object]
 ) -> None:
-    made = overlay({"workers": 0}, "reserve")
+    made = rendered({"workers": 0}, "reserve")
     spoilt = copy.deepcopy(made)
     spoil(spoilt["services"]["chief"])
     assert [] == complaints(validator, made)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cluster.run.folder import RunFolder
-from cluster.runtime import local
+from cluster.runtime import supervisor
 from tests.e2e.scenario import DATA, IMAGES, ROOT, Clusters
 
 
@@ -37,7 +37,7 @@ def clusters(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
     yield cluster
     cluster.invoke("down")
     for path in cluster.runs_dir.glob("*/cluster.json"):
-        assert [] == local.processes_left(RunFolder(path.parent))
+        assert [] == supervisor.processes_left(RunFolder(path.parent))
 
 
 @pytest.fixture

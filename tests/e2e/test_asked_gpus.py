@@ -17,11 +17,11 @@ import tasks
 from cluster.checks import gpu_host
 from cluster.cli.command_line import shell
 from cluster.gpu import placement
-from cluster.image import engine, images
+from cluster.image import build, engine, images
 from cluster.launch import folders, planning, startup, teardown
-from cluster.launch.payload import Payload
 from cluster.launch.request import Request
-from cluster.runtime import compose, local
+from cluster.runtime import local, overlay
+from cluster.runtime.payload import Payload
 from cluster.system.json_files import read_json
 from tests.e2e.scenario import TRAIN_IMAGE, Clusters
 from tests.e2e.test_containers import containers
@@ -54,9 +54,9 @@ def host(clusters: Clusters, nvidia_smi: Callable[[str], None], monkeypatch: pyt
     nvidia_smi("8-h100-nvswitch")
     monkeypatch.setenv("RUNS_DIR", str(clusters.runs_dir))
     monkeypatch.setattr(images, "train_image", lambda accelerator: TRAIN_IMAGE)
-    monkeypatch.setattr(startup, "build_images", lambda sh, accelerator="cpu": None)  # a fixture has built both
+    monkeypatch.setattr(build, "build", lambda *_, **__: None)  # a fixture has built both
     # No engine may lift memlock without CAP_SYS_RESOURCE, which a machine for tests may lack.
-    monkeypatch.setattr(compose, "GPU_LIMITS", {"stack": compose.GPU_LIMITS["stack"]})
+    monkeypatch.setattr(overlay, "GPU_LIMITS", {"stack": overlay.GPU_LIMITS["stack"]})
     folders.data_dir().mkdir()
     context = Context(Config(overrides={"run": {"in_stream": False}}))
     context._set(remainder="")
@@ -107,7 +107,7 @@ def test_each_task_must_ask_for_the_gpus_of_its_plan_and_the_others_for_none(
 def test_an_evaluator_must_ask_for_none(
     clusters: Clusters, noted: Path, host: Context, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    monkeypatch.setattr(Payload, "command", lambda payload, *, contained: ["--", "sleep", "infinity"])
+    monkeypatch.setattr(Payload, "command", lambda payload: ["--", "sleep", "infinity"])
     monkeypatch.setattr(startup, "_data_commands", lambda plan: [])
     asked_for = {"gpus": "5,", "gpu_runtime": way, "runtime": "docker", "tensorboard_port": "0"}
     planned = planning.plan(Request(name=f"evaluated-{way}", workers="0", evaluator=True, **asked_for))

@@ -16,7 +16,7 @@ import pytest
 from cluster import spec
 from cluster.image import engine
 from cluster.run.folder import RunFolder
-from cluster.runtime import compose, local
+from cluster.runtime import local, overlay
 from cluster.system import namespaces
 from tests import doors
 from tests.e2e.scenario import TRAIN_IMAGE, TRAINING, Clusters, step_of, summary
@@ -42,7 +42,7 @@ def training(clusters: Clusters, port: int) -> Iterator[RunFolder]:
 
 def containers(run: RunFolder) -> dict[str, dict[str, Any]]:
     """Return what the engine says of a run's containers, by task."""
-    label = f"label=com.docker.compose.project={compose.project(run.path)}"
+    label = f"label=com.docker.compose.project={overlay.project(run.path)}"
     _, ids = engine.ask("ps", "--all", "--quiet", "--filter", label)
     if not ids:
         return {}
@@ -54,7 +54,7 @@ def containers(run: RunFolder) -> dict[str, dict[str, Any]]:
 def test_a_task_must_hold_no_privilege(training: RunFolder, task: str) -> None:
     found = containers(training)[task]
     host = found["HostConfig"]
-    assert found["Config"]["User"] == compose.task_user()
+    assert found["Config"]["User"] == overlay.task_user()
     assert not found["Config"]["User"].startswith("0:")
     assert host["ReadonlyRootfs"] is True
     assert ["ALL"] == host["CapDrop"]
@@ -238,9 +238,9 @@ def test_stop_must_save_and_down_must_leave_nothing(clusters: Clusters, training
     clusters.invoke("down")
     assert {} == containers(training)
     _, networks = engine.ask("network", "ls", "--format", "{{.Name}}")
-    assert not [name for name in networks.split() if name.startswith(compose.project(training.path))]
+    assert not [name for name in networks.split() if name.startswith(overlay.project(training.path))]
     _, boards = engine.ask(
-        "ps", "--all", "--quiet", "--filter", f"name={compose.tensorboard_project(clusters.runs_dir)}"
+        "ps", "--all", "--quiet", "--filter", f"name={overlay.tensorboard_project(clusters.runs_dir)}"
     )
     assert "" == boards
     assert training.path.exists()

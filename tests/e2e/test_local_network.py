@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.runtime import local
+from cluster.runtime import supervisor
 from cluster.system import namespaces
 from cluster.system.json_files import read_json
 from tests import doors
@@ -46,4 +46,4 @@ def test_servers_must_be_reached_in_the_machine_s_network_alone(clusters: Cluste
     found = {door for door in everywhere if doors.speaks(*door)}
     clusters.invoke("down", network)
     assert (set() if network == "private" else everywhere) == found
-    assert [] == local.processes_left(run)
+    assert [] == supervisor.processes_left(run)

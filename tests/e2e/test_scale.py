@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.run.folder import RunFolder
-from cluster.runtime import local
+from cluster.runtime import supervisor
 from cluster.system.journal import read_json_lines
 from cluster.system.json_files import read_json
 from tests.e2e.scenario import TRAINING, Clusters, losses, step_of, summary
@@ -79,7 +79,7 @@ def test_fewer_workers_must_go_on_with_the_same_curve_while_somebody_waits(clust
     assert ended["startup_s"] < ended["wall_s"] - 5
     restored = [event["step"] for event in run.events() if event["event"] == "restored"]
     assert ([stopped_at], 1) == (restored, run.generation)
-    wait_for(lambda: not local.processes_left(run), "the end of all processes")
+    wait_for(lambda: not supervisor.processes_left(run), "the end of all processes")
 
 
 @pytest.mark.long
@@ -116,7 +116,7 @@ def test_parameter_server_must_be_scaled_with_its_evaluator(clusters: Clusters) 
 def test_a_scaler_that_dies_must_leave_a_run_that_can_go_on(clusters: Clusters, undisturbed: RunFolder) -> None:
     run = begin(clusters, "orphan", "--workers=2")
     assert run.request_stop("a scaler that died", then="scale")
-    wait_for(lambda: not local.processes_left(run), "the end of all processes")
+    wait_for(lambda: not supervisor.processes_left(run), "the end of all processes")
     assert not run.summary.exists()
     clusters.invoke("stop", "orphan")
     assert "stopped" == summary(run)["state"]

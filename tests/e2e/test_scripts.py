@@ -12,7 +12,7 @@ import pytest
 
 from cluster.image import engine
 from cluster.run.folder import RunFolder
-from cluster.runtime import local
+from cluster.runtime import supervisor
 from tests.e2e.scenario import Clusters, summary
 from tests.e2e.test_containers import containers
 from tests.waiting import wait_for
@@ -115,7 +115,7 @@ def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters]:
     yield cluster
     cluster.invoke("down")
     for path in cluster.runs_dir.glob("*/cluster.json"):
-        assert [] == local.processes_left(RunFolder(path.parent))
+        assert [] == supervisor.processes_left(RunFolder(path.parent))
 
 
 def run_script(clusters: Clusters, name: str, script: Path, *words: str, runtime: str = "local") -> RunFolder:
@@ -158,7 +158,7 @@ def test_killing_a_script_must_restart_the_gang(clusters: Clusters, theirs: Path
 
 def script_of(run: RunFolder, task: str) -> int:
     """Return the process id of a task's script."""
-    for pid in local.processes_left(run):
+    for pid in supervisor.processes_left(run):
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         if f"TASK={task}".encode() in environment and b"cluster.agent" not in command:

@@ -10,8 +10,8 @@ import signal
 
 import pytest
 
-from cluster.control import faults
 from cluster.run.folder import RunFolder
+from cluster.runtime import registry
 from cluster.system.journal import read_json_lines
 from tests.e2e.scenario import Clusters, summary
 from tests.waiting import wait_for
@@ -150,7 +150,7 @@ def test_faults_five_steps_apart_must_let_the_run_move_on(clusters: Clusters) ->
         wait_for(lambda at=generation: five_steps_after(run, at) is not False, "five steps, or the end", timeout_s=120)
         if first := five_steps_after(run, generation):
             firsts.append(first[0])
-            faults.means(run).signal(next(kills), signal.SIGKILL, "program")
+            registry.of(run).faults(run).signal(next(kills), signal.SIGKILL, "program")
             wait_for(lambda at=generation: run.generation > at or run.summary.exists(), "the kill to be noticed")
     assert len(firsts) >= 4, firsts
     assert all(later > before for before, later in zip(firsts, firsts[2:], strict=False)), firsts

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster.run.folder import RunFolder
-from cluster.runtime import local
+from cluster.runtime import supervisor
 from cluster.system.journal import read_json_lines
 from cluster.system.json_files import read_json
 from tests.e2e.scenario import DATA, ROOT, STEPS, TRAINING, Clusters, losses, step_of, summary
@@ -204,7 +204,7 @@ def test_second_ctrl_c_must_kill(clusters: Clusters) -> None:
     os.kill(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert 130 == process.returncode, output
-    assert [] == local.processes_left(run)
+    assert [] == supervisor.processes_left(run)
 
 
 def test_nan_loss_must_fail_the_run_at_once_naming_the_step(clusters: Clusters) -> None:
@@ -268,7 +268,7 @@ def test_a_full_disk_must_fail_the_run_and_lose_no_good_checkpoint(small: Cluste
     subprocess.run(["dd", "if=/dev/zero", f"of={fill}", "bs=1M"], capture_output=True)  # until it is full
     output = small.invoke("wait", "--timeout=60", expect=1)
     assert "the disk is full" in output
-    wait_for(lambda: not local.processes_left(run), "the end of all that was started")  # `wait` tells of the run's end
+    wait_for(lambda: not supervisor.processes_left(run), "the end of all processes")  # `wait` only awaits the run's end
     fill.unlink()
     steps = run.newest_step + 10
     small.invoke("up", "--resume=full", "--runtime=local", "--tensorboard-port=0", "--", f"--max-steps={steps}")

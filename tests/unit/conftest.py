@@ -19,7 +19,7 @@ from cluster.launch import configuration
 from cluster.run import liveness, provenance
 from cluster.run.folder import RunFolder
 from cluster.run.liveness import Pulse
-from cluster.runtime import local
+from cluster.runtime import local, supervisor
 from cluster.runtime.network import HOST
 from cluster.system.json_files import read_json, write_json
 from tests import fast
@@ -49,13 +49,13 @@ def start_run() -> Iterator[Callable[[RunFolder], Gang]]:
 
     def start(run: RunFolder) -> Gang:
         started.append(run)
-        local.start(run)
+        supervisor.start(run)
         return Gang(run)
 
     yield start
     for run in started:
         with contextlib.suppress(FileNotFoundError):
-            local.kill(run)
+            supervisor.kill(run)
 
 
 @pytest.fixture

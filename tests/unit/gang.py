@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.run import owner
 from cluster.run.folder import RunFolder
-from cluster.runtime import local
+from cluster.runtime import supervisor
 from cluster.system.json_files import read_json
 from tests.waiting import wait_for
 
@@ -33,7 +33,7 @@ class Gang:
     def summary(self) -> dict[str, Any]:
         """Wait for the run's end and that of all of its processes; return the summary."""
         wait_for(self.run.summary.exists, "the summary", timeout_s=60)
-        wait_for(lambda: not local.processes_left(self.run), "the end of all processes", timeout_s=60)
+        wait_for(lambda: not supervisor.processes_left(self.run), "the end of all processes", timeout_s=60)
         return read_json(self.run.summary)
 
     def outcome(self) -> dict[str, Any]:

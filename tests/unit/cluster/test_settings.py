@@ -11,10 +11,10 @@ import pytest
 from cluster import settings
 from cluster.errors import PrerequisiteError, UsageError
 from cluster.launch import folders
-from cluster.launch.payload import check_script
 from cluster.launch.request import Request
 from cluster.paths import ROOT
 from cluster.run import provenance
+from cluster.runtime.payload import check_script
 from tests.unit.launching import refusal
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from cluster.agent import diagnosis
 from cluster.run.folder import RunFolder
-from cluster.runtime import local
+from cluster.runtime import supervisor
 from tests.unit.gang import Gang, StartGang
 from tests.waiting import wait_for
 
@@ -202,13 +202,13 @@ def held(port: int) -> socket.socket | None:
 def test_a_port_that_is_never_freed_is_named(start_gang: StartGang, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BARRIER_TIMEOUT_S", "1")
     taken: list[socket.socket] = []
-    start = local.start
+    start = supervisor.start
 
     def take_then_start(run: RunFolder) -> None:
         taken.append(held(run.load_cluster().task("worker-0").port))  # type: ignore[arg-type]
         start(run)
 
-    monkeypatch.setattr(local, "start", take_then_start)
+    monkeypatch.setattr(supervisor, "start", take_then_start)
     gang = start_gang("train(5), finish()", workers=1)
     error = gang.summary()["cause"]["error"]
     taken[0].close()

@@ -15,9 +15,10 @@ import pytest
 
 from cluster.agent import script as script_agent
 from cluster.control import view, watch
-from cluster.launch.payload import Payload, lay_out
+from cluster.launch.scripts import lay_out
 from cluster.run.folder import RunFolder
-from cluster.runtime import local
+from cluster.runtime import local, supervisor
+from cluster.runtime.payload import Payload
 from cluster.system.json_files import write_json
 from tests.unit.gang import SIGKILLED, Gang, assert_ended
 from tests.waiting import wait_for
@@ -58,11 +59,11 @@ def start_scripts(
         run, payload = make_run(**topology), Payload(script, arguments)
         cluster = run.load_cluster()
         write_json(run.config, payload.to_json())
-        more = payload.environment(cluster, contained=False)
-        how = local.processes_of(cluster, run.path, tmp_path / "data", payload.command(contained=False), more)
+        more = payload.environment(cluster, payload.local_path())
+        how = local.processes_of(cluster, run.path, tmp_path / "data", payload.command(), more)
         how |= {"tasks": {name: task for name, task in how["tasks"].items() if name not in absent}}
         write_json(run.compose, how)
-        lay_out(payload, run, cluster, contained=False)
+        lay_out(payload, run, cluster)
         return start_run(run)
 
     return start
@@ -72,7 +73,7 @@ def script_pid(gang: Gang, task: str) -> int:
     """Wait for a task's script and return its process id."""
 
     def find() -> int:
-        for pid in local.processes_left(gang.run):
+        for pid in supervisor.processes_left(gang.run):
             with contextlib.suppress(OSError):
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                 environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -177,7 +178,7 @@ def test_an_error_before_a_death_is_heard_of_is_not_the_root_cause(start_scripts
 def test_a_task_killed_with_its_agent_restarts_the_gang(start_scripts: StartScripts) -> None:
     gang = start_scripts("if not GENERATION: until(lambda: False)", workers=1)
     script_pid(gang, "worker-0")
-    for pid in local.processes_left(gang.run):
+    for pid in supervisor.processes_left(gang.run):
         with contextlib.suppress(OSError):  # the program dies with its agent
             if b"TASK=worker-0" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 os.kill(pid, signal.SIGKILL)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.agent import standby
-from cluster.runtime import local
+from cluster.runtime import supervisor
 from cluster.system import processes
 from tests.unit.gang import StartGang
 from tests.waiting import wait_for
@@ -41,7 +41,7 @@ def enabled(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_after_a_death_the_standby_processes_become_the_next_generation(start_gang: StartGang) -> None:
     gang = start_gang(LINES, workers=1)
     # A supervisor, and for each task its agent, its program and the standby process.
-    wait_for(lambda: len(local.processes_left(gang.run)) == 8, "the standby processes")
+    wait_for(lambda: len(supervisor.processes_left(gang.run)) == 8, "the standby processes")
     os.kill(gang.pid("worker-0"), signal.SIGKILL)
     assert "succeeded" == gang.summary()["state"]  # and waits until every process has ended, standby ones too
     attempts = {tuple(path.name.split(".")[::2]) for path in gang.run.path.glob("*.standby=*")}

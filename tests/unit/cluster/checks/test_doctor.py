@@ -16,6 +16,7 @@ from cluster.image import engine, locks
 from cluster.image.engine import Answer
 from cluster.paths import ROOT
 from cluster.runtime import local
+from cluster.runtime import memory as limits
 from cluster.system import namespaces
 from cluster.system.namespaces import Refusal
 
@@ -27,7 +28,7 @@ def healthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "data" / "arrays" / "mnist-3.0.1" / "arrays.json").touch()
     monkeypatch.setattr(doctor, "locked", list)
     monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(local, "TASK_MEMORY_BYTES", 1)
+    monkeypatch.setattr(limits, "TASK_MEMORY_BYTES", 1)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=10 * 2**30))
     monkeypatch.setattr(engine, "probe", lambda: Answer(True, "Docker Engine 26.1.5, Compose 2.26.1"))
     monkeypatch.setattr(namespaces, "refusal", lambda: None)
@@ -60,7 +61,7 @@ def test_a_machine_that_lacks_nothing_is_ok() -> None:
             "make setup",
         ),
         ("processor", "warning", lambda m: m.setattr(doctor.os, "sched_getaffinity", lambda pid: {0}), "1 core", "one"),
-        ("memory", "failed", lambda m: m.setattr(local, "TASK_MEMORY_BYTES", 2**60), "3 tasks need", "--workers 0"),
+        ("memory", "failed", lambda m: m.setattr(limits, "TASK_MEMORY_BYTES", 2**60), "3 tasks need", "--workers 0"),
         (
             "disk",
             "failed",

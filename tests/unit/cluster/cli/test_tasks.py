@@ -30,7 +30,7 @@ from cluster.launch.request import OPTIONS, Request
 from cluster.paths import ROOT
 from cluster.run import owner
 from cluster.run.folder import RunFolder
-from cluster.runtime import compose, local
+from cluster.runtime import overlay, supervisor
 from cluster.runtime import tensorboard as board
 from cluster.system.json_files import write_json
 
@@ -354,7 +354,7 @@ def test_an_engine_that_stops_half_way_leaves_nothing_behind(
     up, down = calls.read_text().splitlines()[-2:]
     run_dir = tmp_path / "runs" / "one"
     assert str(run_dir / "compose.json") in up
-    assert f" --project-name {compose.project(run_dir)} " in down
+    assert f" --project-name {overlay.project(run_dir)} " in down
     assert down.endswith(" down --timeout 10 --volumes --remove-orphans")
 
 
@@ -372,7 +372,7 @@ def test_a_dry_run_prints_what_local_processes_would_be_started_with(tmp_path: P
         assert line.startswith(f"{folders} TASK={task} CUDA_VISIBLE_DEVICES=-1 TF_CONFIG='{{")
         assert line.endswith(f" {sys.executable} -m cluster.agent &")
     assert not (tmp_path / "runs").exists()
-    assert [] == local.processes_left(RunFolder(tmp_path / "runs" / "one"))
+    assert [] == supervisor.processes_left(RunFolder(tmp_path / "runs" / "one"))
 
 
 def test_a_dry_run_only_asks_the_engine(
@@ -472,7 +472,7 @@ def test_down_ends_a_run_even_if_it_does_not_stop(
 
     monkeypatch.setattr(teardown, "in_progress", lambda folder: True)
     monkeypatch.setattr(watch, "stop", stop)
-    monkeypatch.setattr(local, "kill", killed.append)
+    monkeypatch.setattr(supervisor, "kill", killed.append)
     assert (0, "") == refusal("down", run="run")
     assert [run] == killed
     assert capsys.readouterr().out.startswith("run is down; its folder is ")
@@ -485,8 +485,8 @@ def test_down_ends_every_run_that_is_left_and_tensorboard(
     make_run("ended")
     owner.begin(left, "local")
     monkeypatch.setattr(engine, "ask", lambda *words: (127, "docker is not installed"))
-    monkeypatch.setattr(local, "processes_left", lambda run, table: [1] if run == left else [])
-    monkeypatch.setattr(local, "kill", stopped.append)
+    monkeypatch.setattr(supervisor, "processes_left", lambda run, table: [1] if run == left else [])
+    monkeypatch.setattr(supervisor, "kill", stopped.append)
     monkeypatch.setattr(board, "stop", lambda runs_dir, sh: stopped.append(runs_dir) is None)
     assert (0, "") == refusal("down")
     assert [left, folders.runs_dir()] == stopped

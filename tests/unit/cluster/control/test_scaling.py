@@ -18,10 +18,13 @@ from cluster import spec
 from cluster.control import scaling, watch
 from cluster.errors import EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_USAGE, ClusterError, TimedOut, UsageError
 from cluster.launch import configuration, planning, startup
+from cluster.launch.plan import Plan
 from cluster.launch.request import Request
 from cluster.run import provenance
 from cluster.run.folder import LOST_AFTER_S, SCALE, RunFolder
-from cluster.runtime import local
+from cluster.runtime import local, supervisor
+from cluster.runtime import memory as limits
+from cluster.runtime.base import Shell
 from cluster.system import memory
 from cluster.system.json_files import read_json, write_json
 from tests.unit.gang import Gang, StartGang
@@ -158,7 +161,7 @@ def test_a_script_keeps_its_own_state(training: Callable[..., RunFolder]) -> Non
 
 
 def test_memory_counts_the_tasks_that_end(training: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda: local.TASK_MEMORY_BYTES)
+    monkeypatch.setattr(memory, "available_bytes", lambda: limits.TASK_MEMORY_BYTES)
     run = training(workers=1)
     error = refusal(run, "3")
     assert (EXIT_PREREQUISITE, False) == (error.exit_code, run.stop_requested)
@@ -178,7 +181,7 @@ def test_a_run_that_is_being_stopped_is_left_alone(training: Callable[..., RunFo
 def test_the_plan_keeps_what_was_not_asked_for(training: Callable[..., RunFolder]) -> None:
     run = training(workers=2, ps=1, evaluator=True)
     planned = scaling.plan(run, "1", "")
-    assert ("ps", "local", True) == (planned.cluster.strategy, planned.runtime, planned.resumes)
+    assert ("ps", "local", True) == (planned.cluster.strategy, planned.runtime.name, planned.resumes)
     assert ["chief", "worker-0", "ps-0", "evaluator"] == [task.name for task in planned.cluster.tasks]
     assert "OneDeviceStrategy" == scaling.plan(run, "0", "").cluster.strategy_class
 
@@ -200,7 +203,7 @@ def end_of(gang: Gang) -> dict[str, Any]:
     return gang.summary()
 
 
-def fake_plan(run: RunFolder, lines: str, data: Path, **asked: str) -> planning.Plan:
+def fake_plan(run: RunFolder, lines: str, data: Path, **asked: str) -> Plan:
     """Return a plan whose tasks run the given lines instead of the training program."""
     planned = scaling.plan(run, asked.get("workers", ""), asked.get("ps", ""))
     program = [sys.executable, "-c", f"from tests.unit.trainer import *\n{lines}"]
@@ -298,7 +301,7 @@ def test_a_stop_for_another_size_is_not_the_end(start_gang: StartGang) -> None:
     gang = start_gang("train(3), work()", workers=1)
     gang.await_step("chief", 3)
     gang.run.request_stop("a test", then=SCALE)
-    wait_for(lambda: not local.processes_left(gang.run), "the end of all processes", timeout_s=20)
+    wait_for(lambda: not supervisor.processes_left(gang.run), "the end of all processes", timeout_s=20)
     assert ("stopped", True, False) == (gang.outcome()["state"], gang.run.goes_on, gang.run.summary.exists())
     assert {"chief": "stopped", "worker-0": "stopped"} == {n: b["state"] for n, b in gang.run.heartbeats().items()}
 
@@ -353,7 +356,7 @@ def test_a_stop_that_comes_between_the_clusters_is_not_lost(
 ) -> None:
     go_on = startup.go_on
 
-    def stopped_by_then(planned: planning.Plan, sh: startup.Shell) -> None:
+    def stopped_by_then(planned: Plan, sh: Shell) -> None:
         planned.run.insist_on_stop("invoke stop")
         go_on(planned, sh)
 
@@ -374,7 +377,7 @@ def test_a_cluster_that_cannot_be_started_leaves_a_stopped_run(
     def fail(run: RunFolder) -> None:
         raise OSError("no more processes")
 
-    monkeypatch.setattr(local, "start", fail)
+    monkeypatch.setattr(supervisor, "start", fail)
     with pytest.raises(OSError, match="no more processes"):
         scale(gang, workers="2")
     assert ("stopped", False) == (read_json(gang.run.summary)["state"], gang.run.scaling)

@@ -19,7 +19,7 @@ from cluster.launch import teardown
 from cluster.paths import ROOT
 from cluster.run import claim, owner
 from cluster.run.folder import RunFolder
-from cluster.runtime import local
+from cluster.runtime import supervisor
 from cluster.system.json_files import read_json
 from tests.unit.gang import StartGang
 from tests.unit.launching import Commands
@@ -65,7 +65,7 @@ def invoke(tmp_path: Path) -> Iterator[Up]:
         command.kill()
         command.communicate()
     for run in owner.recorded(tmp_path / "runs"):
-        local.kill(run)
+        supervisor.kill(run)
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_down_ends_a_run_that_somebody_watches(up: Up, invoke: Up, folder: Path,
     ((code, out, error),) = finished(watched)
     assert EXIT_INTERRUPTED == code, (out, error)
     assert "stopped" in out
-    assert [] == local.processes_left(RunFolder(tmp_path / "runs" / "one"))
+    assert [] == supervisor.processes_left(RunFolder(tmp_path / "runs" / "one"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -175,7 +175,7 @@ def test_sigterm_stops_a_run_as_ctrl_c_does(up: Up, folder: Path, tmp_path: Path
     assert "stopping: " in out
     run = RunFolder(tmp_path / "runs" / "one")
     assert "stopped" == read_json(run.summary)["state"]
-    assert [] == local.processes_left(run)
+    assert [] == supervisor.processes_left(run)
 
 
 def test_a_second_signal_kills_a_script_that_does_not_listen(up: Up, folder: Path, tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_second_signal_kills_a_script_that_does_not_listen(up: Up, folder: Pat
     ((code, out, _),) = finished(watched)
     assert EXIT_INTERRUPTED == code
     assert "killing every task" in out
-    assert [] == local.processes_left(run)
+    assert [] == supervisor.processes_left(run)
 
 
 def test_a_run_whose_terminal_is_closed_goes_on(up: Up, folder: Path, tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_run_whose_terminal_is_closed_goes_on(up: Up, folder: Path, tmp_path: 
     assert EXIT_HUNG_UP == code
     assert "goes on in the background" in out
     assert ["SIGHUP"] == [event["detail"]["cause"] for event in run.events() if event["event"] == "unattended"]
-    assert local.running(run)
+    assert supervisor.running(run)
     (folder / "go").touch()
     assert "succeeded" == wait_for(lambda: read_json(run.summary, None), "the end")["state"]
 
@@ -230,9 +230,9 @@ def test_a_run_that_is_being_started_is_ended_once_it_is(make_run: MakeRun, star
     with claim.hold(gang.run, "started"):
         ended.start()
         wait_for(lambda: gang.run.stop_requested, "the request to stop")
-        assert local.running(gang.run) or gang.run.outcome  # nobody kills what somebody else is at work on
+        assert supervisor.running(gang.run) or gang.run.outcome  # nobody kills what somebody else is at work on
     ended.join(60)
-    assert [] == local.processes_left(gang.run)
+    assert [] == supervisor.processes_left(gang.run)
     assert "stopped" == read_json(gang.run.summary)["state"]
 
 
@@ -249,7 +249,7 @@ def test_what_ended_is_not_removed_under_somebody_who_goes_on(start_gang: StartG
     gang.await_step("chief", 2)
     assert not gang.run.summary.exists()  # as of a run that was resumed after whoever watched it saw it end
     assert "" == teardown.finish(gang.run, Commands())
-    assert local.running(gang.run)
+    assert supervisor.running(gang.run)
 
 
 def test_a_claim_ends_with_its_process(make_run: MakeRun) -> None:

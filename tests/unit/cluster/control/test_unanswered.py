@@ -16,13 +16,13 @@ import tasks
 from cluster.cli import command_line
 from cluster.control import watch
 from cluster.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREREQUISITE, PrerequisiteError, RunFailed, TimedOut
-from cluster.image import engine
+from cluster.image import build, engine
 from cluster.launch import configuration, planning, startup
 from cluster.launch.request import Request
 from cluster.paths import ROOT
 from cluster.run import claim, owner
 from cluster.run.folder import RunFolder
-from cluster.runtime import compose, local, tensorboard
+from cluster.runtime import local, overlay, supervisor, tensorboard
 from cluster.system import processes
 from cluster.system.json_files import read_json, write_json
 from tests.unit.ending import end
@@ -112,7 +112,7 @@ def test_down_ends_local_runs_and_names_those_in_an_engine_that_is_gone(
     contained = make_run("contained")
     owner.begin(contained, "docker")
     assert EXIT_PREREQUISITE == code_of("down", context, timeout="0")
-    assert [] == local.processes_left(gang.run)
+    assert [] == supervisor.processes_left(gang.run)
     (error,) = capsys.readouterr().err.splitlines()
     assert "contained" in error
     assert "Cannot connect" in error
@@ -133,12 +133,12 @@ def test_down_goes_on_behind_a_run_that_cannot_be_ended(
 ) -> None:
     first = make_run("a-first")
     owner.begin(first, "docker")
-    project = compose.project(first.path)
+    project = overlay.project(first.path)
     fails = "*' down '*) echo broken >&2; exit 9;;"
     client(f"{ANSWERS}\ncase \"$*\" in 'network ls'*) printf '{project}\\t\\n';; {fails} esac")
     gang = start_gang("train(2), work()", workers=0, name="later")
     assert 1 == code_of("down", context, timeout="0")
-    assert [] == local.processes_left(gang.run)
+    assert [] == supervisor.processes_left(gang.run)
     shown = capsys.readouterr()
     assert "later is down" in shown.out
     assert owner.read(first)
@@ -148,7 +148,7 @@ def test_down_ends_what_a_removed_folder_left(
     client: Docker, context: Context, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = tmp_path / "runs"
-    ours, others = compose.project(runs / "gone"), compose.project(tmp_path / "elsewhere" / "gone")
+    ours, others = overlay.project(runs / "gone"), overlay.project(tmp_path / "elsewhere" / "gone")
     calls = client(f"{ANSWERS}\ncase \"$*\" in 'ps --all'*) printf '{ours}\\tgone\\n{others}\\tgone\\n';; esac")
     assert EXIT_DONE == code_of("down", context, timeout="0")
     (down,) = (line for line in calls.read_text().splitlines() if " down " in line)
@@ -222,7 +222,7 @@ def test_an_interrupt_while_containers_start_ends_those_that_did(
     calls = client(f"{ANSWERS}\ncase \"$*\" in *' up '*) {deaf}/bin/sleep 600 & wait $!;; esac")
     config = {"dataset": "mnist", "global_batch": 192}
     monkeypatch.setattr(configuration, "resolve", lambda *_: (config, (), "there"))
-    monkeypatch.setattr(startup, "image_commands", lambda accelerator: [])
+    monkeypatch.setattr(build, "commands", lambda accelerator: [])
 
     def interrupt() -> None:
         wait_for(lambda: " up " in calls.read_text(), "the start")
@@ -242,7 +242,7 @@ def test_an_interrupt_while_containers_start_ends_those_that_did(
     sender.join()
     run = RunFolder(tmp_path / "runs" / "one")
     _, down = (line for line in calls.read_text().splitlines() if " up " in line or " down " in line)
-    assert f"--project-name {compose.project(run.path)} " in down
+    assert f"--project-name {overlay.project(run.path)} " in down
     assert "stopped" == read_json(run.summary)["state"]
     assert owner.read(run) is None
 
@@ -252,7 +252,7 @@ def test_of_two_that_start_containers_the_loser_ends_nothing(
 ) -> None:
     client(ANSWERS)
     monkeypatch.setattr(configuration, "resolve", lambda *_: ({"dataset": "mnist", "global_batch": 192}, (), "there"))
-    monkeypatch.setattr(startup, "image_commands", lambda accelerator: [])
+    monkeypatch.setattr(build, "commands", lambda accelerator: [])
     started, go = threading.Event(), threading.Event()
 
     def wait(command: str) -> None:
@@ -277,13 +277,13 @@ def test_of_two_that_start_containers_the_loser_ends_nothing(
 
 @pytest.mark.docker
 def test_an_engine_is_asked_for_what_a_removed_folder_left(context: Context, tmp_path: Path) -> None:
-    project = compose.project(tmp_path / "runs" / "gone")
-    labels = {"com.docker.compose.project": project, "com.docker.compose.network": "cluster", compose.RUN_LABEL: "gone"}
+    project = overlay.project(tmp_path / "runs" / "gone")
+    labels = {"com.docker.compose.project": project, "com.docker.compose.network": "cluster", overlay.RUN_LABEL: "gone"}
     words = [word for name, value in labels.items() for word in ("--label", f"{name}={value}")]
     code, text = engine.ask("network", "create", *words, f"{project}_cluster")
     assert 0 == code, text
     try:
         assert EXIT_DONE == code_of("down", context, timeout="0")
-        assert "" == engine.ask("network", "ls", "--quiet", "--filter", f"label={compose.RUN_LABEL}=gone")[1]
+        assert "" == engine.ask("network", "ls", "--quiet", "--filter", f"label={overlay.RUN_LABEL}=gone")[1]
     finally:
         engine.ask("network", "rm", f"{project}_cluster")

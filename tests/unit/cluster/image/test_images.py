@@ -16,8 +16,7 @@ from invoke import Exit, MockContext
 
 import tasks
 from cluster.errors import EXIT_USAGE, PrerequisiteError, UsageError
-from cluster.image import checkout, engine, images
-from cluster.launch import startup
+from cluster.image import build, checkout, engine, images
 from cluster.paths import ROOT
 
 DIGEST = "sha256:" + "a" * 64
@@ -203,7 +202,7 @@ def test_images_of_the_same_inputs_need_no_build_and_no_registry(monkeypatch: py
 
     monkeypatch.setattr(engine, "ask", ask)
     assert images.are_current("cpu")
-    assert [] == startup.image_commands("cpu")
+    assert [] == build.commands("cpu")
     assert not images.are_current("gpu")
 
 
@@ -228,7 +227,7 @@ def test_what_an_image_is_made_of_must_decide_whether_it_is_built(
     assert images.are_current("cpu")
     change(checked_out)
     assert builds is not images.are_current("cpu")
-    assert builds is bool(startup.image_commands("cpu"))
+    assert builds is bool(build.commands("cpu"))
 
 
 def test_another_commit_or_base_must_be_built(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,18 +10,18 @@ import pytest
 
 from cluster.image import checkout
 from cluster.launch import manifest, planning, startup
-from cluster.launch.payload import Payload
 from cluster.launch.request import Request
 from cluster.paths import ROOT
 from cluster.run.folder import RunFolder
-from cluster.runtime import local
+from cluster.runtime import supervisor
+from cluster.runtime.payload import Payload
 from cluster.system.json_files import read_json
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunFolder]:
     """Starts a run of local processes, up to the processes themselves; returns its folder."""
-    monkeypatch.setattr(local, "start", lambda run: None)
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
 
     def start(name: str, **asked: str) -> RunFolder:
         planned = planning.plan(Request(name=name, runtime="local", tensorboard_port="0", **asked))

@@ -10,9 +10,10 @@ import pytest
 
 from cluster import spec
 from cluster.errors import PrerequisiteError, UsageError
-from cluster.launch import payload
-from cluster.launch.payload import Payload
+from cluster.launch import scripts
 from cluster.run.folder import RunFolder
+from cluster.runtime import compose
+from cluster.runtime.payload import Payload
 
 ALL = Payload(Path("/theirs/s.py"), ("1",), (Path("/code/a"), Path("/b")), Path("/r.txt"), Path("/packages/of/it"))
 
@@ -27,45 +28,43 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_built_in_trainer_brings_nothing_along() -> None:
     nothing = Payload()
-    assert [] == nothing.command(contained=True) == nothing.mounts() == nothing.local_path()
-    assert (
-        {} == nothing.environment(spec.build(2), contained=True) == nothing.environment(spec.build(2), contained=False)
-    )
+    assert [] == nothing.mounted().command() == nothing.mounts() == nothing.local_path()
+    assert {} == compose.environment(nothing, spec.build(2)) == nothing.environment(spec.build(2), nothing.local_path())
 
 
 def test_a_container_finds_everything_under_fixed_names() -> None:
-    assert ["--script", "/script/s.py", "1"] == ALL.command(contained=True)
+    assert ["--script", "/script/s.py", "1"] == ALL.mounted().command()
     expected = [("/code/a", "/code/0"), ("/b", "/code/1"), ("/packages/of/it", "/packages"), ("/theirs", "/script")]
     assert expected == [(str(source), target) for source, target in ALL.mounts()]
-    assert "/code/0:/code/1:/packages" == ALL.environment(spec.build(2), contained=True)["PYTHONPATH"]
+    assert "/code/0:/code/1:/packages" == compose.environment(ALL, spec.build(2))["PYTHONPATH"]
 
 
 def test_a_local_process_finds_everything_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/callers")
-    assert ["--script", "/theirs/s.py", "1"] == ALL.command(contained=False)
-    path = ALL.environment(spec.build(2), contained=False)["PYTHONPATH"]
+    assert ["--script", "/theirs/s.py", "1"] == ALL.command()
+    path = ALL.environment(spec.build(2), ALL.local_path())["PYTHONPATH"]
     assert "/code/a:/b:/packages/of/it:/callers" == path
 
 
 @pytest.mark.parametrize(("workers", "expected"), [(0, None), (1, "1")])
 def test_tf_keras_is_for_clusters(workers: int, expected: str | None) -> None:
-    assert expected == ALL.environment(spec.build(workers), contained=False).get("TF_USE_LEGACY_KERAS")
+    assert expected == ALL.environment(spec.build(workers), ALL.local_path()).get("TF_USE_LEGACY_KERAS")
 
 
 def test_the_caller_may_choose_the_keras(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_USE_LEGACY_KERAS", "0")
-    assert "TF_USE_LEGACY_KERAS" not in ALL.environment(spec.build(2), contained=False)  # inherited
-    assert ALL.environment(spec.build(2), contained=True)["TF_USE_LEGACY_KERAS"] is None  # passed on
+    assert "TF_USE_LEGACY_KERAS" not in ALL.environment(spec.build(2), ALL.local_path())  # inherited
+    assert compose.environment(ALL, spec.build(2))["TF_USE_LEGACY_KERAS"] is None  # passed on
 
 
 def test_scripts_in_containers_use_the_caller_s_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTPS_PROXY", "http://user:secret@proxy")
-    environment = ALL.environment(spec.build(0), contained=True)
+    environment = compose.environment(ALL, spec.build(0))
     assert (True, None) == (
         "HTTPS_PROXY" in environment,
         environment["HTTPS_PROXY"],
     )  # by name: nothing is written down
-    assert "HTTPS_PROXY" not in Payload(packages=Path("/p")).environment(spec.build(0), contained=True)
+    assert "HTTPS_PROXY" not in compose.environment(Payload(packages=Path("/p")), spec.build(0))
 
 
 # Refusals
@@ -75,7 +74,7 @@ def test_a_script_is_found_from_where_the_caller_is(tmp_path: Path, monkeypatch:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "s.py").touch()
     monkeypatch.chdir(tmp_path / "theirs")
-    assert tmp_path / "theirs" / "s.py" == payload.check_script("s.py", tmp_path / "runs")
+    assert tmp_path / "theirs" / "s.py" == scripts.check_script("s.py", tmp_path / "runs")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +95,7 @@ def test_a_script_that_cannot_be_run_is_refused(
     for path in ("s.py", "runs/s.py", "runs/one/work/chief/s.py"):
         (tmp_path / path).touch()
     with pytest.raises(UsageError) as refused:
-        payload.check_script(str(tmp_path / name), tmp_path / "runs")
+        scripts.check_script(str(tmp_path / name), tmp_path / "runs")
     assert told in str(refused.value)
     assert 1 == len(str(refused.value).splitlines())
 
@@ -107,15 +106,15 @@ def test_what_containers_could_not_read_is_told(tmp_path: Path, monkeypatch: pyt
     script.touch()
     script.parent.chmod(0o755)
     script.chmod(0o644)
-    monkeypatch.setattr(payload.os, "getuid", lambda: 0)
-    payload.check_readable(Payload(script), "10001:10001")
+    monkeypatch.setattr(compose.os, "getuid", lambda: 0)
+    compose.check_readable(Payload(script), "10001:10001")
     for path, closed, opened in ((script.parent, 0o700, 0o755), (script, 0o600, 0o644)):
         path.chmod(closed)
         with pytest.raises(PrerequisiteError, match=rf"run as user 10001:10001, who cannot read {path}: `chmod -R o"):
-            payload.check_readable(Payload(script), "10001:10001")
-        monkeypatch.setattr(payload.os, "getuid", lambda: 1000)  # they then run as the caller
-        payload.check_readable(Payload(script), "1000:1000")
-        monkeypatch.setattr(payload.os, "getuid", lambda: 0)
+            compose.check_readable(Payload(script), "10001:10001")
+        monkeypatch.setattr(compose.os, "getuid", lambda: 1000)  # they then run as the caller
+        compose.check_readable(Payload(script), "1000:1000")
+        monkeypatch.setattr(compose.os, "getuid", lambda: 0)
         path.chmod(opened)
 
 
@@ -127,8 +126,8 @@ def test_every_task_works_in_a_folder_of_links(make_run: Callable[..., RunFolder
     (folder / "data").mkdir(parents=True)
     (folder / "s.py").touch()
     run = make_run(workers=1)
-    for contained, seen_at in ((True, "/script"), (False, str(folder))):
-        payload.lay_out(Payload(folder / "s.py"), run, run.load_cluster(), contained=contained)
+    for seen_at in ("/script", str(folder)):
+        scripts.lay_out(Payload(folder / "s.py"), run, run.load_cluster(), seen_at=Path(seen_at))
         for task in ("chief", "worker-0"):
             links = {path.name: str(path.readlink()) for path in run.work(task).iterdir()}
             assert {"data": f"{seen_at}/data", "s.py": f"{seen_at}/s.py"} == links
@@ -141,7 +140,7 @@ def test_what_an_earlier_life_wrote_stays(make_run: Callable[..., RunFolder], tm
     run = make_run(workers=0)
     run.work("chief").mkdir(parents=True)
     (run.work("chief") / "model").write_text("trained")
-    payload.lay_out(Payload(tmp_path / "theirs" / "s.py"), run, run.load_cluster(), contained=False)
+    scripts.lay_out(Payload(tmp_path / "theirs" / "s.py"), run, run.load_cluster())
     assert "trained" == (run.work("chief") / "model").read_text()
 
 
@@ -150,12 +149,12 @@ def test_no_link_leads_back_to_the_run(make_run: Callable[..., RunFolder], tmp_p
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "again").symlink_to("runs")
     run = make_run(workers=0)
-    payload.lay_out(Payload(tmp_path / "s.py"), run, run.load_cluster(), contained=False)
+    scripts.lay_out(Payload(tmp_path / "s.py"), run, run.load_cluster())
     assert {"s.py", "loop"} == {path.name for path in run.work("chief").iterdir()}
     assert all(len(Path(folder).parts) < 20 for folder, _, _ in os.walk(run.path, followlinks=True))
 
 
 def test_a_run_without_a_script_has_no_work_folder(make_run: Callable[..., RunFolder]) -> None:
     run = make_run(workers=0)
-    payload.lay_out(Payload(), run, run.load_cluster(), contained=False)
+    scripts.lay_out(Payload(), run, run.load_cluster())
     assert not (run.path / "work").exists()

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, PrerequisiteError
-from cluster.image import engine, images
+from cluster.image import build, engine, images
 from cluster.launch import configuration, folders, planning, request, startup, teardown
 from cluster.launch.request import Request
 from cluster.run import owner
 from cluster.run.folder import RunFolder
-from cluster.runtime import compose, local, tensorboard
+from cluster.runtime import memory as limits
+from cluster.runtime import overlay, supervisor, tensorboard
 from cluster.system.json_files import read_json, write_json
 from tests.unit.launching import CONFIG, WORKING_ENGINE, Commands, refusal
 
@@ -29,7 +30,7 @@ MakeRun = Callable[..., RunFolder]
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> None:
     """One command in the place of those that build the images."""
-    monkeypatch.setattr(startup, "image_commands", lambda accelerator: ["docker build ."])
+    monkeypatch.setattr(build, "commands", lambda accelerator: ["docker build ."])
     monkeypatch.setattr(images, "inspect", lambda image: {"image": image, "id": "sha256:1"})
 
 
@@ -117,7 +118,11 @@ def test_a_tpu_that_is_not_there_is_told_before_anything_else(
     assert "set TPU_NAME" in str(error)
     (tmp_path / "accel0").touch()
     planned = planning.plan(Request(strategy="tpu", devices="8"))
-    assert ("local", "TPUStrategy", 8) == (planned.runtime, planned.cluster.strategy_class, planned.cluster.replicas)
+    assert ("local", "TPUStrategy", 8) == (
+        planned.runtime.name,
+        planned.cluster.strategy_class,
+        planned.cluster.replicas,
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,14 +154,14 @@ def test_without_an_engine_runs_are_local_and_containers_are_refused(
     assert told in str(error)
     assert str(error).endswith("or use --runtime local")
     planned = planning.plan(Request(runtime="auto"))
-    assert "local" == planned.runtime
+    assert "local" == planned.runtime.name
     assert told in planned.why_runtime
 
 
 def test_with_an_engine_runs_are_containers(resolved: None, docker: Callable[[str], Path]) -> None:
     docker(WORKING_ENGINE)
     planned = planning.plan(Request())
-    assert ("docker", "containers: Docker Engine 26.1.5, Compose 2.26.1") == (planned.runtime, planned.why_runtime)
+    assert ("docker", "containers: Docker Engine 26.1.5, Compose 2.26.1") == (planned.runtime.name, planned.why_runtime)
     assert ["chief:2222", "worker-0:2222", "worker-1:2222"] == [task.address for task in planned.cluster.tasks]
 
 
@@ -193,7 +198,7 @@ def test_a_full_disk_ends_the_start(resolved: None, monkeypatch: pytest.MonkeyPa
 
 
 def test_too_little_memory_ends_the_start(resolved: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "TASK_MEMORY_BYTES", 2**60)
+    monkeypatch.setattr(limits, "TASK_MEMORY_BYTES", 2**60)
     assert "3 tasks need about" in str(start_refusal(Request(runtime="local", tensorboard_port="0")))
 
 
@@ -220,7 +225,7 @@ def test_a_run_folder_that_cannot_be_written_ends_the_start(
 
     planned = planning.plan(Request(name="run", runtime="local", tensorboard_port="0"))
     monkeypatch.setattr(Path, "mkdir", read_only)
-    monkeypatch.setattr(local, "start", started.append)
+    monkeypatch.setattr(supervisor, "start", started.append)
     with pytest.raises(PrerequisiteError, match=rf"run folder {tmp_path}/runs/run: Permission denied; .* RUNS_DIR"):
         startup.start(planned, Commands(), began=time.time())
     assert [] == started
@@ -323,7 +328,7 @@ def test_a_local_start_prepares_data_and_leaves_the_whole_folder(
     resolved: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started, commands = [], Commands()
-    monkeypatch.setattr(local, "start", started.append)
+    monkeypatch.setattr(supervisor, "start", started.append)
     planned = planning.plan(Request(name="one", workers="1", runtime="local", tensorboard_port="0"))
     startup.start(planned, commands, began=123.0)
     assert [startup.data_command("prepare", "fashion_mnist")] == commands
@@ -338,7 +343,7 @@ def test_data_that_is_ready_is_not_prepared_and_nothing_is_printed(
 ) -> None:
     """`rerun --json` starts a run, too, and its output is read by a program."""
     monkeypatch.setattr(configuration, "resolve", lambda *_: (dict(CONFIG), (), "all of it"))
-    monkeypatch.setattr(local, "start", lambda run: None)
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
     commands = Commands()
     startup.start(
         planning.plan(Request(name="one", runtime="local", tensorboard_port="0")), commands, began=time.time()
@@ -388,11 +393,11 @@ def test_what_was_started_is_ended_by_its_own_engine(
 ) -> None:
     run, commands, killed = make_run(), Commands(), []
     write_json(run.compose, how)
-    monkeypatch.setattr(local, "kill", killed.append)
+    monkeypatch.setattr(supervisor, "kill", killed.append)
     teardown.kill(run, commands)
     teardown.remove(run, commands)
     assert "stopped" == run.outcome["state"]
-    assert expected == [command.partition(f" --project-name {compose.project(run.path)} ")[2] for command in commands]
+    assert expected == [command.partition(f" --project-name {overlay.project(run.path)} ")[2] for command in commands]
     assert killed == ([] if expected else [run, run])
 
 
@@ -402,10 +407,13 @@ def test_leftovers_are_the_runs_of_this_folder_that_live(make_run: MakeRun, monk
     gone, contained = RunFolder(left.path.with_name("gone")), RunFolder(left.path.with_name("contained"))
     for run, runtime in ((left, "local"), (gone, "local"), (contained, "docker")):
         owner.begin(run, runtime)
-    monkeypatch.setattr(local, "processes_left", lambda run, table: [1] if run in (left, gone) else [])
+    monkeypatch.setattr(supervisor, "processes_left", lambda run, table: [1] if run in (left, gone) else [])
     monkeypatch.setattr(engine, "ask", lambda *words: (1, "no engine"))
     found = teardown.leftovers(folders.runs_dir())
-    assert ([gone, left], [], [contained]) == (found.runs, found.contained, found.out_of_reach)
+    assert ({"gone": ["local"], left.name: ["local"]}, ["contained"]) == (
+        {name: [each.name for each in runtimes] for name, runtimes in found.found.items()},
+        list(found.unreachable),
+    )
 
 
 def test_no_current_run_is_told(tmp_path: Path, make_run: MakeRun) -> None:

@@ -16,12 +16,13 @@ import tasks
 from cluster.control import scaling, view
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE, PrerequisiteError, UsageError
 from cluster.gpu import devices, placement
-from cluster.image import images
+from cluster.image import build, images
 from cluster.launch import manifest, planning, startup
+from cluster.launch.plan import Plan
 from cluster.launch.request import Request
 from cluster.run import provenance
 from cluster.run.folder import RunFolder
-from cluster.runtime import local, toolkit
+from cluster.runtime import registry, supervisor, toolkit
 from cluster.system import namespaces
 from cluster.system.json_files import read_json, write_json
 from tests.unit.launching import WORKING_ENGINE, Commands, refusal
@@ -37,12 +38,12 @@ def show_plan(**options: Any) -> None:
     tasks.ns["plan"](context, **options)
 
 
-def ids_of(planned: planning.Plan) -> list[list[int]]:
+def ids_of(planned: Plan) -> list[list[int]]:
     """Return each task's ids as programs are told."""
     return [task["gpus"] for task in planned.to_json()["tasks"]]
 
 
-def environments(planned: planning.Plan) -> dict[str, dict[str, str]]:
+def environments(planned: Plan) -> dict[str, dict[str, str]]:
     """Return what each task of a plan finds in its environment."""
     parts = planned.compose.get("tasks") or planned.compose["services"]
     return {name: part["environment"] for name, part in parts.items()}
@@ -186,7 +187,7 @@ def test_a_start_builds_records_and_goes_on_with_the_gpu_image(
     docker(WORKING_ENGINE)
     nvidia_smi("8-h100-nvswitch")
     built, checked, inspected = [], [], []
-    monkeypatch.setattr(startup, "image_commands", lambda accelerator: built.append(accelerator) or ["docker build ."])
+    monkeypatch.setattr(build, "commands", lambda accelerator: built.append(accelerator) or ["docker build ."])
     monkeypatch.setattr(images, "inspect", lambda image: inspected.append(image) or {"image": image})
     monkeypatch.setattr(toolkit, "check_engine", checked.append)
     asked = Request(name="one", workers="1", gpus="4,5,", gpu_runtime="cdi", nccl_debug="info", tensorboard_port="0")
@@ -219,13 +220,13 @@ def test_a_run_is_scaled_with_as_many_gpus_for_each_task(
 
 
 def test_a_run_that_is_scaled_needs_the_image_of_its_gpus(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    def require(sh: startup.Shell, accelerator: str) -> None:
+    def refuse(sh: object, accelerator: str, *, renew: bool) -> None:
         raise PrerequisiteError(f"no image for {accelerator}")
 
-    planned = SimpleNamespace(contained=True, gpus=placement.Placement({"chief": ("0",)}))
+    planned = SimpleNamespace(runtime=registry.get("docker"), gpus=placement.Placement({"chief": ("0",)}))
     monkeypatch.setattr(scaling, "plan", lambda *_, **__: planned)
     monkeypatch.setattr(startup, "check_machine", lambda *_, **__: None)
-    monkeypatch.setattr(startup, "require_image", require)
+    monkeypatch.setattr(build, "build", refuse)
     with pytest.raises(PrerequisiteError, match="no image for gpu"):
         scaling.scale(make_run(), "1", "", Commands())
 
@@ -312,7 +313,7 @@ def test_processes_need_a_tensorflow_with_cuda(
     resolved: None, nvidia_smi: NvidiaSmi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvidia_smi("2-h100-nvl")
-    monkeypatch.setattr(local, "start", lambda run: None)
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
     known: list[str] = []
 
     def version(name: str) -> str:

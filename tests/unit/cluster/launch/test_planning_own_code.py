@@ -12,7 +12,7 @@ import pytest
 
 from cluster.launch import configuration, folders, planning, startup
 from cluster.launch.request import Request
-from cluster.runtime import local
+from cluster.runtime import supervisor
 from cluster.system.json_files import read_json, write_json
 from tests.unit.launching import CONFIG, WORKING_ENGINE, Commands, refusal
 
@@ -32,7 +32,7 @@ def theirs(tmp_path: Path) -> Path:
 def test_a_script_sees_workers_alone_unless_it_asks_for_a_chief(
     theirs: Path, monkeypatch: pytest.MonkeyPatch, separate: bool, expected: list[str]
 ) -> None:
-    monkeypatch.setattr(local, "start", lambda run: None)
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
     options = {"runtime": "local", "tensorboard_port": "0"}
     planned = planning.plan(Request(script=str(theirs), workers="1", separate_chief=separate, name="led", **options))
     startup.start(planned, Commands(), began=time.time())
@@ -49,7 +49,7 @@ def test_a_script_sees_workers_alone_unless_it_asks_for_a_chief(
 def test_a_script_needs_no_data_and_gets_a_folder_to_work_in(
     theirs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(local, "start", lambda run: None)
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
     monkeypatch.delenv("TF_USE_LEGACY_KERAS", raising=False)
     commands = Commands()
     asked = Request(script=str(theirs), workers="1", runtime="local", tensorboard_port="0", overrides=("-n", "a b"))
@@ -71,7 +71,7 @@ def test_a_script_needs_no_data_and_gets_a_folder_to_work_in(
 
 
 def test_a_script_s_run_goes_on_with_its_script(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "start", lambda run: None)
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
     asked = Request(script=str(theirs), name="one", workers="1", runtime="local", tensorboard_port="0")
     startup.start(planning.plan(dataclasses.replace(asked, overrides=("7",))), Commands(), began=time.time())
     run = folders.find_run("one")
@@ -130,7 +130,7 @@ def test_the_caller_s_modules_are_found_where_the_caller_is(tmp_path: Path, monk
 def test_extra_packages_are_got_before_anything_is_started(
     resolved: None, theirs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, docker: Callable[[str], Path]
 ) -> None:
-    monkeypatch.setattr(local, "start", lambda run: None)
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
     asked = []
 
     def prepare(requirements: Path, python: str) -> Path:

@@ -12,7 +12,7 @@ from cluster.errors import EXIT_USAGE
 from cluster.launch import planning, startup, teardown
 from cluster.launch.request import Request
 from cluster.run.folder import RunFolder
-from cluster.runtime import local
+from cluster.runtime import supervisor
 from cluster.spec import Role
 from cluster.system.json_files import write_json
 from tests.unit.launching import Commands, refusal
@@ -103,7 +103,7 @@ def test_a_resumed_run_keeps_its_evaluator(resolved: None, make_run: MakeRun) ->
 def test_a_fresh_start_deletes_the_old_folder(
     resolved: None, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "start", lambda run: None)
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
     run = make_run("again", workers=0)
     run.event("chief", "first step")
     asked = Request(name="again", fresh=True, runtime="local", tensorboard_port="0")
@@ -114,7 +114,7 @@ def test_a_fresh_start_deletes_the_old_folder(
 def test_a_resumed_run_keeps_its_history_in_a_new_generation(
     resolved: None, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "start", lambda run: None)
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
     run = make_run("stopped", workers=2)
     run.event("chief", "checkpoint", step=200)
     beat(run, "chief", "stopped")

@@ -20,7 +20,8 @@ from cluster.control import watch
 from cluster.results import summary
 from cluster.run import liveness, logs
 from cluster.run.folder import RunFolder
-from cluster.runtime import local
+from cluster.runtime import memory as limits
+from cluster.runtime import registry, supervisor
 from cluster.system import files, journal
 from tests.unit import damage
 from tests.unit.gang import StartGang
@@ -68,10 +69,10 @@ def commands(monkeypatch: pytest.MonkeyPatch, resolved: None) -> None:
     monkeypatch.setattr(files, "LOCK_TIMEOUT_S", 0.1)
     monkeypatch.setattr(journal, "NEWEST_BYTES", 10**6)
     monkeypatch.setattr(logs, "PART_BYTES", 10**6)
-    monkeypatch.setattr(local, "start", lambda run: None)
-    monkeypatch.setattr(local, "check_memory", lambda *_, **__: None)
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
+    monkeypatch.setattr(limits, "check_free", lambda *_, **__: None)
     monkeypatch.setattr("cluster.control.trace.PATIENCE_S", 0.2)
-    monkeypatch.setattr("cluster.launch.planning.engine.choose_runtime", lambda requested: ("local", "asked for"))
+    monkeypatch.setattr(registry, "choose", lambda *_: (registry.LOCAL, "requested"))
     monkeypatch.setattr("cluster.image.engine.ask", lambda *_, **__: (1, ""))
 
 
@@ -188,10 +189,10 @@ def live(seed: int, make_run: MakeRun, start_gang: StartGang) -> None:
     outside.mkdir()
     names = [name for name in damage.files_of(gang.run) if name != "compose.json"]
     done = [damage.damage(gang.run, name, draw, outside) for name in draw.choices(names, k=6)]
-    assert local.processes_left(gang.run), done
+    assert supervisor.processes_left(gang.run), done
     call(lambda c, run: tasks.ns["status"](c, run=run), "run")
     call(lambda c, run: tasks.ns["down"](c, timeout="2"), "")
-    assert not local.processes_left(gang.run), done
+    assert not supervisor.processes_left(gang.run), done
     assert (before, []) == (contents(calm), list(outside.iterdir()))
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from cluster.run import owner
 from cluster.run.folder import RunFolder
-from cluster.runtime import local
+from cluster.runtime import supervisor
 from cluster.system import processes
 from tests.unit.gang import Gang, StartGang
 from tests.waiting import wait_for
@@ -41,8 +41,8 @@ def daemon_of(gang: Gang) -> dict[str, int]:
 def test_a_daemon_that_hides_is_killed_with_its_run(start_gang: StartGang) -> None:
     gang = start_gang(f"{DAEMON}\nwork()", workers=0)
     daemon = daemon_of(gang)
-    assert daemon["pid"] in local.processes_left(gang.run)
-    local.kill(gang.run)
+    assert daemon["pid"] in supervisor.processes_left(gang.run)
+    supervisor.kill(gang.run)
     assert not processes.alive(daemon)
 
 
@@ -62,7 +62,7 @@ def test_a_daemon_that_hides_ends_when_the_supervisor_is_killed(start_gang: Star
     (supervisor,) = (child for child in children if child != daemon["pid"])
     os.kill(supervisor, signal.SIGKILL)
     wait_for(lambda: not processes.alive(daemon), "the daemon's end", timeout_s=20)
-    wait_for(lambda: not local.running(gang.run), "the keeper's end", timeout_s=20)
+    wait_for(lambda: not supervisor.running(gang.run), "the keeper's end", timeout_s=20)
 
 
 def test_what_outlives_a_killed_keeper_is_known_by_its_environment(start_gang: StartGang) -> None:
@@ -76,8 +76,8 @@ def test_what_outlives_a_killed_keeper_is_known_by_its_environment(start_gang: S
     gang = start_gang("\n".join(line.strip() for line in lines.splitlines()), workers=0)
     child = daemon_of(gang)
     processes.kill(gang.keeper, signal.SIGKILL)
-    wait_for(lambda: [child["pid"]] == local.processes_left(gang.run), "the end of all others", timeout_s=20)
-    assert 1 == local.kill(gang.run)
+    wait_for(lambda: [child["pid"]] == supervisor.processes_left(gang.run), "the end of all others", timeout_s=20)
+    assert 1 == supervisor.kill(gang.run)
     assert not processes.alive(child)
 
 
@@ -86,7 +86,7 @@ def test_a_shell_that_knows_the_run_s_folder_is_left_alone(start_gang: StartGang
     environment = os.environ | {"RUN_DIR": str(gang.run.path), "RUNS_DIR": str(gang.run.path.parent), "TASK": "chief"}
     with subprocess.Popen(["sleep", "600"], env=environment) as shell:
         gang.await_step("chief", 2)
-        local.kill(gang.run)
+        supervisor.kill(gang.run)
         assert shell.poll() is None
         shell.kill()
 
@@ -96,8 +96,8 @@ def test_a_run_is_found_through_a_link_to_its_folder(start_gang: StartGang, tmp_
     gang.await_step("chief", 2)
     (tmp_path / "link").symlink_to(gang.run.path.parent)
     linked = RunFolder(tmp_path / "link" / gang.run.name)
-    assert local.processes_left(gang.run) == local.processes_left(linked)
-    assert 4 == local.kill(linked)
+    assert supervisor.processes_left(gang.run) == supervisor.processes_left(linked)
+    assert 4 == supervisor.kill(linked)
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ def test_a_damaged_record_owns_nothing(make_run: Callable[..., RunFolder], recor
     owner.record_path(run).parent.mkdir(exist_ok=True)
     owner.record_path(run).write_text(record)
     assert owner.read(run) is None
-    assert [] == local.processes_left(run)
-    assert 0 == local.kill(run)
+    assert [] == supervisor.processes_left(run)
+    assert 0 == supervisor.kill(run)
 
 
 @pytest.mark.parametrize("supervisor", [{"pid": 1}, {"pid": "1", "start_ticks": 1}, {"pid": 1, "start_ticks": None}, 1])
@@ -128,5 +128,5 @@ def test_a_supervisor_that_is_not_identified_is_no_process(
     run = make_run(workers=0)
     owner.record_path(run).parent.mkdir(exist_ok=True)
     owner.record_path(run).write_text(json.dumps({"runtime": "local", "token": "t", "supervisor": supervisor}))
-    assert [] == local.processes_left(run)
-    assert not local.running(run)
+    assert [] == supervisor.processes_left(run)
+    assert not supervisor.running(run)

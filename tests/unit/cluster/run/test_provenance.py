@@ -21,7 +21,7 @@ from cluster.launch import planning, startup, teardown
 from cluster.launch.request import Request
 from cluster.run import provenance
 from cluster.run.folder import RunFolder
-from cluster.runtime import compose, local
+from cluster.runtime import overlay, supervisor
 from cluster.system.json_files import read_json, write_json
 from tests.unit.launching import WORKING_ENGINE, Commands, refusal
 
@@ -33,7 +33,7 @@ RECORDS = ("config.json", "cluster.json", "compose.json", "control/started.json"
 @pytest.fixture
 def started(resolved: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunFolder]:
     """Starts a run of local processes, up to the processes themselves, and ends it; returns its folder."""
-    monkeypatch.setattr(local, "start", lambda run: None)
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
 
     def start(name: str = "mine", **asked: Any) -> RunFolder:
         options = {"runtime": "local", "tensorboard_port": "0"} | asked
@@ -226,7 +226,7 @@ def test_ending_a_run_obeys_nothing_that_its_tasks_can_write(
     write_json(run.compose, {"x-runtime": "docker"} | theirs)
     end(run, commands)
     (words,) = [shlex.split(command) for command in commands]
-    assert ["docker", "compose", "--progress=quiet", "--project-name", compose.project(run.path)] == words[:5]
+    assert ["docker", "compose", "--progress=quiet", "--project-name", overlay.project(run.path)] == words[:5]
     assert not [word for word in words[5:] if "/" in word or word.startswith("-f")]
 
 

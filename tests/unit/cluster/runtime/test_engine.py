@@ -9,6 +9,7 @@ import pytest
 
 from cluster.errors import PrerequisiteError
 from cluster.image import engine
+from cluster.runtime import registry
 
 
 @pytest.mark.parametrize(
@@ -21,8 +22,8 @@ def test_without_a_docker_that_runs_local_processes_are_chosen(
         (tmp_path / "docker").write_text("")
         (tmp_path / "docker").chmod(0o644)
     monkeypatch.setenv("PATH", str(tmp_path))
-    runtime, why = engine.choose_runtime("auto")
-    assert "local" == runtime
+    runtime, why = registry.choose("auto")
+    assert registry.LOCAL is runtime
     assert told in why
 
 
@@ -42,7 +43,7 @@ def test_what_to_do_follows_from_why_no_engine_can_be_used(
 ) -> None:
     docker(script)
     with pytest.raises(PrerequisiteError, match=expected):
-        engine.choose_runtime("docker")
+        registry.choose("docker")
     with pytest.raises(PrerequisiteError, match=expected):
         engine.demand("image.build")
 

@@ -12,12 +12,13 @@ import pytest
 from cluster import spec
 from cluster.errors import UsageError
 from cluster.launch import planning
-from cluster.launch.payload import Payload, lay_out
 from cluster.launch.request import Request
+from cluster.launch.scripts import lay_out
 from cluster.run import provenance
 from cluster.run.folder import RunFolder
-from cluster.runtime import inherited, local
-from cluster.runtime.compose import Containers, overlay
+from cluster.runtime import compose, inherited, local, supervisor
+from cluster.runtime.overlay import Containers, overlay
+from cluster.runtime.payload import Payload
 from cluster.system.json_files import read_json, write_json
 from tests.unit.gang import Gang
 from tests.unit.launching import refusal
@@ -57,18 +58,18 @@ def run_script(make_run: Callable[..., RunFolder], tmp_path: Path) -> Iterator[C
         folder, payload = make_run(workers=0), Payload(script, env=env)
         started.append(folder)
         cluster = folder.load_cluster()
-        more, command = payload.environment(cluster, contained=False), payload.command(contained=False)
+        more, command = payload.environment(cluster, payload.local_path()), payload.command()
         write_json(folder.config, payload.to_json())
         write_json(folder.compose, local.processes_of(cluster, folder.path, tmp_path / "data", command, more))
-        lay_out(payload, folder, cluster, contained=False)
-        local.start(folder)
+        lay_out(payload, folder, cluster)
+        supervisor.start(folder)
         assert "succeeded" == Gang(folder).summary()["state"]
         seen: dict[str, str] = json.loads((folder.work("chief") / "seen.json").read_text())
         return seen
 
     yield run
     for folder in started:
-        local.kill(folder)
+        supervisor.kill(folder)
 
 
 @pytest.mark.usefixtures("stale")
@@ -97,10 +98,10 @@ def test_a_value_of_the_caller_s_is_written_nowhere(tmp_path: Path) -> None:
     payload = Payload(env=("AWS_SECRET_ACCESS_KEY",))
     cluster = spec.build(1)
     processes = local.processes_of(
-        cluster, tmp_path, tmp_path, payload.command(contained=False), payload.environment(cluster, contained=False)
+        cluster, tmp_path, tmp_path, payload.command(), payload.environment(cluster, payload.local_path())
     )
     assert ["AWS_SECRET_ACCESS_KEY"] == processes["inherits"]
-    given = payload.environment(cluster, contained=True)
+    given = compose.environment(payload, cluster)
     services = overlay(cluster, Containers(tmp_path, tmp_path, "image", "1:1", 2**30, environment=given), [])
     for service in services["services"].values():
         seen = service["environment"]

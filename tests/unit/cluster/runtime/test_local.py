@@ -14,7 +14,8 @@ import pytest
 from cluster import spec
 from cluster.errors import PrerequisiteError, TimedOut
 from cluster.run.folder import RunFolder
-from cluster.runtime import local
+from cluster.runtime import local, supervisor
+from cluster.runtime import memory as limits
 from cluster.system import processes
 from cluster.system.json_files import read_json, write_json
 from tests.unit.gang import StartGang
@@ -44,9 +45,9 @@ def test_too_few_free_ports_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_more_tasks_than_memory_are_refused() -> None:
-    local.check_memory(0)
+    limits.check_free(0)
     with pytest.raises(PrerequisiteError, match=r"1000000 tasks need about \d+\.\d GiB of memory, .* use at most \d+"):
-        local.check_memory(10**6)
+        limits.check_free(10**6)
 
 
 def test_each_task_gets_its_command_and_environment() -> None:
@@ -71,9 +72,9 @@ def test_the_chief_alone_gets_no_tf_config() -> None:
 
 def test_the_supervisor_ends_when_the_run_does(start_gang: StartGang) -> None:
     gang = start_gang("train(2), finish()", workers=0)
-    assert local.running(gang.run)
+    assert supervisor.running(gang.run)
     assert "succeeded" == gang.summary()["state"]
-    wait_for(lambda: not local.running(gang.run), "the supervisor's end")
+    wait_for(lambda: not supervisor.running(gang.run), "the supervisor's end")
 
 
 def test_the_supervisor_brings_back_a_killed_agent(start_gang: StartGang) -> None:
@@ -91,10 +92,10 @@ def test_killing_a_run_leaves_no_process(start_gang: StartGang) -> None:
     for started, tasks in ((gang, ("chief", "worker-0")), (other, ("chief",))):
         for task in tasks:
             started.await_step(task, 2)
-    assert 6 == len(local.processes_left(gang.run))  # two for all of them, two agents and their programs
-    assert 6 == local.kill(gang.run)
-    assert [] == local.processes_left(gang.run)
-    assert 4 == len(local.processes_left(other.run))
+    assert 6 == len(supervisor.processes_left(gang.run))  # two for all of them, two agents and their programs
+    assert 6 == supervisor.kill(gang.run)
+    assert [] == supervisor.processes_left(gang.run)
+    assert 4 == len(supervisor.processes_left(other.run))
 
 
 def test_everything_dies_with_the_supervisor(start_gang: StartGang) -> None:
@@ -102,7 +103,7 @@ def test_everything_dies_with_the_supervisor(start_gang: StartGang) -> None:
     for task in ("chief", "worker-0"):
         gang.await_step(task, 2)
     processes.kill(gang.keeper, signal.SIGKILL)
-    wait_for(lambda: not local.processes_left(gang.run), "the end of all processes", timeout_s=3)
+    wait_for(lambda: not supervisor.processes_left(gang.run), "the end of all processes", timeout_s=3)
 
 
 def test_sigterm_to_the_supervisor_stops_the_run(start_gang: StartGang) -> None:
@@ -120,7 +121,7 @@ def test_an_agent_that_keeps_failing_ends_the_run(
     dies = {"command": ["sh", "-c", end], "environment": {}}
     write_json(run.compose, {"runtime": "local", "tasks": {"chief": dies}})
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the supervisor runs in this very process
-    local.Supervisor(run).main()
+    supervisor.Supervisor(run).main()
     summary = read_json(run.summary)
     assert "failed" == summary["state"]
     assert "chief" == summary["cause"]["task"]
@@ -137,7 +138,7 @@ def test_an_agent_that_is_killed_comes_back_however_often(
     )
     write_json(run.control / "started.json", {"time": 0.0, "max_restarts": 0})
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the supervisor runs in this very process
-    local.Supervisor(run).main()
+    supervisor.Supervisor(run).main()
     assert 31 == len((tmp_path / "lives").read_text().splitlines())
 
 
@@ -145,4 +146,4 @@ def test_a_supervisor_that_cannot_start_its_tasks_is_told(make_run: Callable[...
     run = make_run(workers=0)
     run.compose.write_text("{}")
     with pytest.raises(TimedOut, match="the supervisor of run did not start its tasks; see .*/logs/supervisor.log"):
-        local.start(run)
+        supervisor.start(run)

@@ -12,8 +12,9 @@ import pytest
 from cluster.control import view
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE
 from cluster.launch import manifest, planning, startup
+from cluster.launch.plan import Plan
 from cluster.launch.request import Request
-from cluster.runtime import local, network
+from cluster.runtime import network, supervisor
 from cluster.system import namespaces
 from cluster.system.json_files import read_json, write_json
 from cluster.system.namespaces import Refusal
@@ -44,7 +45,7 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-def warnings(planned: planning.Plan) -> list[str]:
+def warnings(planned: Plan) -> list[str]:
     """Return what `up` prints of the network."""
     return [note for note in planned.notes if note.startswith("warning: ")]
 
@@ -96,7 +97,7 @@ def test_a_tpu_is_reached_through_the_machine_s_network(resolved: None, monkeypa
 def test_the_machine_s_network_can_be_asked_for(resolved: None) -> None:
     planned = planning.plan(Request(workers="1", network="host", **LOCAL))
     (told,) = warnings(planned)
-    assert ("host", True) == (planned.network.name, told.endswith("network, as asked (--network host)"))
+    assert ("host", True) == (planned.network.name, told.endswith("network, as requested (--network host)"))
 
 
 @pytest.mark.parametrize("asked", ["", "host"])
@@ -108,7 +109,7 @@ def test_who_trains_alone_serves_nobody_and_is_not_warned(resolved: None, forbid
 def test_containers_have_their_own(resolved: None, docker: Callable[[str], Path]) -> None:
     docker(WORKING_ENGINE)
     planned = planning.plan(Request(workers="1"))
-    assert ("docker", "private", []) == (planned.runtime, planned.network.name, warnings(planned))
+    assert ("docker", "private", []) == (planned.runtime.name, planned.network.name, warnings(planned))
     error = refusal(Request(network="host"))
     assert EXIT_USAGE == error.exit_code
     assert str(error).startswith("--network host with containers: theirs is their own; add --runtime local")
@@ -121,7 +122,7 @@ def test_a_network_that_is_none_is_refused_with_those_that_are(resolved: None) -
 
 
 def test_what_was_asked_for_holds_when_the_run_goes_on(resolved: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "start", lambda run: None)
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
     for name, asked, then in (("open", "host", "host"), ("closed", "private", "private"), ("left", "", "private")):
         planned = planning.plan(Request(name=name, network=asked, **LOCAL))
         startup.start(planned, Commands(), began=time.time())
@@ -141,7 +142,7 @@ def test_what_was_asked_for_holds_when_the_run_goes_on(resolved: None, monkeypat
 def test_the_manifest_says_which_it_was_and_no_more(
     resolved: None, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
-    monkeypatch.setattr(local, "start", lambda run: None)
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
     planned = planning.plan(Request(name="one", network=asked, **LOCAL))
     startup.start(planned, Commands(), began=time.time())
     found = manifest.read(planned.run)

@@ -18,7 +18,7 @@ from cluster import spec
 from cluster.gpu.placement import Placement
 from cluster.launch import teardown
 from cluster.run.folder import RunFolder
-from cluster.runtime import local
+from cluster.runtime import local, supervisor
 from cluster.system import processes
 from tests.unit.gang import Gang, StartGang
 from tests.waiting import wait_for
@@ -34,7 +34,7 @@ def start(start_gang: StartGang) -> StartGang:
     return partial(start_gang, preload="tests.unit.preloaded")
 
 
-def supervisor(gang: Gang) -> int:
+def supervisor_of(gang: Gang) -> int:
     """Return the one child of the run's first process, which does nothing else than wait for it."""
     keeper = gang.keeper["pid"]
     return int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text())
@@ -47,7 +47,7 @@ def loaded_by(gang: Gang, generation: int = 0) -> dict[str, str]:
 
 def test_every_program_is_a_copy_of_the_supervisor(start: StartGang) -> None:
     gang = start(f"{LOADED}\ntrain(2), meet(), finish()", workers=1)
-    loader = supervisor(gang)
+    loader = supervisor_of(gang)
     summary = gang.summary()
     assert ("succeeded", {"chief": 0, "worker-0": 0}) == (summary["state"], summary["tasks"])
     assert dict.fromkeys(("chief", "worker-0"), f"[{loader}]") == loaded_by(gang)
@@ -56,7 +56,7 @@ def test_every_program_is_a_copy_of_the_supervisor(start: StartGang) -> None:
 
 def test_a_killed_program_begins_again_as_a_copy(start: StartGang) -> None:
     gang = start(f"{LOADED}\ntrain(3)\nif not GENERATION: work()\ntrain(4), meet(), finish()", workers=1)
-    loader = supervisor(gang)
+    loader = supervisor_of(gang)
     gang.await_step("worker-0", 3)
     os.kill(gang.pid("worker-0"), signal.SIGKILL)
     summary = gang.summary()
@@ -80,9 +80,9 @@ def test_everything_dies_with_the_supervisor(start: StartGang) -> None:
     gang = start("train(2), work()", workers=1)
     for task in ("chief", "worker-0"):
         gang.await_step(task, 2)
-    assert 6 == len(local.processes_left(gang.run))
-    os.kill(supervisor(gang), signal.SIGKILL)
-    wait_for(lambda: not local.processes_left(gang.run), "the end of all processes", timeout_s=3)
+    assert 6 == len(supervisor.processes_left(gang.run))
+    os.kill(supervisor_of(gang), signal.SIGKILL)
+    wait_for(lambda: not supervisor.processes_left(gang.run), "the end of all processes", timeout_s=3)
 
 
 @pytest.mark.parametrize(
@@ -116,18 +116,18 @@ def test_stop_reaches_a_copy(start: StartGang) -> None:
 def test_a_run_is_under_way_while_it_imports_and_can_be_stopped(
     start: StartGang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin = local.start
+    begin = supervisor.start
 
     def begin_slowly(run: RunFolder) -> None:
         (run.path / "import-lasts").touch()
         begin(run)
 
-    monkeypatch.setattr(local, "start", begin_slowly)
+    monkeypatch.setattr(supervisor, "start", begin_slowly)
     gang = start("train(2), finish()", workers=1)
     wait_for(lambda: len(gang.run.heartbeats()) == 2, "the sign of life of both tasks")
     assert {"starting"} == {beat["state"] for beat in gang.run.heartbeats().values()}
     assert teardown.in_progress(gang.run)
-    os.kill(supervisor(gang), signal.SIGTERM)
+    os.kill(supervisor_of(gang), signal.SIGTERM)
     wait_for(lambda: gang.run.stop_requested, "the request to stop")
     (gang.run.path / "import-lasts").unlink()
     assert ("stopped", []) == (gang.summary()["state"], gang.summary()["restarts"])
@@ -136,13 +136,13 @@ def test_a_run_is_under_way_while_it_imports_and_can_be_stopped(
 def test_where_the_import_fails_each_task_meets_the_error_by_itself(
     start: StartGang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin = local.start
+    begin = supervisor.start
 
     def begin_badly(run: RunFolder) -> None:
         (run.path / "import-fails").touch()
         begin(run)
 
-    monkeypatch.setattr(local, "start", begin_badly)
+    monkeypatch.setattr(supervisor, "start", begin_badly)
     gang = start(f"{LOADED}\ntrain(2), meet(), finish()", workers=1)
     assert "succeeded" == gang.summary()["state"]
     assert {"chief": "[]", "worker-0": "[]"} == loaded_by(gang)

@@ -28,13 +28,13 @@ from cluster.control import faults
 from cluster.errors import EXIT_USAGE, UsageError
 from cluster.gpu import placement
 from cluster.gpu.placement import Placement
-from cluster.image import images
+from cluster.image import engine, images
 from cluster.launch import configuration, folders, planning, startup
-from cluster.launch.payload import check_script
 from cluster.launch.request import Request
 from cluster.run.folder import RunFolder
-from cluster.runtime import compose, local
-from cluster.runtime.compose import Containers
+from cluster.runtime import compose, local, overlay, registry, supervisor
+from cluster.runtime.overlay import Containers
+from cluster.runtime.payload import check_script
 from cluster.system import user_code
 from cluster.system.json_files import write_json
 
@@ -88,7 +88,7 @@ def test_a_run_lies_in_the_folder_of_runs(name: str) -> None:
     if taken == name:
         run = RunFolder(folders.runs_dir() / name)
         assert folders.runs_dir() == Path(os.path.normpath(run.path)).parent
-        assert re.fullmatch(r"[a-z0-9][a-z0-9_-]*", compose.project(run.path))
+        assert re.fullmatch(r"[a-z0-9][a-z0-9_-]*", overlay.project(run.path))
     else:
         assert isinstance(taken, UsageError)
 
@@ -262,11 +262,11 @@ def test_a_process_id_that_a_task_made_up_is_no_command(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, pid: Any
 ) -> None:
     run, asked = make_run(), []
-    monkeypatch.setattr(faults.ContainerMeans, "_container", lambda self, task: "c")
+    monkeypatch.setattr(faults.ContainerFaults, "_container", lambda self, task: "c")
     monkeypatch.setattr(faults.engine, "ask", lambda *words, **options: asked.append(words))
     write_json(run.programs("chief"), {"program": {"pid": pid}})
     with pytest.raises(UsageError):
-        faults.ContainerMeans(run).signal("chief", 9, "program")
+        faults.ContainerFaults(run).signal("chief", 9, "program")
     assert [] == asked
 
 
@@ -292,7 +292,7 @@ def test_an_overlay_holds_what_was_meant_and_no_variable(
     containers = Containers(
         run_dir, Path("/") / data, "i", "1:1", 2**30, mounts, {"X": value}, way_out=True, gpus=given_gpus
     )
-    read = json.loads(json.dumps(compose.overlay(spec.build(0), containers, command)))
+    read = json.loads(json.dumps(overlay.overlay(spec.build(0), containers, command)))
     assert all("$" not in text.replace("$$", "") for text in strings(read))
     chief = read["services"]["chief"]
     meant = {key: [text.replace("$$", "$") for text in strings(chief.get(key, []))] for key in ("command", "volumes")}
@@ -373,9 +373,9 @@ def test_no_file_plan_label_or_command_of_a_run_holds_a_secret(
     scripted: bool,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(local, "start", lambda run: None)
-    monkeypatch.setattr(planning.engine, "choose_runtime", lambda requested: (runtime, "asked"))
-    monkeypatch.setattr(startup.engine, "ask", lambda *words, **options: (1, ""))
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
+    monkeypatch.setattr(registry, "choose", lambda *_: (registry.get(runtime), "requested"))
+    monkeypatch.setattr(engine, "ask", lambda *words, **options: (1, ""))
     monkeypatch.setattr(images, "inspect", lambda image: {"image": image, "id": "sha256:1"})
     monkeypatch.setattr(images, "default_base", lambda asked="": images.Base("base"))
     for folder in (tmp_path, script.parent):

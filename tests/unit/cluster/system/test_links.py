@@ -18,7 +18,7 @@ from cluster.launch import planning, startup
 from cluster.launch.request import Request
 from cluster.run.folder import RunFolder
 from cluster.run.heartbeat import Heartbeat
-from cluster.runtime import compose, local
+from cluster.runtime import overlay, supervisor
 from cluster.system import files, journal, json_files
 from tests.unit.launching import Commands
 
@@ -253,7 +253,7 @@ def script(tmp_path: Path) -> Path:
 def test_what_goes_on_or_begins_again_touches_nothing_outside(
     script: Path, outside: Path, untouched: Callable[[], bool], monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
-    monkeypatch.setattr(local, "start", lambda run: None)
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
     options = {"runtime": "local", "tensorboard_port": "0", "workers": "1"}
     planned = planning.plan(Request(script=str(script), name="one", **options))
     startup.start(planned, Commands(), began=time.time())
@@ -277,7 +277,7 @@ def test_what_goes_on_or_begins_again_touches_nothing_outside(
 def test_nor_does_what_is_copied_or_kept_for_later(
     script: Path, outside: Path, untouched: Callable[[], bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(local, "start", lambda run: None)
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "requirements.txt").touch()
     planned = planning.plan(Request(script=str(script), name="one", runtime="local", tensorboard_port="0"))
@@ -316,10 +316,10 @@ def test_handing_over_a_folder_hands_over_no_more(
 def test_a_script_s_tmp_is_mounted_from_where_no_task_can_put_a_link() -> None:
     run = RunFolder(Path("/runs/one"))
     cluster = spec.build(1)
-    containers = compose.Containers(run.path, Path("/data"), "image", "1:1", 2**30, way_out=True)
+    containers = overlay.Containers(run.path, Path("/data"), "image", "1:1", 2**30, way_out=True)
     writable = {
         volume["source"]
-        for task in compose.overlay(cluster, containers, [])["services"].values()
+        for task in overlay.overlay(cluster, containers, [])["services"].values()
         for volume in task["volumes"]
         if not volume.get("read_only")
     }

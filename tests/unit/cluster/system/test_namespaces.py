@@ -17,7 +17,7 @@ import pytest
 
 from cluster.paths import ROOT
 from cluster.run.folder import RunFolder
-from cluster.runtime import local
+from cluster.runtime import supervisor
 from cluster.system import namespaces
 from cluster.system.json_files import write_json
 from tests import doors
@@ -117,7 +117,7 @@ def test_a_task_that_comes_back_is_in_its_run_s_network_again(private: None, sta
     os.kill(killed, 9)
     wait_for(lambda: gang.pid("worker-0", "agent") != killed and gang.run.generation == 1, "the worker to come back")
     gang.await_step("worker-0", 4)
-    networks = {network_of(pid) for pid in local.processes_left(gang.run)}
+    networks = {network_of(pid) for pid in supervisor.processes_left(gang.run)}
     assert {before} == networks
     assert before != network_of(os.getpid())
 
@@ -140,7 +140,7 @@ def test_a_run_that_must_have_a_network_and_cannot_starts_no_task(
     write_json(run.compose, {"runtime": "local", "network": "private", "tasks": {"chief": started}})
     monkeypatch.setattr(namespaces, "enter", refuse)
     with pytest.raises(PermissionError):
-        local.main(run)
+        supervisor.main(run)
     assert not (tmp_path / "started").exists()
 
 

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.control import faults
-from cluster.control.faults import ContainerMeans, LocalMeans
 from cluster.errors import ClusterError, UsageError
 from cluster.run.folder import RunFolder
-from cluster.runtime import compose
+from cluster.runtime import faults, overlay, registry
+from cluster.runtime.faults import ContainerFaults, ProcessFaults
 from cluster.system.json_files import write_json
 from cluster.system.processes import identity
 from tests.waiting import wait_for
@@ -50,19 +49,19 @@ def states(pids: dict[str, int]) -> dict[str, str]:
 
 
 def test_a_signal_reaches_only_whom_it_is_meant_for(run: RunFolder, victims: dict[str, int]) -> None:
-    means = LocalMeans(run)
-    means.signal("worker-0", signal.SIGKILL, "program")
+    injector = ProcessFaults(run)
+    injector.signal("worker-0", signal.SIGKILL, "program")
     wait_for(lambda: states(victims)["program"] == "Z", "the program's end", timeout_s=10)
     assert states(victims)["agent"] in "SRD"
-    means.signal("worker-0", signal.SIGKILL, "agent", "program")  # the second is gone already
+    injector.signal("worker-0", signal.SIGKILL, "agent", "program")  # the second is gone already
     wait_for(lambda: states(victims)["agent"] == "Z", "the agent's end", timeout_s=10)
 
 
 def test_a_task_that_is_frozen_is_frozen_whole_until_it_is_relieved(run: RunFolder, victims: dict[str, int]) -> None:
-    means = LocalMeans(run)
-    means.freeze("worker-0")
+    injector = ProcessFaults(run)
+    injector.pause("worker-0")
     wait_for(lambda: set(states(victims).values()) == {"T"}, "the frozen task", timeout_s=10)
-    means.relieve("worker-0")
+    injector.undo("worker-0")
     wait_for(lambda: set(states(victims).values()) == {"S"}, "the task that goes on", timeout_s=10)
 
 
@@ -70,22 +69,22 @@ def test_a_slow_program_stops_again_and_again_and_no_more_once_relieved(
     run: RunFolder, victims: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(faults, "SLICE_S", 0.1)
-    means = LocalMeans(run)
-    means.slow_down("worker-0")
+    injector = ProcessFaults(run)
+    injector.slow("worker-0")
     for _ in range(2):
         for state in ("T", "S"):
             wait_for(lambda at=state: states(victims)["program"] == at, f"the state {state}", timeout_s=10)
     assert "S" == states(victims)["agent"]
     wait_for(lambda: states(victims)["program"] == "T", "the next stop", timeout_s=10)
-    thread = means._slowing
-    means.relieve("worker-0")
+    thread = injector._slowing
+    injector.undo("worker-0")
     assert thread is not None and not thread.is_alive()
     wait_for(lambda: states(victims)["program"] == "S", "the program that goes on", timeout_s=10)
 
 
 def test_a_task_without_a_program_cannot_be_hurt_yet(run: RunFolder) -> None:
     with pytest.raises(UsageError, match=r"^worker-0 has no program yet: wait until it trains$"):
-        LocalMeans(run).signal("worker-0", signal.SIGKILL, "program")
+        ProcessFaults(run).signal("worker-0", signal.SIGKILL, "program")
 
 
 # Containers
@@ -120,13 +119,14 @@ def docker(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 def test_the_means_are_those_of_the_runtime(make_run: MakeRun, run: RunFolder, docker: Engine) -> None:
-    assert isinstance(faults.means(run), ContainerMeans)
-    assert isinstance(faults.means(make_run("another")), LocalMeans)
+    assert isinstance(registry.of(run).faults(run), ContainerFaults)
+    other = make_run("another")
+    assert isinstance(registry.of(other).faults(other), ProcessFaults)
 
 
 def test_a_task_s_container_is_found_by_its_labels(run: RunFolder, docker: Engine) -> None:
-    faults.means(run).freeze("worker-0")
-    labels = (f"label=com.docker.compose.project={compose.project(run.path)}", "label=tf-cluster.task=worker-0")
+    registry.of(run).faults(run).pause("worker-0")
+    labels = (f"label=com.docker.compose.project={overlay.project(run.path)}", "label=tf-cluster.task=worker-0")
     assert {("ps", "--quiet", "--filter", labels[0], "--filter", labels[1])} == {
         words for words in docker.asked if words[0] == "ps"
     }
@@ -135,14 +135,14 @@ def test_a_task_s_container_is_found_by_its_labels(run: RunFolder, docker: Engin
 def test_a_task_whose_container_does_not_run_is_named(run: RunFolder, docker: Engine) -> None:
     docker.answers["ps"] = (0, "")
     with pytest.raises(ClusterError, match=r"^worker-0 has no container that runs; `docker ps --all` shows"):
-        faults.means(run).freeze("worker-0")
+        registry.of(run).faults(run).pause("worker-0")
     assert [] == docker.done()
 
 
 def test_a_signal_is_sent_inside_the_container(run: RunFolder, docker: Engine) -> None:
-    means = faults.means(run)
-    means.signal("worker-0", signal.SIGKILL, "agent", "program")
-    means.signal("worker-0", signal.SIGTERM, "agent")
+    injector = registry.of(run).faults(run)
+    injector.signal("worker-0", signal.SIGKILL, "agent", "program")
+    injector.signal("worker-0", signal.SIGTERM, "agent")
     assert [
         ("exec", "c0ffee", "sh", "-c", "kill -9 1 7"),
         ("exec", "c0ffee", "sh", "-c", "kill -15 1"),
@@ -151,14 +151,14 @@ def test_a_signal_is_sent_inside_the_container(run: RunFolder, docker: Engine) -
 
 def test_a_signal_that_ends_its_own_container_is_no_error(run: RunFolder, docker: Engine) -> None:
     docker.answers["exec"] = (137, "")
-    faults.means(run).signal("worker-0", signal.SIGKILL, "agent")
+    registry.of(run).faults(run).signal("worker-0", signal.SIGKILL, "agent")
 
 
 def test_a_frozen_container_goes_on_once_it_is_relieved(run: RunFolder, docker: Engine) -> None:
-    means = faults.means(run)
-    means.freeze("worker-0")
+    injector = registry.of(run).faults(run)
+    injector.pause("worker-0")
     assert [("pause", "c0ffee")] == docker.done()
-    means.relieve("worker-0")
+    injector.undo("worker-0")
     assert [("unpause", "c0ffee")] == docker.done()
 
 
@@ -172,26 +172,26 @@ def test_a_busy_container_that_cannot_be_frozen_at_once_is_tried_again(
         return (1, "unable to freeze") if "pause" in words and len(tries) < 3 else ask(*words, **options)
 
     monkeypatch.setattr(faults.engine, "ask", busy)
-    faults.means(run).freeze("worker-0")
+    registry.of(run).faults(run).pause("worker-0")
     assert 3 == len(tries)
 
 
 def test_a_container_that_is_cut_off_comes_back_under_its_own_name(run: RunFolder, docker: Engine) -> None:
     docker.answers["inspect"] = (0, json.dumps({"run_egress": {}, "run_cluster": {}}))
-    means = faults.means(run)
-    means.cut_off("worker-0")
+    injector = registry.of(run).faults(run)
+    injector.partition("worker-0")
     inspect, disconnect = docker.done()
     assert ("inspect", "c0ffee") == (inspect[0], inspect[-1])
     assert ("network", "disconnect", "--force", "run_cluster", "c0ffee") == disconnect
-    means.relieve("worker-0")
+    injector.undo("worker-0")
     assert [("network", "connect", "--alias", "worker-0", "run_cluster", "c0ffee")] == docker.done()
 
 
 def test_a_slow_container_gets_every_core_back(run: RunFolder, docker: Engine) -> None:
-    means = faults.means(run)
-    means.slow_down("worker-0")
+    injector = registry.of(run).faults(run)
+    injector.slow("worker-0")
     assert [("update", "--cpus", "0.2", "c0ffee")] == docker.done()
-    means.relieve("worker-0")
+    injector.undo("worker-0")
     assert [("update", "--cpus", str(os.cpu_count()), "c0ffee")] == docker.done()
 
 
@@ -201,8 +201,8 @@ def test_a_container_without_memory_gets_its_own_back_or_plenty(
 ) -> None:
     monkeypatch.setattr(faults.memory, "available_bytes", lambda: 5000)
     docker.answers |= {"exec": (0, str(2**30)), "inspect": (0, str(had))}
-    means = faults.means(run)
-    means.exhaust_memory("worker-0")
+    injector = registry.of(run).faults(run)
+    injector.oom("worker-0")
     used, inspect, update, hog = docker.done()
     assert ("inspect", "--format", "{{.HostConfig.Memory}}", "c0ffee") == inspect
     assert ("exec", "c0ffee", "sh", "-c") == used[:4] and "memory.current" in used[4]
@@ -210,7 +210,7 @@ def test_a_container_without_memory_gets_its_own_back_or_plenty(
     assert ("update", "--memory", str(limit), "--memory-swap", str(limit), "c0ffee") == update
     assert ("exec", "c0ffee", "python", "-c") == hog[:4]
     assert ("7", str(limit // 2**24 + 16)) == hog[5:]  # until the program is gone, and never more than fits
-    means.relieve("worker-0")
+    injector.undo("worker-0")
     assert [("update", "--memory", str(expected), "--memory-swap", str(expected), "c0ffee")] == docker.done()
 
 
@@ -236,31 +236,31 @@ def test_the_hog_ends_with_the_program_that_it_starves() -> None:
 
 def test_what_was_done_last_is_undone_first_and_only_once(run: RunFolder, docker: Engine) -> None:
     docker.answers["inspect"] = (0, json.dumps({"run_cluster": {}}))
-    means = faults.means(run)
-    means.cut_off("worker-0")
-    means.slow_down("worker-0")
-    means.freeze("worker-0")
+    injector = registry.of(run).faults(run)
+    injector.partition("worker-0")
+    injector.slow("worker-0")
+    injector.pause("worker-0")
     docker.done()
-    means.relieve("worker-0")
+    injector.undo("worker-0")
     assert ["unpause", "update", "network"] == [words[0] for words in docker.done()]
-    means.relieve("worker-0")
+    injector.undo("worker-0")
     assert [] == docker.done()
 
 
-@pytest.mark.parametrize(("does", "asks"), [("freeze", "pause"), ("cut_off", "inspect"), ("slow_down", "update")])
+@pytest.mark.parametrize(("does", "asks"), [("pause", "pause"), ("partition", "inspect"), ("slow", "update")])
 def test_an_engine_that_refuses_is_told_in_one_line_and_nothing_is_to_be_undone(
     run: RunFolder, docker: Engine, does: str, asks: str
 ) -> None:
     docker.answers[asks] = (1, "WARNING: a plugin is old\nError response from daemon: no such thing")
-    means = faults.means(run)
+    injector = registry.of(run).faults(run)
     with pytest.raises(ClusterError) as failed:
-        getattr(means, does)("worker-0")
+        getattr(injector, does)("worker-0")
     line = str(failed.value)
     assert 1 == len(line.splitlines())
     assert line.startswith(f"docker {asks}") and line.endswith("Error response from daemon: no such thing")
     assert 1 == failed.value.exit_code
     docker.done()
-    means.relieve("worker-0")
+    injector.undo("worker-0")
     assert [] == docker.done()
 
 
@@ -281,7 +281,7 @@ def test_the_disk_of_the_machine_itself_is_never_filled(unfillable: RunFolder, m
     monkeypatch.setattr(faults, "Path", lambda _: unfillable.path)  # where "/" is
     monkeypatch.setattr(faults, "MAX_BALLAST_BYTES", 2**70)
     with pytest.raises(UsageError, match=REFUSED) as refused:
-        LocalMeans(unfillable).fill_disk()
+        ProcessFaults(unfillable).diskfull("chief")
     assert 1 == len(str(refused.value).splitlines())
 
 
@@ -289,7 +289,7 @@ def test_a_disk_with_too_much_room_is_never_filled(unfillable: RunFolder, monkey
     monkeypatch.setattr(faults, "Path", lambda _: Path("/proc"))  # as if the runs had a disk of their own
     monkeypatch.setattr(faults, "MAX_BALLAST_BYTES", 0)
     with pytest.raises(UsageError, match=REFUSED):
-        LocalMeans(unfillable).fill_disk()
+        ProcessFaults(unfillable).diskfull("chief")
 
 
 @pytest.fixture
@@ -315,13 +315,13 @@ def test_a_small_disk_is_filled_to_the_last_byte_and_given_back(small_disk: Path
     before = room(small_disk)
     assert before > 3 * 2**20
     (small_disk / "last").write_bytes(b"x")
-    means = LocalMeans(run)
-    means.fill_disk()
+    injector = ProcessFaults(run)
+    injector.diskfull("chief")
     assert 0 == room(small_disk)
     with pytest.raises(OSError, match="No space left"):
         (small_disk / "more").write_bytes(b"x")
     (small_disk / "more").unlink()
-    means.relieve("worker-0")
+    injector.undo("worker-0")
     (small_disk / "last").unlink()
     assert before == room(small_disk)
-    means.relieve("worker-0")  # there is nothing left to undo
+    injector.undo("worker-0")  # there is nothing left to undo

@@ -1,0 +1,99 @@
+"""A run that was checked and can be started, and how it is shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cluster import spec, tf_config
+from cluster.runtime import tensorboard
+from cluster.runtime.base import Runtime, Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Workload):
+    """What is started, on which runtime, and how it is looked after."""
+
+    runtime: Runtime
+    why_runtime: str
+    """In words what runs the tasks, and why."""
+    compose: dict[str, Any]
+    """What the runtime makes of it, as saved in `compose.json`."""
+    config: dict[str, Any]
+    data: str
+    """In words what is prepared of its data; empty where something must be."""
+    tensorboard_port: int
+    hang_timeout_s: int
+    max_restarts: int
+    resumes: bool
+    replaces: bool
+    trusts: bool
+    """Whether its run may go on though this user did not start it."""
+    about_resuming: tuple[str, ...] = ()
+    """What the caller should know of a run that goes on."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What the caller should know of it besides."""
+        others = [*self._keras_notes, *self.about_resuming, *filter(None, [self.network.warning])]
+        return [*self.gpus.lines(), *self.gpus.notes, *others]
+
+    @property
+    def _keras_notes(self) -> list[str]:
+        if self.config.get("loop") == "fit":
+            if self.cluster.kind.legacy_fit:
+                return ["Model.fit is that of tf_keras, because Keras 3's own fails on more than one task"]
+            return ["Model.fit is that of Keras 3"]
+        if not self.payload.needs_legacy_keras(self.cluster):
+            return []
+        return [
+            "tf.keras is Keras 2 (tf_keras) for the script, because Keras 3's own fit fails on more than one task; "
+            "TF_USE_LEGACY_KERAS=0 keeps Keras 3"
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan for `invoke plan --json`."""
+        batch = self.config.get("global_batch")
+        shards = self.config.get("bitwise_elastic") or self.cluster.batch_divisor
+        most = -(-shards // self.cluster.batch_divisor)  # of one replica: they need not share them evenly
+        return {
+            "run": self.run.name,
+            "runtime": self.runtime.name,
+            "network": self.network.name,
+            "strategy": self.cluster.strategy_class,
+            "replicas": self.cluster.replicas,
+            "global_batch": batch,
+            "replica_batch": batch and batch // shards * most,
+            "training": self._training(),
+            "tensorboard": tensorboard.address(self.tensorboard_port) if self.tensorboard_port else None,
+            "tasks": [
+                {
+                    "task": task.name,
+                    "address": task.address,
+                    "gpus": self.gpus.shown(task.name),
+                    "tf_config": tf_config.render(self.cluster, task),
+                }
+                for task in self.cluster.tasks
+            ],
+            "notes": [*self.gpus.notes, *self.about_resuming, *filter(None, [self.network.warning])],
+            "config": self.config,
+            "compose": self.compose,
+        }
+
+    def _training(self) -> dict[str, Any] | None:
+        """Return the numerics that follow from the configuration and the cluster; None for a script."""
+        settings, batch = self.config.get("optimizer"), self.config.get("global_batch")
+        if settings is None or batch is None:
+            return None
+        rule, base_batch = settings.get("scaling", "none"), settings.get("base_batch", batch)
+        rate = settings["learning_rate"]
+        return {
+            "precision": spec.precision_of(self.cluster.strategy, self.config.get("precision", "fp32")),
+            "optimizer": settings["name"],
+            "learning_rate": spec.scale_rate(rate, rule, batch, base_batch),
+            "scaling": rule,
+            "base_learning_rate": rate,
+            "base_batch": None if rule == "none" else base_batch,
+            "warmup_steps": 0 if self.config.get("callbacks") else settings["warmup_steps"],
+            "clip_norm": settings.get("clip_norm", 0.0),
+        }

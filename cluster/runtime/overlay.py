@@ -1,0 +1,168 @@
+"""The cluster as Compose services: spec -> overlay.
+
+`compose/templates.yaml` holds how a task runs, `compose/compose.yaml` what all runs share; the overlay adds one
+explicit service a task. A scaled service would not do: its replicas have no index of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cluster import tf_config
+from cluster.gpu.placement import NO_DEVICE, Placement
+from cluster.paths import ROOT
+from cluster.run.folder import RunFolder
+from cluster.spec import ClusterSpec, Task
+
+FILES = ROOT / "compose"
+RUNS_MOUNT = "/runs"
+DATA_MOUNT = "/data"
+GPU_SHM = "1gb"
+"""Shared memory of a task with GPUs, as NVIDIA's NCCL guide has it: the engine's 64 MB are too few for its buffers."""
+GPU_LIMITS = {"memlock": -1, "stack": 64 * 2**20}
+"""NCCL locks the memory that GPUs read, and its threads want the stack that NVIDIA's own images are run with."""
+NETWORK_INTERFACE = "eth0"
+"""What the cluster's network is called in a container: Compose attaches the first by name first."""
+RUN_LABEL = "tf-cluster.run"
+"""The label of a run's containers and networks whose value is the run's name."""
+UNPRIVILEGED = 10001
+"""User and group of the images, for tasks that root starts."""
+
+
+@dataclass(frozen=True)
+class Containers:
+    """What the containers of a run need from the host."""
+
+    run_dir: Path
+    data_dir: Path
+    image: str
+    user: str
+    """`uid:gid`."""
+    memory_bytes: int
+    """What each of them may use of the machine's memory."""
+    mounts: Sequence[tuple[Path, str]] = ()
+    """Folders of the host that the tasks read, and where."""
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    """Variables that every task gets; None is the value that the caller of `docker compose` has."""
+    way_out: bool = False
+    """Whether the tasks may reach what lies outside of their cluster, as a script does that fetches its data."""
+    gpus: Placement = field(default_factory=Placement)
+
+
+def project(run_dir: Path) -> str:
+    """Return the Compose project of a run: readable, legal, and another one for each run folder of this machine."""
+    slug = re.sub(r"[^a-z0-9_-]+", "-", run_dir.name.lower()).strip("-_")[:32]
+    return f"tf-cluster-{slug}-{_digest(run_dir)}"
+
+
+def tensorboard_project(runs_dir: Path) -> str:
+    """Return the Compose project of the TensorBoard that shows a folder of runs."""
+    return f"tf-cluster-tensorboard-{_digest(runs_dir)}"
+
+
+def task_user() -> str:
+    """Return whom the tasks run as: the caller, so that the run folder is theirs; but never root."""
+    return f"{os.getuid() or UNPRIVILEGED}:{os.getgid() or UNPRIVILEGED}"
+
+
+def overlay(spec: ClusterSpec, containers: Containers, command: list[str]) -> dict[str, Any]:
+    """Return the overlay that adds the run's tasks to `compose/compose.yaml`.
+
+    Args:
+        spec: the cluster.
+        containers: what the containers need from the host.
+        command: what the agents start; empty for the built-in trainer.
+    """
+    services = {task.name: _service(spec, task, containers, command) for task in spec.tasks}
+    labelled = {"labels": {RUN_LABEL: containers.run_dir.name}}
+    networks = dict.fromkeys(_networks(containers), labelled)
+    return {"name": project(containers.run_dir), "services": _literal(services), "networks": _literal(networks)}
+
+
+def _networks(containers: Containers) -> list[str]:
+    """Return the names of the networks that the tasks are in, as in `compose/compose.yaml`."""
+    return ["cluster", "egress"] if containers.way_out else ["cluster"]
+
+
+def _literal(value: Any) -> Any:
+    """Return the value with every dollar sign doubled: Compose would read a single one as a variable."""
+    if isinstance(value, dict):
+        return {key: _literal(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_literal(part) for part in value]
+    return value.replace("$", "$$") if isinstance(value, str) else value
+
+
+def _service(spec: ClusterSpec, task: Task, containers: Containers, command: list[str]) -> dict[str, Any]:
+    run = f"{RUNS_MOUNT}/{containers.run_dir.name}"
+    environment: dict[str, str | None] = {"TASK": task.name, "RUN_DIR": run, "DATA_DIR": DATA_MOUNT}
+    environment |= containers.environment
+    if text := tf_config.dumps(spec, task):
+        environment["TF_CONFIG"] = text
+    gpus = containers.gpus
+    environment |= _gpu_environment(gpus, task.name)
+    service: dict[str, Any] = {
+        "extends": {"file": str(FILES / "templates.yaml"), "service": task.role.value},
+        "image": containers.image,
+        "hostname": task.host,
+        "user": containers.user,
+        "mem_limit": containers.memory_bytes,
+        "memswap_limit": containers.memory_bytes,  # of both together: no swap
+        "environment": environment,
+        "volumes": [
+            {"type": "bind", "source": str(containers.run_dir), "target": run},
+            _read_only(containers.data_dir, DATA_MOUNT),
+            *(_read_only(source, target) for source, target in containers.mounts),
+        ],
+        "labels": {RUN_LABEL: containers.run_dir.name, "tf-cluster.task": task.name},
+    }
+    if gpus.of(task.name):
+        service |= _hand_over(gpus, task.name) | {"shm_size": GPU_SHM, "ulimits": dict(GPU_LIMITS)}
+    if command:
+        service["command"] = command
+    if containers.way_out:
+        service["networks"] = _networks(containers)
+        service["extends"]["service"] = "script"
+        service["volumes"].append(
+            {"type": "bind", "source": str(RunFolder(containers.run_dir).scratch), "target": "/tmp"}  # noqa: S108
+        )
+    return service
+
+
+def _gpu_environment(gpus: Placement, task: str) -> dict[str, str]:
+    """Return what a container is told of its GPUs; where it has none beside some that do, that it has none."""
+    if not gpus.ids:
+        return {}
+    if not gpus.of(task):  # an engine whose default runtime is NVIDIA's could hand over all of them
+        return {"CUDA_VISIBLE_DEVICES": NO_DEVICE, "NVIDIA_VISIBLE_DEVICES": "void"}
+    environment = gpus.environment(task) | {"NCCL_SOCKET_IFNAME": NETWORK_INTERFACE}
+    if gpus.handover == "nvidia":
+        environment |= {"NVIDIA_VISIBLE_DEVICES": ",".join(gpus.of(task))}
+        environment |= {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
+    return environment
+
+
+def _hand_over(gpus: Placement, task: str) -> dict[str, Any]:
+    """Return the part of a service that asks the engine for the task's GPUs."""
+    ids = list(gpus.of(task))
+    if gpus.handover == "nvidia":
+        return {"runtime": "nvidia"}  # which reads the ids in NVIDIA_VISIBLE_DEVICES
+    driver = "nvidia"
+    if gpus.handover == "cdi":
+        driver, ids = "cdi", [f"nvidia.com/gpu={gpu}" for gpu in ids]
+    device = {"driver": driver, "device_ids": ids, "capabilities": ["gpu"]}
+    return {"deploy": {"resources": {"reservations": {"devices": [device]}}}}
+
+
+def _read_only(source: Path, target: str) -> dict[str, Any]:
+    return {"type": "bind", "source": str(source), "target": target, "read_only": True}
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]

@@ -1,0 +1,97 @@
+"""What a run's tasks bring along beside this checkout's own code: a script, folders of modules, extra packages.
+
+Local processes use these where they lie; containers have them mounted, read-only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cluster.runtime import inherited
+from cluster.spec import ClusterSpec
+
+SCRIPT_MOUNT = "/script"
+CODE_MOUNT = "/code"
+PACKAGES_MOUNT = "/packages"
+LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What the tasks bring along; nothing of it for the built-in trainer with a preset of ours."""
+
+    script: Path | None = None
+    arguments: tuple[str, ...] = ()
+    code_dirs: tuple[Path, ...] = ()
+    requirements: Path | None = None
+    packages: Path | None = None
+    """The folder with what `requirements` asks for."""
+    separate_chief: bool = False
+    """Whether the script's TF_CONFIG has a chief beside the workers, and not workers alone, as most scripts expect."""
+    env: tuple[str, ...] = ()
+    """`--env` as typed: variables that the tasks get besides."""
+
+    def mounted(self) -> Payload:
+        """Return it as tasks see it that have it mounted: see `mounts`."""
+        return replace(
+            self,
+            script=self.script and Path(SCRIPT_MOUNT) / self.script.name,
+            code_dirs=tuple(Path(CODE_MOUNT) / str(at) for at in range(len(self.code_dirs))),
+            packages=self.packages and Path(PACKAGES_MOUNT),
+        )
+
+    def mounts(self) -> list[tuple[Path, str]]:
+        """Return each folder to be mounted, and where."""
+        found = [(folder, f"{CODE_MOUNT}/{at}") for at, folder in enumerate(self.code_dirs)]
+        if self.packages:
+            found.append((self.packages, PACKAGES_MOUNT))
+        if self.script:
+            found.append((self.script.parent, SCRIPT_MOUNT))
+        return found
+
+    def command(self) -> list[str]:
+        """Return the arguments of the agent; none for the built-in trainer."""
+        return [] if self.script is None else ["--script", str(self.script), *self.arguments]
+
+    def environment(self, spec: ClusterSpec, path: Sequence[str] = ()) -> dict[str, str | None]:
+        """Return the variables that the tasks get for it; None is the value that the caller has.
+
+        Args:
+            spec: the cluster.
+            path: the tasks' PYTHONPATH.
+        """
+        found = inherited.parse(self.env)
+        if path:
+            found["PYTHONPATH"] = os.pathsep.join(path)
+        if self.script is None:
+            return found
+        found["PYTHONUNBUFFERED"] = "1"
+        if self.needs_legacy_keras(spec):
+            found[LEGACY_KERAS] = "1"
+        return found
+
+    @property
+    def path(self) -> list[str]:
+        """The folders in which its modules are found."""
+        return [*map(str, self.code_dirs), *([str(self.packages)] if self.packages else [])]
+
+    def local_path(self) -> list[str]:
+        """Return PYTHONPATH for processes of this machine; empty where the caller's own serves."""
+        return list(dict.fromkeys([*self.path, *inherited.python_path()])) if self.path else []
+
+    def needs_legacy_keras(self, spec: ClusterSpec) -> bool:
+        """Whether tf.keras must be Keras 2: Keras 3's own `fit` fails on more than one task."""
+        chosen = LEGACY_KERAS in os.environ or LEGACY_KERAS in inherited.parse(self.env)
+        return self.script is not None and bool(spec.members) and not chosen
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the form that is saved as the `config.json` of a script's run."""
+        return {
+            "script": str(self.script),
+            "arguments": list(self.arguments),
+            "separate_chief": self.separate_chief,
+        }

@@ -1,0 +1,75 @@
+"""Every runtime by its name, and which one a run gets or has."""
+
+from __future__ import annotations
+
+from cluster.errors import PrerequisiteError, UsageError, nearest
+from cluster.run import owner
+from cluster.run.folder import RunFolder
+from cluster.runtime.base import Runtime
+from cluster.runtime.compose import Compose
+from cluster.runtime.local import LocalProcesses
+from cluster.strategies import Strategy
+
+AUTO = "auto"
+LOCAL = LocalProcesses()
+RUNTIMES: dict[str, Runtime] = {each.name: each for each in (Compose(), LOCAL)}
+"""In the order in which `auto` prefers them."""
+
+
+def get(name: str) -> Runtime:
+    """Return the runtime of that name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if name not in RUNTIMES:
+        raise UsageError(f"--runtime {name!r} is not a runtime{nearest(name, [AUTO, *RUNTIMES])}")
+    return RUNTIMES[name]
+
+
+def of(run: RunFolder) -> Runtime:
+    """Return the runtime of a run that was started; the local one where its records are damaged."""
+    if owned := owner.read(run):
+        name: object = owned.runtime
+    else:
+        rendered = run.composed
+        name = rendered.get("x-runtime") or rendered.get("runtime")
+    return RUNTIMES.get(str(name), LOCAL)
+
+
+def choose(requested: str, strategy: Strategy | None = None) -> tuple[Runtime, str]:
+    """Return the runtime that a run gets, and in words what it is and why.
+
+    Args:
+        requested: `--runtime`: `auto`, or a key of `RUNTIMES`.
+        strategy: what trains; None where nothing does.
+
+    Raises:
+        UsageError: there is no such runtime, or the strategy cannot train there.
+        PrerequisiteError: it cannot be used on this machine.
+    """
+    hardware = strategy.hardware.upper() if strategy else ""
+    if requested != AUTO:
+        return _requested(get(requested), strategy.name if strategy else "", hardware)
+    why = ""
+    for runtime in (each for each in RUNTIMES.values() if each.automatic):
+        if hardware and not runtime.reaches_hardware:
+            why = f"{runtime.tasks} get no {hardware}"
+            continue
+        found = runtime.probe()
+        if found.ready:
+            return runtime, f"{runtime.tasks}: {found.detail or why}"
+        why = found.detail
+    raise PrerequisiteError(f"--runtime {AUTO}: {why}")
+
+
+def _requested(runtime: Runtime, strategy: str, hardware: str) -> tuple[Runtime, str]:
+    if hardware and not runtime.reaches_hardware:
+        others = " or ".join(f"--runtime {each.name}" for each in RUNTIMES.values() if each.reaches_hardware)
+        raise UsageError(
+            f"--runtime {runtime.name} with --strategy {strategy}: {runtime.tasks} get no {hardware}; use {others}"
+        )
+    found = runtime.probe()
+    if not found.ready:
+        raise PrerequisiteError(f"--runtime {runtime.name}: {found.detail}; {found.fix}, or use --runtime {LOCAL.name}")
+    return runtime, f"{runtime.tasks}: {found.detail}" if found.detail else f"{runtime.tasks}, as requested"
