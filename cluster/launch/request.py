@@ -155,12 +155,14 @@ class Request:
         "seconds without a new step after which every task starts again",
         f"{HANG_TIMEOUT_S:g}",
         kinds=(int,),
+        bounds=(1, 86_400),
     )
     max_restarts: str = option(
         Group.KEPT,
         "restarts of a program that fails by itself and makes no progress",
         MAX_RESTARTS,
         kinds=(int,),
+        bounds=(0, 1000),
     )
     name: str = option(Group.KEPT, "name of the run", "preset, date and time", needs=Needs.NEW_RUN)
     resume: str = option(
@@ -173,7 +175,7 @@ class Request:
     )
     fresh: bool = switch(Group.KEPT, "start a run of this --name again, its old folder is deleted", needs=Needs.NEW_RUN)
     tensorboard_port: str = option(
-        Group.WATCHED, "port of TensorBoard on 127.0.0.1; 0: none", tensorboard.PORT, kinds=(int,)
+        Group.WATCHED, "port of TensorBoard on 127.0.0.1; 0: none", tensorboard.PORT, kinds=(int,), bounds=(0, 65535)
     )
     detach: bool = switch(Group.WATCHED, "return once every task is training", "stay until the end")
     nccl_debug: str = option(Group.WATCHED, "what NCCL logs: VERSION, WARN, INFO or TRACE", "WARN", needs=Needs.GPUS)
@@ -200,6 +202,15 @@ class Request:
         given |= {f"--pipeline.{name}": getattr(self, name) for name in ("schedule", "cut")}
         words = [word for pair in given.items() if pair[1] for word in pair]
         return [*words, *(["--pipeline.remat"] if self.remat else []), *self.train, *self.overrides]
+
+    def number(self, name: str) -> int:
+        """Return an option as a number, or its default.
+
+        Raises:
+            UsageError: it is none, or out of its bounds.
+        """
+        declaration = OPTIONS[name]
+        return parse_count(declaration.key, getattr(self, name) or declaration.default, *declaration.bounds)
 
     @property
     def arguments(self) -> Sequence[str]:
