@@ -21,6 +21,7 @@ started = record(
         "network": (text, ABSENT),
         "gpus": (mapping(text), ABSENT),
         "env": (listing(text), ABSENT),
+        "code_dirs": (listing(text), ABSENT),
     },
 )
 
