@@ -20,6 +20,7 @@ started = record(
         "memory": (text, ABSENT),
         "network": (text, ABSENT),
         "gpus": (mapping(text), ABSENT),
+        "job": (mapping(text), ABSENT),
         "env": (listing(text), ABSENT),
     },
 )

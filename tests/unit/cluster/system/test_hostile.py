@@ -31,10 +31,10 @@ from cluster.gpu.placement import Placement
 from cluster.image import engine, images
 from cluster.launch import configuration, folders, planning, startup
 from cluster.launch.request import Request
+from cluster.launch.scripts import check_script
 from cluster.run.folder import RunFolder
 from cluster.runtime import compose, local, overlay, registry, supervisor
 from cluster.runtime.overlay import Containers
-from cluster.runtime.payload import check_script
 from cluster.system import user_code
 from cluster.system.json_files import write_json
 
