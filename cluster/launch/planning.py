@@ -243,7 +243,7 @@ def check_sharing(config: dict[str, Any], cluster: ClusterSpec) -> None:
     if shards := config.get("bitwise_elastic", 0):  # the training program has checked that they cut the batch evenly
         spec.check_shards(cluster, shards)
     else:
-        spec.check_global_batch(config["global_batch"], cluster.batch_divisor)
+        spec.check_micro_batches(config["global_batch"], cluster.batch_divisor, config.get("micro_batches", 1))
 
 
 def _run_folder(request: Request, *, stops_first: bool) -> RunFolder:

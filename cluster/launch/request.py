@@ -67,6 +67,13 @@ class Request:
         kinds=(int,),
         needs=Needs.TRAINER,
     )
+    micro_batches: str = option(
+        Group.TRAINS,
+        "parts of each replica's batch whose gradients are added up before an update, for less memory",
+        1,
+        kinds=(int,),
+        needs=Needs.TRAINER,
+    )
     script: str = option(
         Group.TRAINS,
         "run this script, which reads TF_CONFIG, in every task; its arguments follow --",
@@ -183,7 +190,7 @@ class Request:
 
     def training(self) -> list[str]:
         """Return the overrides of the training configuration, those that are options of `up` first."""
-        names = ("loop", "bitwise_elastic", "precision", "checkpoint_every")
+        names = ("loop", "bitwise_elastic", "micro_batches", "precision", "checkpoint_every")
         given = [(f"--{OPTIONS[name].key}", value) for name in names if (value := getattr(self, name))]
         return [*(word for pair in given for word in pair), *self.train, *self.overrides]
 

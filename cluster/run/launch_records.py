@@ -31,6 +31,7 @@ config = record(
     {
         "global_batch": (count, ABSENT),
         "bitwise_elastic": (count, ABSENT),
+        "micro_batches": (count, ABSENT),
         "loop": (text, ABSENT),
         "precision": (text, ABSENT),
         "script": (text, ABSENT),
