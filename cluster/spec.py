@@ -204,6 +204,25 @@ def check_global_batch(global_batch: int, divisor: int, what: str = "replicas") 
     )
 
 
+def check_micro_batches(global_batch: int, replicas: int, micro_batches: int, what: str = "replicas") -> None:
+    """Check that the global batch can be cut into equal micro-batches, as many for each replica or virtual shard.
+
+    Raises:
+        UsageError: it cannot; the message says what divides it.
+    """
+    check_global_batch(global_batch, replicas, what)
+    batch = global_batch // replicas
+    if batch % micro_batches:
+        fitting = [number for number in range(1, batch + 1) if batch % number == 0]
+        near = sorted(sorted(fitting, key=lambda number: abs(number - micro_batches))[:3])
+        raise UsageError(
+            f"--micro-batches {micro_batches} does not divide the {batch} examples of each of the {replicas} {what}; "
+            f"use {', '.join(map(str, near[:-1]))} or {near[-1]}"
+            if len(near) > 1
+            else f"--micro-batches {micro_batches}: each of the {replicas} {what} has one example; use 1"
+        )
+
+
 def check_shards(cluster: ClusterSpec, shards: int) -> None:
     """Check that a cluster can train on `--bitwise-elastic` virtual shards.
 
@@ -219,20 +238,17 @@ def check_shards(cluster: ClusterSpec, shards: int) -> None:
         )
 
 
-def check_micro_batches(cluster: ClusterSpec, config: dict[str, Any]) -> None:
-    """Check that a cluster can train with the micro-batches and stages of a configuration.
+def check_stages(cluster: ClusterSpec, config: dict[str, Any]) -> None:
+    """Check that what a configuration says of stages goes with the cluster, and the rest with stages.
 
     Raises:
-        UsageError: it cannot; the message says why.
+        UsageError: it does not; the message says why.
     """
-    micro_batches, pipeline = config.get("micro_batches", 1), config.get("pipeline", {})
+    pipeline = config.get("pipeline", {})
     if not cluster.kind.staged:
-        if micro_batches > 1:
-            raise UsageError(f"--micro-batches {micro_batches} without --strategy pipeline: add that, or leave it out")
         if pipeline.get("remat") or pipeline.get("cut") or pipeline.get("schedule", "gpipe") != "gpipe":
             raise UsageError("--schedule, --remat and --cut are for --strategy pipeline: add that, or leave them out")
         return
-    check_global_batch(config["global_batch"], micro_batches, "micro-batches")
     for option, default in {"loop": "custom", "source": "memory", "callbacks": ""}.items():
         if (value := config.get(option, default)) != default:
             use = f"use --{option} {default}" if default else "leave it out"

@@ -77,7 +77,7 @@ class Request:
     )
     micro_batches: str = option(
         Group.TRAINS,
-        "with --strategy pipeline: parts of the global batch that flow through the stages",
+        "parts of each replica's batch whose gradients are added up before an update, for less memory",
         1,
         kinds=(int,),
         needs=Needs.TRAINER,
@@ -121,7 +121,7 @@ class Request:
         empty=(),
         kinds=(list,),
     )
-    runtime: str = option(Group.RUNS, "auto, docker or local", "auto: containers where a Docker Engine answers")
+    runtime: str = option(Group.RUNS, "auto, docker, local or slurm", "auto: containers where a Docker Engine answers")
     network: str = option(
         Group.RUNS,
         "local tasks' network: private, or host, the machine's",
@@ -142,6 +142,25 @@ class Request:
     gpus_per_task: str = option(Group.RUNS, "GPUs of each of these tasks", "--gpus divided evenly", kinds=(int,))
     gpu_runtime: str = option(
         Group.RUNS, "how containers get them: reserve, cdi, or the older nvidia", "reserve", needs=Needs.GPUS
+    )
+    partition: str = option(Group.RUNS, "Slurm partition, or several with commas", "the site's", needs=Needs.QUEUE)
+    time: str = option(
+        Group.RUNS,
+        "time limit of the job, such as 90 or 2-12:00; at its end the run saves and is queued again",
+        "the partition's",
+        kinds=(int, str),
+        needs=Needs.QUEUE,
+    )
+    account: str = option(Group.RUNS, "Slurm account to charge", "yours", needs=Needs.QUEUE)
+    nodes: str = option(
+        Group.RUNS,
+        "nodes that the job's tasks are spread over",
+        "as Slurm places them",
+        kinds=(int,),
+        needs=Needs.QUEUE,
+    )
+    cpus_per_task: str = option(
+        Group.RUNS, "processors of each task of the job", "the site's", kinds=(int,), needs=Needs.QUEUE
     )
     checkpoint_every: str = option(
         Group.KEPT,

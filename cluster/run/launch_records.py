@@ -20,7 +20,9 @@ started = record(
         "memory": (text, ABSENT),
         "network": (text, ABSENT),
         "gpus": (mapping(text), ABSENT),
+        "job": (mapping(text), ABSENT),
         "env": (listing(text), ABSENT),
+        "code_dirs": (listing(text), ABSENT),
     },
 )
 

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.usefixtures("data")
 
 STEPS, EVERY = 30, 10
 TRAINING = ("--steps-per-loop=5", "--log-every=5", f"--max-steps={STEPS}", "--evaluate-every=20")
-COMMON = ("--runtime=local", "--tensorboard-port=0", f"--checkpoint-every={EVERY}", "--strategy=pipeline")
+PIPELINE = ("--strategy=pipeline",)
+COMMON = ("--runtime=local", "--tensorboard-port=0", f"--checkpoint-every={EVERY}")
 
 
 def words(name: str, *options: str) -> tuple[str, ...]:
@@ -35,12 +36,12 @@ def words(name: str, *options: str) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def one_device(clusters: Clusters) -> dict[str, Any]:
     """The summary of one device that takes the same micro-batches in order."""
-    clusters.invoke(*words("one-device", "--stages=1"))
+    clusters.invoke(*words("one-device", "--workers=0"))
     return summary(clusters.run("one-device"))
 
 
 def test_a_killed_stage_must_not_change_the_weights(clusters: Clusters, one_device: dict[str, Any]) -> None:
-    process = clusters.popen(*words("killed-stage", "--stages=2", "--schedule=1f1b"))
+    process = clusters.popen(*words("killed-stage", *PIPELINE, "--stages=2", "--schedule=1f1b"))
     run = clusters.run("killed-stage")
 
     def trains() -> bool:
@@ -58,20 +59,20 @@ def test_a_killed_stage_must_not_change_the_weights(clusters: Clusters, one_devi
 
 
 def test_the_devices_of_one_task_must_give_the_same_weights(clusters: Clusters, one_device: dict[str, Any]) -> None:
-    clusters.invoke(*words("devices", "--workers=0", "--stages=4"))
+    clusters.invoke(*words("devices", *PIPELINE, "--workers=0", "--stages=4"))
     assert one_device["weights_sha256"] == summary(clusters.run("devices"))["weights_sha256"]
 
 
 def test_what_two_stages_saved_must_go_on_in_one(clusters: Clusters, one_device: dict[str, Any]) -> None:
     half = tuple(f"--max-steps={STEPS // 2}" if word.startswith("--max-steps") else word for word in TRAINING)
-    clusters.invoke(*(word for word in words("halves", "--stages=2") if word not in TRAINING), *half)
-    clusters.invoke("up", "--resume=halves", "--stages=1", "--tensorboard-port=0", "--", f"--max-steps={STEPS}")
+    clusters.invoke(*(word for word in words("halves", *PIPELINE, "--stages=2") if word not in TRAINING), *half)
+    clusters.invoke("up", "--resume=halves", "--strategy=one", "--tensorboard-port=0", "--", f"--max-steps={STEPS}")
     assert one_device["weights_sha256"] == summary(clusters.run("halves"))["weights_sha256"]
 
 
 @pytest.mark.long
 def test_pipedream_must_give_the_weights_of_its_simulation_in_one_process(clusters: Clusters) -> None:
-    pipedream = [word for word in words("delays", "--schedule=pipedream") if "clip" not in word]
+    pipedream = [word for word in words("delays", *PIPELINE, "--schedule=pipedream") if "clip" not in word]
     clusters.invoke(*pipedream[:2], "--stages=2", *pipedream[2:])
     alone = [word.replace("delays", "simulated") for word in pipedream]
     clusters.invoke(*alone[:2], "--stages=2", "--workers=0", *alone[2:])

@@ -50,6 +50,7 @@ class Stage:
         loss: Loss,
         update: Update,
         remat: bool = False,
+        accumulates: bool = True,
         device: str | None = None,
     ) -> None:
         """Prepare to execute.
@@ -64,18 +65,19 @@ class Stage:
             loss: of the last stage.
             update: applies gradients.
             remat: whether to keep what enters the stage alone, and to compute the rest again for the backward.
+            accumulates: whether gradients are added up, from zeros, as on one device; otherwise there is one an update.
             device: on which it computes; None: wherever TensorFlow places it.
         """
         self._model, self._number, self._stages = model, number, stages
         self._edges, self._features, self._update = edges, features, update
-        self._remat, self._device = remat, device
+        self._remat, self._accumulates, self._device = remat, accumulates, device
         self._first, self._last = number == 0, number == stages - 1
         self._variables = [variable.value for variable in model.trainable_variables]
         self._inputs = tf.TensorSpec([micro_batch, *model.inputs[0].shape[1:]], model.inputs[0].dtype)
         self._outputs = tf.TensorSpec([micro_batch, *model.outputs[0].shape[1:]], model.outputs[0].dtype)
 
         def forward(values: tf.Tensor, step: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
-            with keras_compat.random_place(step, at):
+            with keras_compat.random_place(step, tf.zeros_like(at), at):
                 outputs = model(values, training=True)
             return loss(outputs, step, at) if self._last else outputs
 
@@ -165,7 +167,10 @@ class Stage:
             if not self._first:
                 self._gradients[at] = gradients.pop(0)
             dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
-            self._sums = dense if self._sums is None else add(self._sums, dense)
+            if self._accumulates:
+                zeros = [tf.zeros_like(gradient) for gradient in dense]
+                dense = add(zeros if self._sums is None else self._sums, dense)
+            self._sums = dense
         self._done(self._sums[0])
 
     def _do_update(self, at: int) -> None:

@@ -62,7 +62,6 @@ def test_stages_that_the_topology_has_not_are_refused(request_: Request) -> None
 @pytest.mark.parametrize(
     "config",
     [
-        {"micro_batches": 5},
         {"loop": "fit"},
         {"source": "stream"},
         {"callbacks": "tutorial"},
@@ -71,19 +70,17 @@ def test_stages_that_the_topology_has_not_are_refused(request_: Request) -> None
     ],
 )
 def test_what_a_pipeline_has_not_is_refused(config: dict[str, Any]) -> None:
-    spec.check_micro_batches(cluster(stages="2"), CONFIG)
+    spec.check_stages(cluster(stages="2"), CONFIG)
     with pytest.raises(UsageError):
-        spec.check_micro_batches(cluster(stages="2"), CONFIG | config)
+        spec.check_stages(cluster(stages="2"), CONFIG | config)
 
 
-@pytest.mark.parametrize(
-    "config", [{"micro_batches": 4}, {"pipeline": {"remat": True}}, {"pipeline": {"schedule": "1f1b"}}]
-)
+@pytest.mark.parametrize("config", [{"pipeline": {"remat": True}}, {"pipeline": {"schedule": "1f1b"}}])
 def test_what_only_a_pipeline_has_is_refused_without(config: dict[str, Any]) -> None:
     alone = spec.build(workers=0)
-    spec.check_micro_batches(alone, {"global_batch": 192})
+    spec.check_stages(alone, {"global_batch": 192})
     with pytest.raises(UsageError):
-        spec.check_micro_batches(alone, {"global_batch": 192} | config)
+        spec.check_stages(alone, {"global_batch": 192} | config)
 
 
 def test_options_of_a_pipeline_reach_the_training() -> None:

@@ -73,7 +73,7 @@ def of_one_device(task, step=0):
 
     @tf.function(autograph=False, experimental_attributes=NEVER_INLINED)
     def forward(features, step, at):
-        with keras_compat.random_place(step, at):
+        with keras_compat.random_place(step, tf.zeros_like(at), at):
             return task.loss(task.model(features, training=True), step, at)
 
     @tf.function(autograph=False)
@@ -85,7 +85,7 @@ def of_one_device(task, step=0):
                 results.append(forward(task.batch(step, number), step, number))
             found = tape.gradient(results[-1], variables, output_gradients=tf.constant([1.0, 0.0]))
             found = [tf.convert_to_tensor(each) for each in found]
-            sums = found if sums is None else add(sums, found)
+            sums = add([tf.zeros_like(each) for each in found] if sums is None else sums, found)
         return tf.add_n(results), sums
 
     return run(tf.constant(step, tf.int64))
@@ -195,7 +195,17 @@ def of_pipedream(task, number):
             with tf.control_dependencies([optimizer.iterations.value.read_value()]):
                 return tf.zeros([])
 
-        return Stage(model, each.number, number, MICRO, edges, features=task.batch, loss=task.loss, update=update)
+        return Stage(
+            model,
+            each.number,
+            number,
+            MICRO,
+            edges,
+            features=task.batch,
+            loss=task.loss,
+            update=update,
+            accumulates=False,
+        )
 
     stages = [stage_of(each) for each in found]
 
@@ -223,7 +233,7 @@ def simulated_pipedream(task, number):
 
     def called(at):
         def forward(values, step, number_of_batch):
-            with keras_compat.random_place(step, number_of_batch):
+            with keras_compat.random_place(step, tf.zeros_like(number_of_batch), number_of_batch):
                 outputs = models[at](values, training=True)
             return task.loss(outputs, step, number_of_batch) if at == number - 1 else outputs
 
