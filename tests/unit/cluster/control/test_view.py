@@ -81,7 +81,7 @@ def test_status_holds_what_the_contract_lists(run: RunFolder, monkeypatch: pytes
     } == value
     assert ["chief", "worker-0"] == [task["task"] for task in tasks]
     assert {"step": 10, "every_s": None} == {name: checkpoint[name] for name in ("step", "every_s")}
-    assert 0 <= checkpoint["age_s"] < 5
+    assert 0 <= checkpoint["age_s"] < 60
 
 
 def test_a_run_that_ended_says_how_to_train_as_long_again(run: RunFolder) -> None:
