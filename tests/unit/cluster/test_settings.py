@@ -12,9 +12,9 @@ from cluster import settings
 from cluster.errors import PrerequisiteError, UsageError
 from cluster.launch import folders
 from cluster.launch.request import Request
+from cluster.launch.scripts import check_script
 from cluster.paths import ROOT
 from cluster.run import provenance
-from cluster.runtime.payload import check_script
 from tests.unit.launching import refusal
 
 
