@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import traceback
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from cluster.paths import ROOT
 
 NOISE = (b"oneDNN custom operations are on.", b"All log messages before absl::InitializeLog() is called")
 """What is in lines that TensorFlow prints whatever its log level; what was chosen is in the manifest."""

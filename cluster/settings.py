@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.errors import UsageError
-
-ROOT = Path(__file__).resolve().parent.parent
+from cluster.paths import ROOT
 
 
 @dataclass(frozen=True)

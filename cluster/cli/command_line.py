@@ -30,13 +30,14 @@ from cluster.errors import (
 )
 from cluster.image import engine
 from cluster.launch import folders
+from cluster.launch.request import OPTIONS
 from cluster.messages import plain, system_error
 from cluster.paths import ROOT
 from cluster.system.json_files import DISK_FULL
 
 JSON_HELP = "print as JSON (default: no)"
 RUN_HELP = "run folder's name (default: the current run)"
-TRUST_HELP = "take a run that this user did not start here, or that was changed since (default: no)"
+TRUST_HELP = OPTIONS["trust"].full_help
 KNOWN_CODES = (EXIT_USAGE, EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_INTERRUPTED)
 
 DOES_MORE = ("bench", "chaos", "down", "profile", "rerun", "scale", "stop", "tensorboard", "verify")

@@ -99,7 +99,7 @@ def wait(c, run=None, timeout=""):
 
 
 @task(
-    workers="worker tasks beside the chief; 0: the chief alone (default: as many as now)",
+    workers=f"{OPTIONS['workers'].help} (default: as many as now)",
     ps="parameter servers (default: as many as now)",
     run=RUN_HELP,
     trust=TRUST_HELP,

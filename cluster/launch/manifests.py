@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster import spec
-from cluster.agent.watchdog import HANG_TIMEOUT_S
 from cluster.errors import UsageError, nearest
 from cluster.image import images
 from cluster.launch import configuration, folders, planning
 from cluster.launch.request import PRESET, Request, check_together, topology
-from cluster.recovery.attempts import MAX_RESTARTS
 from cluster.runtime import inherited, memory
 from cluster.runtime.kubernetes import jobs, objects
 from cluster.runtime.kubernetes.pods import Manifest
@@ -91,7 +89,7 @@ def _manifest(request: Request, place: Place) -> Manifest:
     cluster = _cluster(request, gpus)
     config, _, _ = configuration.resolve(request, None, None, folders.data_dir())
     planning.check_sharing(config, cluster)
-    board = spec.parse_count("tensorboard-port", request.tensorboard_port or 1, 0, 65535)
+    board = request.number("tensorboard_port")
     hosts = jobs.jobset_hosts if place.kind == "jobset" else jobs.tfjob_hosts
     return Manifest(
         name=name,
@@ -125,8 +123,8 @@ def _cluster(request: Request, gpus: int) -> ClusterSpec:
 
 def _started(request: Request) -> dict[str, Any]:
     return {
-        "hang_timeout_s": spec.parse_count("hang-timeout", request.hang_timeout or int(HANG_TIMEOUT_S), 1, 86_400),
-        "max_restarts": spec.parse_count("max-restarts", request.max_restarts or MAX_RESTARTS, 0, 1000),
+        "hang_timeout_s": request.number("hang_timeout"),
+        "max_restarts": request.number("max_restarts"),
     }
 
 

@@ -51,6 +51,7 @@ class Option:
         empty: the field's value where it is left out.
         kinds: the types that a run file may give it.
         choices: the only values it takes; empty: any that pass the checks of whoever uses them.
+        bounds: the smallest and the largest number, of an option with a default that is a number.
         needs: what it can be combined with; None: anything.
         is_path: whether it names a file, which a run file names relative to itself.
     """
@@ -62,6 +63,7 @@ class Option:
     empty: Any = ""
     kinds: tuple[type, ...] = (str,)
     choices: tuple[str, ...] = ()
+    bounds: tuple[int, int] = (0, 0)
     needs: Needs | None = None
     is_path: bool = False
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from cluster import settings, spec
-from cluster.agent.watchdog import HANG_TIMEOUT_S
 from cluster.errors import UsageError
 from cluster.gpu import devices, placement
 from cluster.gpu.placement import Placement
@@ -21,10 +20,9 @@ from cluster.launch.request import Request, check_hardware, check_needs, check_t
 from cluster.launch.request import topology as topology_of
 from cluster.launch.scripts import check_path, check_script
 from cluster.launch.teardown import in_progress
-from cluster.recovery.attempts import MAX_RESTARTS
 from cluster.run import provenance
 from cluster.run.folder import RunFolder
-from cluster.runtime import inherited, registry, tensorboard
+from cluster.runtime import inherited, registry
 from cluster.runtime import memory as limits
 from cluster.runtime.base import Runtime, Workload
 from cluster.runtime.memory import Memory
@@ -62,9 +60,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
     topology = topology_of(request, previous.cluster) | {"separate_chief": _separate_chief(request, previous)}
     check_hardware(topology["strategy"])
     cluster = spec.build(**topology)
-    port = spec.parse_count("tensorboard-port", request.tensorboard_port or tensorboard.PORT, 0, 65535)
-    hang_timeout_s = spec.parse_count("hang-timeout", request.hang_timeout or int(HANG_TIMEOUT_S), 1, 86_400)
-    max_restarts = spec.parse_count("max-restarts", request.max_restarts or MAX_RESTARTS, 0, 1000)
+    port, hang_timeout_s, max_restarts = map(request.number, ("tensorboard_port", "hang_timeout", "max_restarts"))
     run = _run_folder(request, stops_first=stops_first)
 
     gpus = _place(request, run, previous, cluster)

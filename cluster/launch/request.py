@@ -16,7 +16,7 @@ from cluster.errors import PrerequisiteError, UsageError
 from cluster.launch.options import Group, Needs, check_choices, declared, option, switch
 from cluster.recovery.attempts import MAX_RESTARTS
 from cluster.runtime import registry, tensorboard
-from cluster.spec import ClusterSpec, Role
+from cluster.spec import ClusterSpec, Role, parse_count
 
 PRESET = "fashion_mnist"
 LOOPS = ("custom", "fit")
@@ -123,12 +123,14 @@ class Request:
         "seconds without a new step after which every task starts again",
         f"{HANG_TIMEOUT_S:g}",
         kinds=(int,),
+        bounds=(1, 86_400),
     )
     max_restarts: str = option(
         Group.KEPT,
         "restarts of a program that fails by itself and makes no progress",
         MAX_RESTARTS,
         kinds=(int,),
+        bounds=(0, 1000),
     )
     name: str = option(Group.KEPT, "name of the run", "preset, date and time", needs=Needs.NEW_RUN)
     resume: str = option(
@@ -141,7 +143,7 @@ class Request:
     )
     fresh: bool = switch(Group.KEPT, "start a run of this --name again, its old folder is deleted", needs=Needs.NEW_RUN)
     tensorboard_port: str = option(
-        Group.WATCHED, "port of TensorBoard on 127.0.0.1; 0: none", tensorboard.PORT, kinds=(int,)
+        Group.WATCHED, "port of TensorBoard on 127.0.0.1; 0: none", tensorboard.PORT, kinds=(int,), bounds=(0, 65535)
     )
     detach: bool = switch(Group.WATCHED, "return once every task is training", "stay until the end")
     nccl_debug: str = option(Group.WATCHED, "what NCCL logs: VERSION, WARN, INFO or TRACE", "WARN", needs=Needs.GPUS)
@@ -166,6 +168,15 @@ class Request:
         names = ("loop", "bitwise_elastic", "precision", "checkpoint_every")
         given = [(f"--{OPTIONS[name].key}", value) for name in names if (value := getattr(self, name))]
         return [*(word for pair in given for word in pair), *self.train, *self.overrides]
+
+    def number(self, name: str) -> int:
+        """Return an option as a number, or its default.
+
+        Raises:
+            UsageError: it is none, or out of its bounds.
+        """
+        declaration = OPTIONS[name]
+        return parse_count(declaration.key, getattr(self, name) or declaration.default, *declaration.bounds)
 
     @property
     def arguments(self) -> Sequence[str]:

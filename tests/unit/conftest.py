@@ -42,15 +42,30 @@ def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def start_gang(make_run: Callable[..., RunFolder], tmp_path: Path) -> Iterator[StartGang]:
+def start_run() -> Iterator[Callable[[RunFolder], Gang]]:
+    """Starts the local processes of a run folder, and kills what is left of them at the end."""
+    fast.leave_out("starts a cluster")
+    started = []
+
+    def start(run: RunFolder) -> Gang:
+        started.append(run)
+        supervisor.start(run)
+        return Gang(run)
+
+    yield start
+    for run in started:
+        with contextlib.suppress(FileNotFoundError):
+            supervisor.kill(run)
+
+
+@pytest.fixture
+def start_gang(make_run: Callable[..., RunFolder], start_run: Callable[[RunFolder], Gang], tmp_path: Path) -> StartGang:
     """Starts a cluster whose every task runs the given lines of Python.
 
     `imports` goes before the lines; `absent` tasks are in the cluster but never started; `stopped` asks the run to stop
     before it starts; `preload` names a module with whose `load` the supervisor begins; `network` is `private` or
     `host`; the other options are `spec.build`'s.
     """
-    fast.leave_out("starts a cluster")
-    started = []
 
     def start(
         lines: str,
@@ -68,22 +83,14 @@ def start_gang(make_run: Callable[..., RunFolder], tmp_path: Path) -> Iterator[S
         how = local.processes_of(run.load_cluster(), run.path, tmp_path / "data", ["--", *program], network=network)
         how |= {"tasks": {n: task for n, task in how["tasks"].items() if n not in absent}}
         write_json(run.compose, how | ({"preload": preload} if preload else {}))
-        started_as = read_json(run.control / "started.json") | {
-            "hang_timeout_s": hang_timeout_s,
-            "max_restarts": max_restarts,
-        }
-        write_json(run.control / "started.json", started_as)
+        limits = {"hang_timeout_s": hang_timeout_s, "max_restarts": max_restarts}
+        write_json(run.control / "started.json", read_json(run.control / "started.json") | limits)
         provenance.write(run)
         if stopped:
             run.request_stop("a test")
-        started.append(run)
-        supervisor.start(run)
-        return Gang(run)
+        return start_run(run)
 
-    yield start
-    for run in started:
-        with contextlib.suppress(FileNotFoundError):
-            supervisor.kill(run)
+    return start
 
 
 @pytest.fixture

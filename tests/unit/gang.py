@@ -12,6 +12,17 @@ from cluster.runtime import supervisor
 from cluster.system.json_files import read_json
 from tests.waiting import wait_for
 
+SIGKILLED = "exit code 137 (SIGKILL: killed)"
+
+
+def assert_ended(summary: dict[str, Any], **values: Any) -> None:
+    """Check every key of the summary of a run on workers, given those that are not empty."""
+    assert 0 < summary.pop("startup_s") <= summary.pop("wall_s")
+    empty = ("epochs", "examples_per_s", "weights_sha256", "goodput", "goodput_split", "checkpoint_every_s")
+    usual = {"strategy": "MultiWorkerMirroredStrategy", "steps": 0, "metrics": {}, "restarts": []}
+    pace = {"tasks": {}, "stragglers": [], "starved": []}
+    assert dict.fromkeys(empty) | usual | {"pace": pace} | values == summary
+
 
 @dataclass(frozen=True)
 class Gang:

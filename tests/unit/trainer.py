@@ -31,7 +31,7 @@ EXIT_PEER_LOST = 75
 CHECKPOINT = 2
 """The step that every generation but the first starts after."""
 
-if "STANDBY" in os.environ:  # which life this is is known only once it begins
+if "STANDBY" in os.environ:  # the attempt is known only once it begins
     os.environ |= json.loads(os.fdopen(int(os.environ["GATE_FD"]), "rb").readline() or sys.exit(EXIT_PEER_LOST))
 run = RunFolder(Path(os.environ["RUN_DIR"]))
 NAME, GENERATION, RESTARTS = os.environ["TASK"], int(os.environ["GENERATION"]), int(os.environ["RESTARTS"])
@@ -118,7 +118,9 @@ def until(condition: Callable[[], object], timeout_s: float = 20) -> None:
 
 
 signal.signal(signal.SIGTERM, lambda *_: _stop.append(1))
-write_json(run.path / "pids" / f"{NAME}.json", {"program": os.getpid(), "agent": os.getppid(), "life": GENERATION})
+write_json(
+    run.path / "pids" / f"{NAME}.json", {"program": os.getpid(), "agent": os.getppid(), "generation": GENERATION}
+)
 if "STANDBY" not in os.environ and not os.fdopen(int(os.environ["GATE_FD"]), "rb").readline():
     sys.exit(EXIT_PEER_LOST)
 threading.Thread(target=_listen, daemon=True).start()

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,8 @@ from cluster.run.folder import RunFolder
 from cluster.runtime import local, supervisor
 from cluster.runtime.payload import Payload
 from cluster.system.json_files import write_json
-from tests import fast
-from tests.unit.gang import Gang
+from tests.unit.gang import SIGKILLED, Gang, assert_ended
 from tests.waiting import wait_for
-
-SIGKILLED = "exit code 137 (SIGKILL: killed)"
 
 LINES = """
 import json, os, pathlib, signal, sys, time
@@ -50,12 +47,12 @@ StartScripts = Callable[..., Gang]
 
 
 @pytest.fixture
-def start_scripts(make_run: Callable[..., RunFolder], tmp_path: Path) -> Iterator[StartScripts]:
+def start_scripts(
+    make_run: Callable[..., RunFolder], start_run: Callable[[RunFolder], Gang], tmp_path: Path
+) -> StartScripts:
     """Starts a cluster whose every task runs these lines; takes the script's arguments and `spec.build`'s options."""
-    fast.leave_out("starts a cluster")
-    started = []
 
-    def start(lines: str, arguments: tuple[str, ...] = (), **topology: Any) -> Gang:
+    def start(lines: str, arguments: tuple[str, ...] = (), absent: tuple[str, ...] = (), **topology: Any) -> Gang:
         script = tmp_path / "theirs" / "script.py"
         script.parent.mkdir(exist_ok=True)
         script.write_text(LINES + textwrap.dedent(lines))
@@ -63,17 +60,13 @@ def start_scripts(make_run: Callable[..., RunFolder], tmp_path: Path) -> Iterato
         cluster = run.load_cluster()
         write_json(run.config, payload.to_json())
         more = payload.environment(cluster, payload.local_path())
-        command = payload.command()
-        write_json(run.compose, local.processes_of(cluster, run.path, tmp_path / "data", command, more))
+        how = local.processes_of(cluster, run.path, tmp_path / "data", payload.command(), more)
+        how |= {"tasks": {name: task for name, task in how["tasks"].items() if name not in absent}}
+        write_json(run.compose, how)
         lay_out(payload, run, cluster)
-        started.append(run)
-        supervisor.start(run)
-        return Gang(run)
+        return start_run(run)
 
-    yield start
-    for run in started:
-        with contextlib.suppress(FileNotFoundError):
-            supervisor.kill(run)
+    return start
 
 
 def script_pid(gang: Gang, task: str) -> int:
@@ -98,23 +91,7 @@ def test_a_run_succeeds_when_every_script_ended_with_0(start_scripts: StartScrip
     # The chief is done first: the others go on for as long as they like.
     gang = start_scripts("if NAME != 'chief': until(lambda: beat('chief')['state'] == 'done')", workers=2)
     summary = gang.summary()
-    assert 0 < summary.pop("startup_s") <= summary.pop("wall_s")
-    assert {
-        "state": "succeeded",
-        "strategy": "MultiWorkerMirroredStrategy",
-        "replicas": 3,
-        "steps": 0,
-        "epochs": None,
-        "examples_per_s": None,
-        "metrics": {},
-        "weights_sha256": None,
-        "restarts": [],
-        "goodput": None,
-        "goodput_split": None,
-        "checkpoint_every_s": None,
-        "pace": {"tasks": {}, "stragglers": [], "starved": []},
-        "tasks": {"chief": 0, "worker-0": 0, "worker-1": 0},
-    } == summary
+    assert_ended(summary, state="succeeded", replicas=3, tasks={"chief": 0, "worker-0": 0, "worker-1": 0})
     assert {("done", 0)} == {(beat["state"], beat["exit_code"]) for beat in gang.run.heartbeats().values()}
     told, *rest = view.ended(gang.run, "runs/run")
     assert told.startswith("succeeded: every task's script ended with 0 in ")
@@ -327,20 +304,10 @@ def test_a_script_starts_only_when_its_cluster_is_complete(
     start_scripts: StartScripts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BARRIER_TIMEOUT_S", "1")
-    monkeypatch.setattr(local, "processes_of", _all_but_the_last(local.processes_of))
-    gang = start_scripts("print('on')", workers=1)
+    gang = start_scripts("print('on')", absent=("worker-0",), workers=1)
     outcome = gang.outcome()
     assert ("failed", 4) == (outcome["state"], outcome["exit_code"])
     assert "" == gang.run.log("chief").read_text()
-
-
-def _all_but_the_last(processes_of: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    def some(*arguments: Any) -> dict[str, Any]:
-        how = processes_of(*arguments)
-        how["tasks"].popitem()
-        return how
-
-    return some
 
 
 def test_status_shows_who_is_alive_and_how_who_ended(start_scripts: StartScripts, tmp_path: Path) -> None:

@@ -365,7 +365,7 @@ def test_a_dry_run_prints_what_local_processes_would_be_started_with(tmp_path: P
     done = invoke("up", "--dry", "--runtime=local", "--name=one", "--workers=1", "--", "--epochs", "1")
     told, prepare, chief, worker = done.stdout.splitlines()
     assert (0, "") == (done.returncode, done.stderr)
-    assert "MultiWorkerMirroredStrategy on 2 tasks as local processes, as asked" == told
+    assert told.startswith("MultiWorkerMirroredStrategy on 2 tasks")
     assert startup.data_command("prepare", "fashion_mnist") == prepare
     for line, task in ((chief, "chief"), (worker, "worker-0")):
         folders = f"RUN_DIR={tmp_path}/runs/one DATA_DIR={tmp_path}/data"

@@ -16,9 +16,10 @@ from invoke import Exit, MockContext
 import tasks
 from cluster import spec
 from cluster.control import scaling, watch
-from cluster.errors import EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_USAGE, ClusterError, TimedOut
+from cluster.errors import EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_USAGE, ClusterError, TimedOut, UsageError
 from cluster.launch import configuration, planning, startup
 from cluster.launch.plan import Plan
+from cluster.launch.request import Request
 from cluster.run import provenance
 from cluster.run.folder import LOST_AFTER_S, SCALE, RunFolder
 from cluster.runtime import local, supervisor
@@ -246,6 +247,32 @@ def test_a_run_goes_on_with_other_workers_while_somebody_waits(
     assert ("chief", 1) == (scaled["task"], scaled["generation"])
     assert {"workers_before": before, "workers_after": after, "ps_before": 0, "ps_after": 0} == scaled["detail"]
     assert set(summary["tasks"]) == set(gang.run.heartbeats())
+
+
+def test_a_run_that_is_being_scaled_is_not_resumed(start_gang: StartGang, scale: Callable[..., int]) -> None:
+    """It is tried all the time: while tasks save, between the clusters, and while the new one starts."""
+    gang, over = start_gang(LASTING, workers=1), threading.Event()
+    refusals: list[object] = []
+
+    def resume() -> None:
+        while not over.is_set():
+            try:
+                request = Request(resume=gang.run.name, runtime="local", tensorboard_port="0")
+                refusals.append(startup.start(planning.plan(request), no_shell, began=time.time()))
+            except Exception as error:
+                refusals.append(error)
+
+    resumes = threading.Thread(target=resume)
+    resumes.start()
+    try:
+        assert 0 == scale(gang, workers="2")
+    finally:
+        over.set()
+        resumes.join()
+    assert refusals
+    assert [] == [each for each in refusals if not isinstance(each, UsageError)]
+    assert 1 == gang.run.generation
+    assert ("succeeded", 3) == (end_of(gang)["state"], len(gang.run.heartbeats()))
 
 
 def test_the_step_is_that_of_the_newest_checkpoint(

@@ -1,4 +1,4 @@
-"""The undisturbed twin of a run: which run it is, and what is said of the two."""
+"""The undisturbed reference run of a run: which run it is, and what is said of the two."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def ended(make_run: Callable[..., RunFolder]) -> EndedRun:
 # Which one it is
 
 
-def test_the_twin_is_the_newest_run_of_the_same_training(ended: EndedRun) -> None:
+def test_the_reference_is_the_newest_run_of_the_same_training(ended: EndedRun) -> None:
     ended("z-older", weights="old")
     ended("a-newer", weights="new")
     run = ended("stormy", restarts=1)
     assert {"run": "a-newer", "weights_sha256": "new"} == reference.find(run)
 
 
-def test_no_run_is_its_own_twin(ended: EndedRun) -> None:
+def test_no_run_is_its_own_reference(ended: EndedRun) -> None:
     run = ended("alone")
     assert reference.find(run) is None
     assert reference.same_bits(run) is None
@@ -95,7 +95,7 @@ def test_what_changes_no_bit_makes_no_difference(ended: EndedRun, config: dict[s
     ],
     ids=str,
 )
-def test_a_run_that_differs_failed_or_had_restarts_is_no_twin(ended: EndedRun, other: dict[str, Any]) -> None:
+def test_a_run_that_differs_failed_or_had_restarts_is_no_reference(ended: EndedRun, other: dict[str, Any]) -> None:
     ended("calm", **other)
     assert reference.find(ended("stormy")) is None
 
@@ -120,7 +120,7 @@ def test_an_evaluator_changes_no_bit(ended: EndedRun) -> None:
     assert reference.find(ended("stormy")) is not None
 
 
-def test_a_run_that_has_not_ended_is_no_twin(ended: EndedRun, make_run: Callable[..., RunFolder]) -> None:
+def test_a_run_that_has_not_ended_is_no_reference(ended: EndedRun, make_run: Callable[..., RunFolder]) -> None:
     write_json(make_run("running", workers=1).config, CONFIG)
     assert reference.find(ended("stormy")) is None
 
@@ -129,7 +129,7 @@ def test_a_run_that_has_not_ended_is_no_twin(ended: EndedRun, make_run: Callable
 
 
 @pytest.mark.parametrize(("weights", "same"), [("abc", True), ("def", False)])
-def test_bits_are_compared_with_the_twin_s(ended: EndedRun, weights: str, same: bool) -> None:
+def test_bits_are_compared_with_the_reference_run_s(ended: EndedRun, weights: str, same: bool) -> None:
     ended("calm", weights="abc")
     assert same == reference.same_bits(ended("stormy", weights=weights, restarts=2))
 

@@ -158,14 +158,14 @@ def test_without_a_limit_there_is_room(kernel: Callable[[dict[str, str]], None],
     assert (True, 0) == (machine.headroom_bytes() > 2**60, machine.kills())
 
 
-def test_a_spare_leaves_room_for_its_own_task(
+def test_a_standby_process_leaves_room_for_its_own_task(
     kernel: Callable[[dict[str, str]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WARM_SPARE", "1")
     monkeypatch.setenv("WARM_SPARE_DELAY_S", "0")
     monkeypatch.setattr(standby.memory, "available_bytes", lambda: 100 * GIB)
     kernel(V2 | {"memory.current": str(4 * GIB)})  # 1 GiB of it files
-    kept = standby.Standby(lambda environment: pytest.fail("a spare was started"), 0, 1)
+    kept = standby.Standby(lambda environment: pytest.fail("a standby process was started"), 0, 1)
     kept.keep(training=True)
     kept.keep(training=True)
     assert kept.settled and kept.take() is None
@@ -181,11 +181,11 @@ class Ended:
 
 
 @pytest.mark.parametrize(
-    ("code", "kills", "spare_killed", "told"),
+    ("code", "kills", "standby_killed", "told"),
     [
         (-9, 3, False, "killed for memory: the task may use 4.0 GiB, see --memory of up"),
         (-9, 4, True, "killed for memory: the task may use 4.0 GiB, see --memory of up"),
-        (-9, 3, True, "exit code 137 (SIGKILL: killed)"),  # that was the spare
+        (-9, 3, True, "exit code 137 (SIGKILL: killed)"),  # that was the standby process
         (-9, 2, False, "exit code 137 (SIGKILL: killed)"),
         (-11, 3, False, "exit code 139 (SIGSEGV: crashed in native code)"),
     ],
@@ -196,13 +196,13 @@ def test_an_agent_tells_whether_memory_killed_its_program(
     monkeypatch: pytest.MonkeyPatch,
     code: int,
     kills: int,
-    spare_killed: bool,
+    standby_killed: bool,
     told: str,
 ) -> None:
     kernel(V2)
     agent = Agent(make_run(workers=0), "chief", [], 1.0)
     kernel({"memory.events": f"oom_kill {kills}\n"})
-    monkeypatch.setattr(standby.Standby, "killed", spare_killed)
+    monkeypatch.setattr(standby.Standby, "killed", standby_killed)
     end = agent._end_of(Ended(), code, 0)
     assert (told, None) == (end.cause, end.error)
     assert (attempts.OWN if code == -11 or "memory" in told else attempts.OUTSIDE) == end.kind

@@ -172,13 +172,16 @@ def test_a_task_that_comes_back_waits_for_its_port(start_gang: StartGang, task: 
     lines += "until(lambda: (run.path / 'enough').exists()), meet(), finish()"
     gang = start_gang(f"PS = {'ps' in topology}\n{lines}", **topology)
     wait_for(lambda: gang.beat(task)["state"] == "training" and gang.beat("chief")["step"] == 5, "the training")
-    lives = int(gang.beat(task)["restarts"])
+    restarts_before = int(gang.beat(task)["restarts"])
     port = gang.run.load_cluster().task(task).port
     os.kill(gang.pid(task, "agent"), signal.SIGKILL)
     holder = wait_for(lambda: held(port), "the port", pause_s=0.0001)  # as a killed program does for a while
     with holder:
         wait_for(lambda: gang.beat(task).get("obstacle"), "the task that waits for its port")
-    wait_for(lambda: gang.beat(task)["restarts"] > lives and gang.beat(task)["state"] == "training", "its next life")
+    wait_for(
+        lambda: gang.beat(task)["restarts"] > restarts_before and gang.beat(task)["state"] == "training",
+        "its next attempt",
+    )
     (gang.run.path / "enough").touch()
     assert "succeeded" == gang.summary()["state"]
 
