@@ -68,6 +68,13 @@ class Request:
         kinds=(int,),
         needs=Needs.TRAINER,
     )
+    micro_batches: str = option(
+        Group.TRAINS,
+        "parts of each replica's batch whose gradients are added up before an update, for less memory",
+        1,
+        kinds=(int,),
+        needs=Needs.TRAINER,
+    )
     script: str = option(
         Group.TRAINS,
         "run this script, which reads TF_CONFIG, in every task; its arguments follow --",
@@ -110,6 +117,25 @@ class Request:
     gpus_per_task: str = option(Group.RUNS, "GPUs of each of these tasks", "--gpus divided evenly", kinds=(int,))
     gpu_runtime: str = option(
         Group.RUNS, "how containers get them: reserve, cdi, or the older nvidia", "reserve", needs=Needs.GPUS
+    )
+    partition: str = option(Group.RUNS, "Slurm partition, or several with commas", "the site's", needs=Needs.QUEUE)
+    time: str = option(
+        Group.RUNS,
+        "time limit of the job, such as 90 or 2-12:00; at its end the run saves and is queued again",
+        "the partition's",
+        kinds=(int, str),
+        needs=Needs.QUEUE,
+    )
+    account: str = option(Group.RUNS, "Slurm account to charge", "yours", needs=Needs.QUEUE)
+    nodes: str = option(
+        Group.RUNS,
+        "nodes that the job's tasks are spread over",
+        "as Slurm places them",
+        kinds=(int,),
+        needs=Needs.QUEUE,
+    )
+    cpus_per_task: str = option(
+        Group.RUNS, "processors of each task of the job", "the site's", kinds=(int,), needs=Needs.QUEUE
     )
     checkpoint_every: str = option(
         Group.KEPT,
@@ -165,7 +191,7 @@ class Request:
 
     def training(self) -> list[str]:
         """Return the overrides of the training configuration, those that are options of `up` first."""
-        names = ("loop", "bitwise_elastic", "precision", "checkpoint_every")
+        names = ("loop", "bitwise_elastic", "micro_batches", "precision", "checkpoint_every")
         given = [(f"--{OPTIONS[name].key}", value) for name in names if (value := getattr(self, name))]
         return [*(word for pair in given for word in pair), *self.train, *self.overrides]
 

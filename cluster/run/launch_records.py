@@ -20,6 +20,7 @@ started = record(
         "memory": (text, ABSENT),
         "network": (text, ABSENT),
         "gpus": (mapping(text), ABSENT),
+        "job": (mapping(text), ABSENT),
         "env": (listing(text), ABSENT),
     },
 )
@@ -29,6 +30,7 @@ config = record(
     {
         "global_batch": (count, ABSENT),
         "bitwise_elastic": (count, ABSENT),
+        "micro_batches": (count, ABSENT),
         "loop": (text, ABSENT),
         "precision": (text, ABSENT),
         "script": (text, ABSENT),
