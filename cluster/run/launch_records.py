@@ -22,6 +22,7 @@ started = record(
         "gpus": (mapping(text), ABSENT),
         "job": (mapping(text), ABSENT),
         "env": (listing(text), ABSENT),
+        "code_dirs": (listing(text), ABSENT),
     },
 )
 
