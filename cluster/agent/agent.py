@@ -22,6 +22,7 @@ import signal
 import subprocess
 import time
 from functools import partial
+from pathlib import Path
 
 from cluster.agent import ports, rendezvous
 from cluster.agent.diagnosis import MemoryKills, describe, explain_missing
@@ -34,6 +35,7 @@ from cluster.recovery.attempts import LOST_CONTACT, OUTSIDE, OWN
 from cluster.recovery.ends import End
 from cluster.recovery.policy import Recovery
 from cluster.results import summary
+from cluster.run import launch_records, records
 from cluster.run.folder import RunFolder
 from cluster.run.heartbeat import Heartbeat
 from cluster.spec import Role, Task
@@ -62,6 +64,8 @@ class Agent:
     def __init__(self, run: RunFolder, task_name: str, command: list[str], rendezvous_timeout_s: float) -> None:
         self.run = run
         self.spec = run.load_cluster()
+        if placed := os.environ.get("CLUSTER_JSON"):  # where its tasks are is known only since they started
+            self.spec = records.read(Path(placed), launch_records.cluster)
         self.task = self.spec.task(task_name)
         self.command = command
         self.rendezvous_timeout_s = rendezvous_timeout_s
@@ -81,7 +85,8 @@ class Agent:
 
     def main(self) -> int:
         """Make one attempt after the other until the run has an outcome."""
-        signal.signal(signal.SIGTERM, lambda *_: self.run.request_stop(self.task.name))
+        then = os.environ.get("STOP_THEN", "")
+        signal.signal(signal.SIGTERM, lambda *_: self.run.request_stop(self.task.name, then=then))
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # `invoke up` turns a Ctrl-C into a stop request
         self._report_own_death()
         while not self.run.outcome:

@@ -26,7 +26,7 @@ from cluster.agent import __main__ as agent
 from cluster.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TIMEOUT, ClusterError, TimedOut
 from cluster.run import launch_records, records
 from cluster.run.folder import RunFolder
-from cluster.spec import ClusterSpec, Role
+from cluster.spec import Role
 from cluster.system.files import remove
 from cluster.system.json_files import write_json
 
@@ -62,7 +62,8 @@ def begin(run: RunFolder, given: Path) -> None:
     cluster = records.read(given / "cluster.json", launch_records.cluster)
     if run.cluster.exists():
         if (run.outcome or {}).get("state") == "stopped":
-            go_on(run, cluster)
+            write_json(run.cluster, cluster.to_json())
+            go_on(run)
         return
     run.path.mkdir(parents=True, exist_ok=True)
     run.create()
@@ -73,10 +74,9 @@ def begin(run: RunFolder, given: Path) -> None:
     write_json(run.cluster, cluster.to_json())
 
 
-def go_on(run: RunFolder, cluster: ClusterSpec) -> None:
-    """Begin the next generation of a run whose tasks have all ended, on a cluster that may be another."""
+def go_on(run: RunFolder) -> None:
+    """Begin the next generation of a run whose tasks have all ended."""
     run.begin_generation(run.generation + 1, resumed=True)
-    write_json(run.cluster, cluster.to_json())
     for beat in (run.path / "status").glob("*.json"):
         remove(beat)
     run.reopen()

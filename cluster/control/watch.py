@@ -25,7 +25,7 @@ from cluster.results import summary
 from cluster.run import claim, owner, records
 from cluster.run.folder import LOST_AFTER_S, SCALE_PATIENCE_S, RunFolder
 from cluster.run.liveness import Pulse
-from cluster.runtime import tensorboard
+from cluster.runtime import registry, tensorboard
 from cluster.runtime.base import Runtime, Shell
 from cluster.system import interrupts
 from cluster.system.json_files import write_json
@@ -248,10 +248,11 @@ def _notice_silence(run: RunFolder, pulse: Pulse) -> None:
     patience_s = START_TIMEOUT_S if starting else LOST_AFTER_S
     if run.scale_requested:
         patience_s = SCALE_PATIENCE_S
-    if pulse.silence_s <= patience_s:
+    runtime = registry.of(run)
+    if pulse.silence_s <= patience_s or (runtime.is_remote and runtime.alive(run)):
         return
     cause = "no task gives a sign of life: the engine or the supervisor stopped"
-    if run.goes_on:
+    if run.goes_on and run.scale_requested:
         cause = f"every task saved and ended to be scaled, but `invoke scale` did not go on in {SCALE_PATIENCE_S:.0f} s"
         write_json(run.control / "outcome.json", {"state": "failed", "time": time.time(), "error": cause})
     if run.end("failed", error=cause, exit_code=EXIT_FAILED) or run.outcome:

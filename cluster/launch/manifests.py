@@ -60,6 +60,7 @@ def render(request: Request, place: Place) -> dict[str, list[dict[str, Any]]]:
 NOT_RENDERED = (
     *("script", "separate_chief", "requirements", "runtime", "network", "gpus", "gpu_runtime"),
     *("resume", "trust", "fresh", "detach"),
+    *("partition", "time", "account", "nodes", "cpus_per_task"),
 )
 """Options that say what happens on the machine of `up`, or need code that the image does not hold."""
 ONCE = ("claim.yaml", "data.yaml")

@@ -33,6 +33,7 @@ class Needs(Enum):
     EARLIER_RUN = "only with --resume, for a run that somebody else started"
     GPUS = "only with GPUs (--gpus all)"
     CONTAINERS = "only for containers (--runtime docker)"
+    QUEUE = "only for a job (--runtime slurm)"
 
 
 KINDS = {int: "integer", str: "string", bool: "boolean", list: "array of strings"}

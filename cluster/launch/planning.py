@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from cluster.run.folder import RunFolder
 from cluster.runtime import inherited, registry
 from cluster.runtime import memory as limits
 from cluster.runtime.base import Runtime, Workload
+from cluster.runtime.batch import Job
 from cluster.runtime.memory import Memory
 from cluster.runtime.network import Network
 from cluster.runtime.payload import Payload
@@ -63,10 +64,12 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
     port, hang_timeout_s, max_restarts = map(request.number, ("tensorboard_port", "hang_timeout", "max_restarts"))
     run = _run_folder(request, stops_first=stops_first)
 
-    gpus = _place(request, run, previous, cluster)
-    if gpus.ids:  # each GPU is a device, which decides between the strategies of one process
-        cluster = spec.build(**topology | {"devices": len(gpus.of("chief"))})
-    runtime, why_runtime = registry.choose(request.runtime or registry.AUTO, cluster.kind)
+    runtime, why_runtime = registry.choose(request.runtime or _queue(previous) or registry.AUTO, cluster.kind)
+    job = _job(request, previous, runtime, cluster)
+    gpus = Placement() if runtime.is_remote else _place(request, run, previous, cluster)
+    if devices_each := len(gpus.of("chief")) or int(job.gpus_per_task or 0):
+        # each GPU is a device, which decides between the strategies of one process
+        cluster = spec.build(**topology | {"devices": devices_each})
 
     config, payload, data = _resolve(request, previous, runtime, installs=installs)
     about_resuming: list[str] = []
@@ -86,6 +89,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         gpus=gpus,
         memory=memory,
         network=_network(request, previous, runtime, cluster, payload),
+        job=job,
     )
     return Plan(
         **vars(work),
@@ -154,6 +158,40 @@ def _network(
     return runtime.network(request.network, previous.started.get("network", ""), way_out=way_out, serves=serves)
 
 
+def _queue(previous: _Previous) -> str:
+    """Return the runtime of a run that was queued: it goes on there unless another is requested; empty otherwise."""
+    name = str(previous.started.get("runtime", ""))
+    return name if name in registry.RUNTIMES and registry.RUNTIMES[name].is_remote else ""
+
+
+def _job(request: Request, previous: _Previous, runtime: Runtime, cluster: ClusterSpec) -> Job:
+    """Return what is requested of the queue, now or when the run was started.
+
+    Raises:
+        UsageError: something is requested that the runtime has no use for, or that is no word for it.
+    """
+    check_needs(request, {Needs.QUEUE: runtime.is_remote})
+    if not runtime.is_remote:
+        return Job()
+    check_needs(request, {Needs.GPUS: bool(request.gpus_per_task)})
+    if request.gpus:
+        raise UsageError(f"--gpus {request.gpus} with {runtime.tasks}: say how many each gets, with --gpus-per-task")
+    if request.gpu_runtime:
+        raise UsageError(f"--gpu-runtime {request.gpu_runtime} with {runtime.tasks}: it is for containers")
+    recorded = previous.started.get("job", {})
+    names = [each.name for each in fields(Job)]
+    job = Job(**{name: str(getattr(request, name) or recorded.get(name, "")) for name in names})
+    job.check()
+    if job.gpus_per_task and request.devices and request.devices != job.gpus_per_task:
+        raise UsageError(
+            f"--devices {request.devices} with --gpus-per-task {job.gpus_per_task}: a task has a replica on each "
+            "of its GPUs; leave --devices out"
+        )
+    if job.gpus_per_task and cluster.kind.hardware:
+        raise UsageError(f"--gpus-per-task with --strategy {cluster.strategy}: leave one of them out")
+    return job
+
+
 def _place(request: Request, run: RunFolder, previous: _Previous, cluster: ClusterSpec) -> Placement:
     """Return which task gets which of this machine's GPUs.
 
@@ -205,7 +243,7 @@ def check_sharing(config: dict[str, Any], cluster: ClusterSpec) -> None:
     if shards := config.get("bitwise_elastic", 0):  # the training program has checked that they cut the batch evenly
         spec.check_shards(cluster, shards)
     else:
-        spec.check_global_batch(config["global_batch"], cluster.batch_divisor)
+        spec.check_micro_batches(config["global_batch"], cluster.batch_divisor, config.get("micro_batches", 1))
 
 
 def _run_folder(request: Request, *, stops_first: bool) -> RunFolder:
@@ -244,9 +282,9 @@ def _resolve(
         payload = Payload(path, tuple(arguments), (), requirements, found, _separate_chief(request, previous), env)
         return payload.to_json(), payload, ""
     with packages.importable(requirements, installs=installs) if requirements else nullcontext() as here:
-        resolved = configuration.resolve(request, previous.run.config if previous.run else None, here, data_dir())
+        base, code_dirs = previous.run.config if previous.run else None, started.get("code_dirs", ())
+        config, code_dirs, data = configuration.resolve(request, base, here, data_dir(), code_dirs)
     found = _packages(requirements, runtime.python, installs=installs)
-    config, code_dirs, data = resolved
     if requirements and here in code_dirs:  # the preset is in one of the packages
         kept = packages.folder(requirements, packages.host_python())
         code_dirs = tuple(kept if folder == here else folder for folder in code_dirs)

@@ -15,7 +15,7 @@ from cluster.agent.watchdog import HANG_TIMEOUT_S
 from cluster.errors import PrerequisiteError, UsageError
 from cluster.launch.options import Group, Needs, check_choices, declared, option, switch
 from cluster.recovery.attempts import MAX_RESTARTS
-from cluster.runtime import tensorboard
+from cluster.runtime import registry, tensorboard
 from cluster.spec import ClusterSpec, Role, parse_count
 
 PRESET = "fashion_mnist"
@@ -23,6 +23,7 @@ LOOPS = ("custom", "fit")
 WORKERS = "2"
 DEVICE_FILES = {"tpu": ("/dev/accel*", "/dev/vfio/[0-9]*")}
 """The files of the hardware that some strategies need, where this machine has it."""
+_ONE_OF_RUNTIMES = f"{', '.join([registry.AUTO, *list(registry.RUNTIMES)[:-1]])} or {list(registry.RUNTIMES)[-1]}"
 _ONE_OF_STRATEGIES = ", ".join([strategies.AUTO, *list(strategies.STRATEGIES)[:-1]])
 
 
@@ -67,6 +68,13 @@ class Request:
         kinds=(int,),
         needs=Needs.TRAINER,
     )
+    micro_batches: str = option(
+        Group.TRAINS,
+        "parts of each replica's batch whose gradients are added up before an update, for less memory",
+        1,
+        kinds=(int,),
+        needs=Needs.TRAINER,
+    )
     script: str = option(
         Group.TRAINS,
         "run this script, which reads TF_CONFIG, in every task; its arguments follow --",
@@ -88,7 +96,7 @@ class Request:
         empty=(),
         kinds=(list,),
     )
-    runtime: str = option(Group.RUNS, "auto, docker or local", "auto: containers where a Docker Engine answers")
+    runtime: str = option(Group.RUNS, _ONE_OF_RUNTIMES, "auto: containers where a Docker Engine answers")
     network: str = option(
         Group.RUNS,
         "local tasks' network: private, or host, the machine's",
@@ -109,6 +117,25 @@ class Request:
     gpus_per_task: str = option(Group.RUNS, "GPUs of each of these tasks", "--gpus divided evenly", kinds=(int,))
     gpu_runtime: str = option(
         Group.RUNS, "how containers get them: reserve, cdi, or the older nvidia", "reserve", needs=Needs.GPUS
+    )
+    partition: str = option(Group.RUNS, "Slurm partition, or several with commas", "the site's", needs=Needs.QUEUE)
+    time: str = option(
+        Group.RUNS,
+        "time limit of the job, such as 90 or 2-12:00; at its end the run saves and is queued again",
+        "the partition's",
+        kinds=(int, str),
+        needs=Needs.QUEUE,
+    )
+    account: str = option(Group.RUNS, "Slurm account to charge", "yours", needs=Needs.QUEUE)
+    nodes: str = option(
+        Group.RUNS,
+        "nodes that the job's tasks are spread over",
+        "as Slurm places them",
+        kinds=(int,),
+        needs=Needs.QUEUE,
+    )
+    cpus_per_task: str = option(
+        Group.RUNS, "processors of each task of the job", "the site's", kinds=(int,), needs=Needs.QUEUE
     )
     checkpoint_every: str = option(
         Group.KEPT,
@@ -164,7 +191,7 @@ class Request:
 
     def training(self) -> list[str]:
         """Return the overrides of the training configuration, those that are options of `up` first."""
-        names = ("loop", "bitwise_elastic", "precision", "checkpoint_every")
+        names = ("loop", "bitwise_elastic", "micro_batches", "precision", "checkpoint_every")
         given = [(f"--{OPTIONS[name].key}", value) for name in names if (value := getattr(self, name))]
         return [*(word for pair in given for word in pair), *self.train, *self.overrides]
 

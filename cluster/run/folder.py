@@ -33,6 +33,12 @@ FINAL_STATES = frozenset({"done", "failed", "stopped"})
 SCALE = "scale"
 """What follows a stop that was requested so that the run can continue at once on another cluster."""
 
+REQUEUE = "requeue"
+"""What follows a stop that was requested so that a job frees its nodes; the run continues once it has nodes again."""
+
+REQUEUE = "requeue"
+"""What follows a stop that frees the nodes of a job, which then waits for nodes again."""
+
 SCALE_PATIENCE_S = 180.0
 """Longest time from such a request to the next generation; the timeouts of its parts are shorter in total."""
 
@@ -229,18 +235,24 @@ class RunFolder(Layout):
         """Whether that was requested in order to scale the run, however long ago."""
         return (self._stop_request or {}).get("then") == SCALE
 
+    @property
+    def requeue_requested(self) -> bool:
+        """Whether that was requested in order to free the nodes of the run's job until it has nodes again."""
+        return (self._stop_request or {}).get("then") == REQUEUE
+
     def request_stop(self, by: str, *, then: str = "") -> bool:
         """Request that every task saves at the same step and stops; return False if that was requested before.
 
         Args:
             by: who requests it.
-            then: `SCALE` if the run is to continue at once on another cluster; otherwise empty.
+            then: `SCALE` if the run is to continue at once on another cluster, `REQUEUE` if it is to continue once its
+                job has nodes again; otherwise empty.
         """
         return create_json(self.stop, {"by": by, "then": then, "time": time.time()}, records.stop)
 
     def insist_on_stop(self, by: str) -> None:
-        """Request that every task saves and stops for good, even if they are to stop in order to scale the run."""
-        if not self.request_stop(by) and self.scale_requested:
+        """Request that every task saves and stops for good, even if the run was to continue after that."""
+        if not self.request_stop(by) and (self.scale_requested or self.requeue_requested):
             write_json(self.stop, {"by": by, "then": "", "time": time.time()})
 
     def withdraw_stop(self) -> None:
@@ -262,9 +274,10 @@ class RunFolder(Layout):
 
     @property
     def goes_on(self) -> bool:
-        """Whether the run has stopped only to continue at once on another cluster."""
+        """Whether the run has stopped only to continue on another cluster, or on other nodes."""
         outcome = self.outcome
-        return outcome is not None and outcome["state"] == "stopped" and self.scale_requested
+        stopped = outcome is not None and outcome["state"] == "stopped"
+        return stopped and (self.scale_requested or self.requeue_requested)
 
     def reopen(self) -> dict[str, Any]:
         """Remove the outcome, so that the run can continue in a new generation; return its stop request."""

@@ -178,6 +178,9 @@ outcome = record(
     },
 )
 
+place = record({"node": text, "host": text, "port": count})
+"""Where a task of a job runs and listens."""
+
 stop = record({"by": text}, {"then": (text, ""), "time": (seconds, 0.0)})
 
 ledger = record(

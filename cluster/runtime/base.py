@@ -21,6 +21,7 @@ from cluster.findings import Finding
 from cluster.gpu.placement import Placement
 from cluster.run.folder import RunFolder
 from cluster.runtime import network
+from cluster.runtime.batch import EMPTY, Job
 from cluster.runtime.faults import FaultInjector
 from cluster.runtime.memory import Memory
 from cluster.runtime.network import Network
@@ -43,6 +44,7 @@ class Workload:
     gpus: Placement
     memory: Memory
     network: Network
+    job: Job = EMPTY
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Runtime(ABC):
         reaches_hardware: whether its tasks can use this machine's TPU.
         limits_memory: whether `--memory` limits its tasks.
         python: the version of Python that its tasks run with, for which packages of the user's are installed.
+        is_remote: whether its tasks run on machines that a queue chooses, with their own GPUs, and may wait for them.
         board: what runs TensorBoard beside it, a key of `tensorboard.BOARDS`.
     """
 
@@ -83,6 +86,7 @@ class Runtime(ABC):
     automatic: bool = False
     reaches_hardware: bool = False
     limits_memory: bool = False
+    is_remote: bool = False
     python: str = f"{sys.version_info.major}.{sys.version_info.minor}"
     board: str = "local"
 

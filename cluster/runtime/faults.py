@@ -12,7 +12,7 @@ import resource
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -28,6 +28,7 @@ SLOWED_SHARE = 0.2
 """How much of one core a slowed task keeps."""
 SLICE_S = 0.5
 PAUSE_TRIES = 5
+SRUN_S = 60.0
 BALLAST = ".ballast"
 MAX_BALLAST_BYTES = 8 * 2**30
 """More free space than this is not a disk that somebody set aside to be filled."""
@@ -191,6 +192,49 @@ class ProcessFaults(FaultInjector):
             self._slowing = None
         while self._frozen:  # the program first: its agent would take it for frozen by itself
             processes.kill(self._frozen.pop(), signal.SIGCONT)
+        super().undo(task)
+
+
+class SlurmFaults(FaultInjector):
+    """Disturbs the tasks of a job, by signals on their nodes."""
+
+    storm = frozenset({"kill", "pause", "corrupt"})
+    refusals = MappingProxyType(
+        dict.fromkeys(("partition", "slow", "oom"), "no signal does that; use a run of --runtime docker")
+    )
+
+    def __init__(self, run: RunFolder, job: Callable[[], str]) -> None:
+        super().__init__(run)
+        self._job = job
+        self._frozen: set[str] = set()
+
+    def signal(self, task: str, number: int, *whose: str) -> None:
+        """Send a signal, in a step of the job on the task's node."""
+        found = self.processes(task)
+        words = [str(int(found[which]["pid"])) for which in whose]
+        job, node = self._job(), self._node(task)
+        step = ["srun", f"--jobid={job}", "--overlap", f"--nodelist={node}", "--nodes=1", "--ntasks=1"]
+        code, _, complained = processes.run([*step, "kill", f"-{number}", *words], SRUN_S)
+        if code:
+            raise ClusterError(
+                f"srun on {node or 'a node'} of job {job or 'none'}: {' '.join(complained.split())[:200]}"
+            )
+
+    def _node(self, task: str) -> str:
+        attempts = sorted((self._run.control / "slurm").glob(f"*/{task}.json"), key=lambda path: path.stat().st_mtime)
+        return records.read(attempts[-1], records.place)["node"] if attempts else ""
+
+    def pause(self, task: str) -> None:
+        """Stop the agent first: it would end a program that it sees frozen."""
+        self._frozen.add(task)
+        self.signal(task, signal.SIGSTOP, "agent", "program")
+
+    def undo(self, task: str) -> None:
+        """Undo what lasts; the program may have been ended meanwhile."""
+        if task in self._frozen:
+            self._frozen.discard(task)
+            with contextlib.suppress(ClusterError):
+                self.signal(task, signal.SIGCONT, "program", "agent")
         super().undo(task)
 
 

@@ -8,11 +8,12 @@ from cluster.run.folder import RunFolder
 from cluster.runtime.base import Runtime
 from cluster.runtime.compose import Compose
 from cluster.runtime.local import LocalProcesses
+from cluster.runtime.slurm import Slurm
 from cluster.strategies import Strategy
 
 AUTO = "auto"
 LOCAL = LocalProcesses()
-RUNTIMES: dict[str, Runtime] = {each.name: each for each in (Compose(), LOCAL)}
+RUNTIMES: dict[str, Runtime] = {each.name: each for each in (Compose(), LOCAL, Slurm())}
 """In the order in which `auto` prefers them."""
 
 

@@ -1,0 +1,164 @@
+"""The runtime of Slurm jobs beside a Slurm that answers as told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster import spec
+from cluster.errors import PrerequisiteError, UsageError
+from cluster.gpu.placement import Placement
+from cluster.launch import planning
+from cluster.launch.request import Request
+from cluster.run import owner
+from cluster.run.folder import RunFolder
+from cluster.runtime import registry, slurm
+from cluster.runtime.base import Workload
+from cluster.runtime.batch import Job
+from cluster.runtime.memory import Memory
+from cluster.runtime.network import Network
+from cluster.runtime.payload import Payload
+from cluster.system.json_files import write_json
+
+
+class Site:
+    """A Slurm with one job, which each look finds one state further."""
+
+    def __init__(self, run: RunFolder, *states: str) -> None:
+        self.run, self.states = run, list(states)
+        self.commands: list[str] = []
+
+    def answer(self, command: list[str], timeout_s: float) -> tuple[int, str, str]:
+        if command[0] == "sinfo":
+            return 0, "3 idle\n", ""
+        state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        if state == "down":
+            return 1, "", "slurm_load_jobs error: Unable to contact slurm controller"
+        mine, another = f"12|{state}|{slurm.job_name(self.run)}\n" if state else "", "13|RUNNING|another\n"
+        return 0, mine if any(word.startswith("--name=") for word in command) else mine + another, ""
+
+    def sh(self, command: str) -> None:
+        self.commands.append(command)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """A run that was queued."""
+    folder = RunFolder(tmp_path / "runs" / "a-run")
+    folder.create()
+    write_json(folder.compose, {"runtime": "slurm", "script": ""})
+    owner.begin(folder, "slurm")
+    return folder
+
+
+def site(run: RunFolder, monkeypatch: pytest.MonkeyPatch, *states: str) -> Site:
+    made = Site(run, *states)
+    monkeypatch.setattr(slurm.processes, "run", made.answer)
+    monkeypatch.setattr(slurm, "POLL_S", 0.0)
+    return made
+
+
+def work(run: RunFolder, **job: str) -> Workload:
+    cluster = spec.build(workers=1)
+    return Workload(
+        run=run,
+        cluster=cluster,
+        data_dir=run.path.parent,
+        payload=Payload(),
+        gpus=Placement(),
+        memory=Memory(""),
+        network=Network(),
+        job=Job(**job),
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "alive"),
+    [("PENDING", True), ("RUNNING", True), ("COMPLETING", True), ("CANCELLED", False), ("", False), ("down", True)],
+)
+def test_a_run_lives_while_its_job_runs_or_is_queued(
+    run: RunFolder, state: str, alive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site(run, monkeypatch, state)
+    assert alive == slurm.Slurm().alive(run)
+
+
+def test_a_job_that_ends_by_itself_is_not_cancelled(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = site(run, monkeypatch, "RUNNING", "COMPLETING", "")
+    slurm.Slurm().remove(run, there.sh, 10)
+    assert [] == there.commands
+
+
+def test_a_job_that_does_not_end_is_cancelled_and_waited_for(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = site(run, monkeypatch, "RUNNING", "RUNNING", "COMPLETING", "COMPLETED")
+    slurm.Slurm().remove(run, there.sh, 0)
+    assert ["scancel --signal=KILL --full 12"] == there.commands
+
+
+def test_what_is_left_is_found_by_the_name_of_its_job(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    site(run, monkeypatch, "PENDING")
+    runtime = slurm.Slurm()
+    assert frozenset({"a-run"}) == runtime.remains(run.path.parent, ["a-run", "another"]).names
+    site(run, monkeypatch, "down")
+    assert runtime.remains(run.path.parent, ["a-run"]).unreachable
+    assert not runtime.remains(run.path.parent, ["another"]).unreachable  # Slurm is not asked for nothing
+
+
+def test_the_job_is_queued_by_a_script_that_names_it(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = site(run, monkeypatch, "")
+    slurm.Slurm().start(work(run, partition="main"), there.sh)
+    path = run.control / "job.sh"
+    assert [f"sbatch {path}"] == there.commands
+    text = path.read_text()
+    assert f"#SBATCH --job-name={slurm.job_name(run)}\n" in text
+    assert "#SBATCH --partition=main\n" in text
+    assert "export CUDA_VISIBLE_DEVICES=-1\n" in text
+    assert text in slurm.Slurm().commands(work(run), {"script": text})[0]
+
+
+def test_a_script_is_refused(run: RunFolder) -> None:
+    with pytest.raises(UsageError, match="--script"):
+        slurm.Slurm().render(replace(work(run), payload=Payload(Path("/theirs/train.py"))))
+
+
+def test_a_machine_without_slurm_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(PrerequisiteError, match="sinfo"):
+        registry.choose("slurm")
+    assert [] == slurm.Slurm().examine()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"gpus": "all"}, "--gpus"),
+        ({"gpu_runtime": "cdi"}, "--gpu-runtime"),
+        ({"memory": "8GiB"}, "--memory"),
+        ({"network": "private"}, "--network"),
+        ({"time": "1"}, "--time"),
+        ({"nodes": "none"}, "--nodes"),
+        ({"gpus_per_task": "2", "devices": "3"}, "--devices"),
+    ],
+)
+def test_what_a_job_cannot_have_is_refused(
+    options: dict[str, str], named: str, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site(run, monkeypatch, "")
+    with pytest.raises(UsageError, match=named):
+        planning.plan(Request(runtime="slurm", tensorboard_port="0", **options))
+
+
+def test_options_of_a_job_need_a_job() -> None:
+    with pytest.raises(UsageError, match="--partition and --nodes"):
+        planning.plan(Request(runtime="local", partition="main", nodes="2"))
+
+
+def test_each_gpu_is_a_replica(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    site(run, monkeypatch, "")
+    plan = planning.plan(Request(runtime="slurm", workers="0", gpus_per_task="2", tensorboard_port="0"))
+    assert ("mirrored", 2) == (plan.cluster.strategy, plan.cluster.devices)
+    assert "#SBATCH --gpus-per-task=2\n" in plan.compose["script"]
+    assert "export CUDA_VISIBLE_DEVICES" not in plan.compose["script"]
+    assert plan.network.warning == ""
