@@ -171,7 +171,7 @@ class Follower(keras.callbacks.Callback):
             worker.done(self.step)
 
     def _correct(self, logs: dict[str, float] | None) -> None:
-        """Have the logs, which all callbacks share, say the means that they are meant to."""
+        """Correct the means in the logs, which all callbacks share."""
         assert logs is not None
         for name in logs:
             logs[name] /= self._log_sums
