@@ -15,7 +15,7 @@ from cluster.agent.watchdog import HANG_TIMEOUT_S
 from cluster.errors import PrerequisiteError, UsageError
 from cluster.launch.options import Group, Needs, check_choices, declared, option, switch
 from cluster.recovery.attempts import MAX_RESTARTS
-from cluster.runtime import tensorboard
+from cluster.runtime import registry, tensorboard
 from cluster.spec import ClusterSpec, Role, parse_count
 
 PRESET = "fashion_mnist"
@@ -23,6 +23,7 @@ LOOPS = ("custom", "fit")
 WORKERS = "2"
 DEVICE_FILES = {"tpu": ("/dev/accel*", "/dev/vfio/[0-9]*")}
 """The files of the hardware that some strategies need, where this machine has it."""
+_ONE_OF_RUNTIMES = f"{', '.join([registry.AUTO, *list(registry.RUNTIMES)[:-1]])} or {list(registry.RUNTIMES)[-1]}"
 _ONE_OF_STRATEGIES = ", ".join([strategies.AUTO, *list(strategies.STRATEGIES)[:-1]])
 
 
@@ -100,7 +101,7 @@ class Request:
         empty=(),
         kinds=(list,),
     )
-    runtime: str = option(Group.RUNS, "auto, docker, local or slurm", "auto: containers where a Docker Engine answers")
+    runtime: str = option(Group.RUNS, _ONE_OF_RUNTIMES, "auto: containers where a Docker Engine answers")
     network: str = option(
         Group.RUNS,
         "local tasks' network: private, or host, the machine's",
