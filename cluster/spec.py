@@ -197,6 +197,25 @@ def check_global_batch(global_batch: int, divisor: int, what: str = "replicas") 
     )
 
 
+def check_micro_batches(global_batch: int, replicas: int, micro_batches: int, what: str = "replicas") -> None:
+    """Check that the global batch can be cut into equal micro-batches, as many for each replica or virtual shard.
+
+    Raises:
+        UsageError: it cannot; the message says what divides it.
+    """
+    check_global_batch(global_batch, replicas, what)
+    batch = global_batch // replicas
+    if batch % micro_batches:
+        fitting = [number for number in range(1, batch + 1) if batch % number == 0]
+        near = sorted(sorted(fitting, key=lambda number: abs(number - micro_batches))[:3])
+        raise UsageError(
+            f"--micro-batches {micro_batches} does not divide the {batch} examples of each of the {replicas} {what}; "
+            f"use {', '.join(map(str, near[:-1]))} or {near[-1]}"
+            if len(near) > 1
+            else f"--micro-batches {micro_batches}: each of the {replicas} {what} has one example; use 1"
+        )
+
+
 def check_shards(cluster: ClusterSpec, shards: int) -> None:
     """Check that a cluster can train on `--bitwise-elastic` virtual shards.
 

@@ -59,12 +59,12 @@ def main(arguments: list[str]) -> int:
 
 
 def _resolved(options: argparse.Namespace) -> dict[str, Any] | str:
-    """Return the configuration that was asked for, checked, or the help of its options where that was."""
+    """Return the requested configuration, checked, or the help of its options where that was requested."""
     base = config.TrainConfig.from_json(read_json(options.base)) if options.base else None
     try:
         resolved = config.resolve(options.preset, options.overrides, base)
-    except config.Help as asked:
-        return str(asked)
+    except config.Help as help_:
+        return str(help_)
     return {
         "config": resolved.to_json(),
         "code_dirs": [str(folder) for folder in resolved.code_dirs()],
@@ -107,7 +107,7 @@ def wait_at_gate() -> None:
     if "GATE_FD" in os.environ:
         with os.fdopen(int(os.environ["GATE_FD"]), "rb") as gate:
             if not (line := gate.readline()):
-                sys.exit(EXIT_PEER_LOST)  # the agent is gone, or wants this life to end
+                sys.exit(EXIT_PEER_LOST)  # the agent is gone, or ends this generation
             os.environ.update(json.loads(line))
 
 

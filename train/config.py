@@ -28,7 +28,7 @@ REPEATABLE = ("two_conv_cnn",)
 """Those whose bits were seen to repeat with oneDNN's kernels. A ResNet's 1x1 convolutions with stride 2 do not."""
 LOSSES = ("sparse_categorical_crossentropy", "mean_squared_error")
 CALLBACKS = ("tutorial",)
-MAX_SHARDS = 4096
+MAX_SHARDS = MAX_MICRO_BATCHES = 4096
 REFERENCES = {"dataset": DATASETS, "model": MODELS, "loss": LOSSES, "callbacks": CALLBACKS}
 """What is built in for each field that may also name something of the user's own, `package.module:name`."""
 
@@ -124,6 +124,10 @@ class TrainConfig:
     """Virtual shards into which the global batch is cut, so that any number of replicas up to this gives the same bits,
     also when it changes on the way; the global batch must be divisible by it. 0: none, a shard a replica."""
 
+    micro_batches: int = 1
+    """Equal parts of each replica's batch, or virtual shard's, that are computed one after the other: their gradients
+    are added up before the update, so that memory holds the activations of one. See docs/accumulation.md."""
+
     steps_per_loop: int = 25
     """Most optimizer steps that run inside one `tf.function` call; a stop is noticed between two calls. At least 1."""
 
@@ -158,6 +162,7 @@ class TrainConfig:
             "seed": (0, 2**31 - 1),
             "threads": (0, 1024),
             "bitwise_elastic": (0, MAX_SHARDS),
+            "micro_batches": (1, MAX_MICRO_BATCHES),
             "steps_per_loop": (1, 10**6),
             "log_every": (1, 10**9),
             "keep_checkpoints": (1, 1000),
@@ -208,7 +213,7 @@ class TrainConfig:
             raise UsageError(
                 f"--bitwise-elastic {self.bitwise_elastic} with --no-deterministic: it needs --deterministic"
             )
-        spec.check_global_batch(self.global_batch, self.bitwise_elastic, "virtual shards")
+        spec.check_micro_batches(self.global_batch, self.bitwise_elastic, self.micro_batches, "virtual shards")
 
     def pin(self) -> TrainConfig:
         """Return this configuration with what depends on the machine written down, where bits depend on it."""
@@ -306,7 +311,7 @@ PRESETS: dict[str, Callable[[], TrainConfig]] = {
 
 
 class Help(Exception):
-    """The help of the training options was asked for; this is its text."""
+    """The help of the training options was requested; this is its text."""
 
 
 def resolve(preset: str, overrides: Sequence[str], base: TrainConfig | None = None) -> TrainConfig:
@@ -341,15 +346,15 @@ def _parse(base: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
         return base  # a fifth of a second sooner
     import tyro  # type-checked command line from the dataclasses; imported here because tasks need it only once
 
-    told = io.StringIO()
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stderr(told), contextlib.redirect_stdout(told):
+        with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
             return tyro.cli(TrainConfig, args=list(overrides), default=base, config=(tyro.conf.SuppressFixed,))
     except SystemExit as error:
         if not error.code:
-            raise Help(told.getvalue()) from None
+            raise Help(output.getvalue()) from None
         # A title, what is wrong, and advice, with a rule between each.
-        parts = [re.sub(r"[^\x21-\x7e]+", " ", part).strip() for part in re.split(r"[-\u2500]{4,}", told.getvalue())]
+        parts = [re.sub(r"[^\x21-\x7e]+", " ", part).strip() for part in re.split(r"[-\u2500]{4,}", output.getvalue())]
         words = next(filter(None, parts[1:]), parts[0])
         raise UsageError(f"override {' '.join(overrides)!r}: {words}; see `python -m train --help`") from None
 

@@ -1,4 +1,4 @@
-"""What one life of a task trains with: everything that both loops need, built once."""
+"""What one generation of a task trains with: everything that both loops need, built once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from cluster.spec import ClusterSpec, Role, Task
 from train.config import TrainConfig
 from train.data.sources import Source, eval_feed
 from train.loops import steps
-from train.model import gradients, optimizers
+from train.model import optimizers
+from train.model.gradients import GradientPolicy
 from train.model.objectives import Objective
 from train.saving import checkpoint
 from train.saving.timer import Past, SaveTimer
@@ -29,13 +30,13 @@ def evaluation_batch(source: Source) -> int:
 
 
 @dataclass(frozen=True)
-class Assignment:
+class TaskContext:
     """A task's part of a run.
 
     Attributes:
         strategy: in whose scope `model` was built.
         new_model: returns the same architecture with plain variables, outside of the strategy.
-        stop: set when the task was asked to stop.
+        stop: set when the task is to stop.
     """
 
     run: RunFolder
@@ -57,7 +58,7 @@ class Assignment:
 
     @property
     def generation(self) -> int:
-        """The gang's life that this one belongs to."""
+        """How often the cluster was started before."""
         return int(self.heartbeat.values["generation"])
 
     @property
@@ -91,29 +92,27 @@ class Assignment:
         """Return the steps that are done after the epoch of the step after `step`."""
         return -(-(self.epoch_of(step) + 1) * self.source.train_examples // self.config.global_batch)
 
-    def new_optimizer(self) -> keras.optimizers.Optimizer:
-        """Return the optimizer, its variables built beside the model's."""
+    def new_policy(self) -> GradientPolicy:
+        """Return the optimizer, its variables built beside the model's, with what is done with gradients before."""
         with self.strategy.scope():
             optimizer = optimizers.build(self.config)
             optimizer.build(self.model.trainable_variables)  # here, or its slot variables land on the chief
-            return optimizer
+            return optimizers.policy(self.config, optimizer)
 
-    def new_checkpoint(
-        self, optimizer: keras.optimizers.Optimizer, callbacks: tf.Module | None = None
-    ) -> checkpoint.Checkpoint:
+    def new_checkpoint(self, policy: GradientPolicy, callbacks: tf.Module | None = None) -> checkpoint.Checkpoint:
         """Return what saves and restores the training, with what its callbacks have counted."""
         with self.strategy.scope():
             done = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
         return checkpoint.Checkpoint(
             self.model,
-            optimizer,
+            policy.optimizer,
             done,
             self.run.checkpoints,
             keep=self.config.keep_checkpoints,
             writes=self.chief,
             generation=self.generation,
             saved=lambda step: self.run.event(self.task.name, "checkpoint", step=step),
-            loss_scale=gradients.loss_scale(optimizer),
+            loss_scale=policy.loss_scale,
             callbacks=callbacks,
         )
 
@@ -123,7 +122,7 @@ class Assignment:
         return saves.restore() if alone else saves.restore(steps.gathering(self.strategy))
 
     def new_save_timer(self, saves: checkpoint.Checkpoint, first: int) -> SaveTimer:
-        """Return what says when this life saves, which goes on from step `first`; the chief's alone decides."""
+        """Return what says when a training saves that goes on from step `first`; the chief's alone decides."""
         past = Past.read(self.run, self.generation, first) if self.chief else None
         return SaveTimer(self.config.checkpoint_every, past, writing=lambda: saves.writing)
 

@@ -8,28 +8,28 @@ from pathlib import Path
 import tensorflow as tf
 
 from cluster.system.journal import read_json_lines
-from train.context import Assignment
+from train.context import TaskContext
 from train.saving.files import Saved, finished
 from train.telemetry.metrics import Metrics
 
 POLL_S = 0.5
 
 
-def evaluate_checkpoints(assignment: Assignment) -> None:
+def evaluate_checkpoints(context: TaskContext) -> None:
     """Evaluate each checkpoint as it appears, until a stop; then the newest one if it was not yet."""
-    run, heartbeat, stop = assignment.run, assignment.heartbeat, assignment.stop
-    metrics = Metrics(run, assignment.task.name, talks=True, resumed_at=sys.maxsize)
-    evaluate = assignment.new_evaluation()
-    new = NewCheckpoints(run.checkpoints, {row["step"] for row in read_json_lines(run.metrics(assignment.task.name))})
+    run, heartbeat, stop = context.run, context.heartbeat, context.stop
+    metrics = Metrics(run, context.task.name, talks=True, resumed_at=sys.maxsize)
+    evaluate = context.new_evaluation()
+    new = NewCheckpoints(run.checkpoints, {row["step"] for row in read_json_lines(run.metrics(context.task.name))})
     heartbeat.update(state="evaluating")
     while True:
         last = stop.is_set()
         saved = new.newest()
-        if saved and not restore(assignment.model, saved):
+        if saved and not restore(context.model, saved):
             new.pass_over(saved, "TensorFlow cannot read it")
         elif saved:
             results = evaluate()
-            epoch = assignment.config.epoch(saved.step, assignment.source.train_examples)
+            epoch = context.config.epoch(saved.step, context.source.train_examples)
             metrics.log(saved.step, epoch, saved.step, dict(results))
             metrics.flush()
             run.event("evaluator", "evaluated", step=saved.step, results=results)
@@ -45,7 +45,7 @@ class NewCheckpoints:
     """Finds the checkpoints that are still to be evaluated."""
 
     def __init__(self, folder: Path, done: set[int]) -> None:
-        """Begin where an earlier life ended.
+        """Begin where a previous generation ended.
 
         Args:
             folder: of the checkpoints.
@@ -75,7 +75,7 @@ class NewCheckpoints:
 
 
 def _written(saved: Saved) -> tuple[int, int] | None:
-    """Return what tells a checkpoint from another one of the same step; None where it is gone."""
+    """Return what distinguishes a checkpoint from another one of the same step; None where it is gone."""
     try:
         return saved.step, saved.record.stat().st_mtime_ns
     except FileNotFoundError:

@@ -22,7 +22,7 @@ def check_types(config: Any, where: str = "", prefix: str = "") -> None:
 
     Args:
         config: the dataclass; dataclasses in it are checked as well.
-        where: what is told before the field.
+        where: what the message says before the field.
         prefix: of the fields' names.
 
     Raises:
@@ -42,7 +42,7 @@ def check_types(config: Any, where: str = "", prefix: str = "") -> None:
 
 
 def shown(value: Any) -> str:
-    """Return a value and its type as they are told, whatever its class does."""
+    """Return a value and its type as messages show them, whatever its class does."""
     try:
         text = repr(value)
     except Exception:

@@ -18,9 +18,10 @@ from cluster.spec import Role, Task, precision_of
 from cluster.system.json_files import DISK_FULL, read_json
 from train import evaluator, strategy
 from train.config import TrainConfig
-from train.context import Assignment
+from train.context import TaskContext
 from train.data import blocks, sources
 from train.loops import custom, fit
+from train.loops.train_step import exact_order
 from train.model import keras_compat, models, objectives
 from train.model.export import is_legacy
 from train.startup import rehearsal
@@ -30,7 +31,7 @@ tf.get_logger().setLevel("ERROR")  # TensorFlow warns of every slow callback and
 
 
 class Program:
-    """One life of one task's training program."""
+    """One generation of one task's training program."""
 
     def __init__(self, run: RunFolder, task: Task) -> None:
         self.run = run
@@ -51,17 +52,17 @@ class Program:
             self.heartbeat.start()
             strategy.serve(self.task, self.config.threads)
         self.heartbeat.start()
-        assignment = self._assignment()
+        context = self._task_context()
         if self.task.role == Role.EVALUATOR:
-            evaluator.evaluate_checkpoints(assignment)
+            evaluator.evaluate_checkpoints(context)
             self.heartbeat.update(state="done")
         elif self.config.loop == "fit":
-            fit.Training(assignment).run()
+            fit.Training(context).run()
         else:
-            custom.Training(assignment).run()
+            custom.Training(context).run()
         self.heartbeat.stop()
 
-    def _assignment(self) -> Assignment:
+    def _task_context(self) -> TaskContext:
         """Form the cluster, then build what this task trains. The strategy comes first: collectives must."""
         config = self.config
         chosen = self._strategy()
@@ -74,6 +75,7 @@ class Program:
             tf.config.experimental.enable_op_determinism()
         if not is_legacy():
             keras_compat.install()
+        exact_order(config.micro_batches)
         source = sources.find(config, Path(os.environ.get("DATA_DIR", "data")), self.run)
 
         def new_model() -> keras.Model:
@@ -85,7 +87,7 @@ class Program:
             environment.record(self.run, config.dataset, source)
         self.heartbeat.update(state="compiling")  # the model is built, which can be the user's code
         objective = objectives.build(config.loss, classifies=source.classifies)
-        return Assignment(
+        return TaskContext(
             run=self.run,
             task=self.task,
             spec=self.spec,
@@ -106,10 +108,10 @@ class Program:
 
 
 def rehearse(run: RunFolder) -> None:
-    """Prepare for a life that begins some time later, or never."""
+    """Prepare for a generation that begins some time later, or never."""
     config = TrainConfig.from_json(read_json(run.config))
     if rehearsal.can_rehearse(config):
-        configure_threads(config)  # a process has the threads that its first device asked for
+        configure_threads(config)  # the first device fixes the threads of a process
         rehearsal.rehearse()
 
 

@@ -1,6 +1,6 @@
 """What a configuration names: a part that is built in, by its name, or one of the user's own as `package.module:name`.
 
-Checking reads the user's source without running it, so that a typo is told before anything is started.
+Checking reads the user's source without running it, so that a typo is found before anything is started.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def call(option: str, reference: str, function: Callable[..., Any], *arguments: 
     """Return what a user's function returns.
 
     Raises:
-        UsageError: it raised something, or wants the program to end: trying again would only repeat that.
+        UsageError: it raised something, or ends the program: trying again would only repeat that.
     """
     try:
         return function(*arguments)
@@ -114,7 +114,7 @@ def _searched() -> str:
 
 
 def _names(source: Path) -> set[str] | None:
-    """Return what a module defines at its top level; None where that cannot be told without running it."""
+    """Return what a module defines at its top level; None where that takes running it."""
     try:
         tree = ast.parse(source.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError) as error:

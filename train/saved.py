@@ -59,8 +59,8 @@ def main(arguments: list[str]) -> int:
         elif options.command == "evaluate":
             with _stdout_kept_free():
                 results = evaluate(run, options.data_dir)
-            told = "  ".join(f"{name} {value:.4f}" for name, value in results.items() if name.startswith("eval_"))
-            words = f"step {results['step']}: {told} over {results['examples']} examples"
+            shown = "  ".join(f"{name} {value:.4f}" for name, value in results.items() if name.startswith("eval_"))
+            words = f"step {results['step']}: {shown} over {results['examples']} examples"
             print(json.dumps(results, indent=2) if options.json else words)
         else:
             with _stdout_kept_free():

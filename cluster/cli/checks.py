@@ -18,6 +18,7 @@ from cluster.control import view
 from cluster.control.faults import KINDS, STORM
 from cluster.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, UsageError
 from cluster.launch import folders, startup
+from cluster.launch.request import OPTIONS
 
 
 @task(
@@ -47,7 +48,7 @@ def verify(c, write=False, json=False):
 @task(
     "run",
     run=RUN_HELP,
-    runtime="auto, docker or local (default: the run's own)",
+    runtime=f"{OPTIONS['runtime'].help} (default: the run's own)",
     tolerance="largest relative difference between two losses that passes for equal (default: 0)",
     trust=TRUST_HELP,
     json=JSON_HELP,

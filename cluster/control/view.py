@@ -131,7 +131,8 @@ def plan(value: dict[str, Any]) -> list[str]:
     if value["global_batch"] is None:
         lines.append(f"script {' '.join([value['config']['script'], *value['config']['arguments']])}")
     else:
-        lines.append(f"global batch {value['global_batch']}: {value['replica_batch']} a replica and step")
+        parts = f", in micro-batches of {value['micro_batch']}" if value["micro_batches"] > 1 else ""
+        lines.append(f"global batch {value['global_batch']}: {value['replica_batch']} a replica and step{parts}")
     if training := value.get("training"):
         lines.append(_numerics(training, value["global_batch"]))
     given = [f"GPU {','.join(map(str, ids))}" if (ids := task.get("gpus")) else "no GPU" for task in value["tasks"]]

@@ -56,6 +56,7 @@ class Plan(Workload):
         batch = self.config.get("global_batch")
         shards = self.config.get("bitwise_elastic") or self.cluster.batch_divisor
         most = -(-shards // self.cluster.batch_divisor)  # of one replica: they need not share them evenly
+        micro_batches = self.config.get("micro_batches", 1)
         return {
             "run": self.run.name,
             "runtime": self.runtime.name,
@@ -64,6 +65,8 @@ class Plan(Workload):
             "replicas": self.cluster.replicas,
             "global_batch": batch,
             "replica_batch": batch and batch // shards * most,
+            "micro_batches": micro_batches,
+            "micro_batch": batch and batch // shards // micro_batches,
             "training": self._training(),
             "tensorboard": tensorboard.address(self.tensorboard_port) if self.tensorboard_port else None,
             "tasks": [

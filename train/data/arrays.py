@@ -8,7 +8,7 @@ parameter-server worker can too. It takes 0.1 s, where decoding TFDS's 60,000 PN
 task. Finding needs the standard library only, neither NumPy nor TensorFlow.
 
 A dataset is one of TFDS's, by its name, or the user's own, named `package.module:function`. The user's own has no
-version number, so its version is drawn from its contents, and `<data_dir>/arrays/<name>.json` tells the newest.
+version number, so its version is drawn from its contents, and `<data_dir>/arrays/<name>.json` names the newest.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def newest(data_dir: Path, name: str) -> str:
     Raises:
         UsageError: no dataset of this name is known.
         PrerequisiteError: the user's own was never prepared in `data_dir`.
-        RunFailed: the file that tells the newest cannot be read.
+        RunFailed: the file that names the newest cannot be read.
     """
     if is_own(name):
         return store.read_pointer(pointer_of(data_dir, name), name, f"invoke data.prepare --name {name}")
@@ -125,7 +125,7 @@ def newest(data_dir: Path, name: str) -> str:
 
 
 def pointer_of(data_dir: Path, name: str) -> Path:
-    """Return the file that tells which version of the user's own dataset `name` is the newest."""
+    """Return the file that names which version of the user's own dataset `name` is the newest."""
     return data_dir / "arrays" / f"{store.slug(name)}.json"
 
 
@@ -138,7 +138,7 @@ def find(data_dir: Path, name: str, version: str = "") -> ArraySet:
     """Return the arrays prepared for the dataset `name`, after comparing every file's size with its shape.
 
     Args:
-        data_dir: where `prepare` was told to put them.
+        data_dir: where `prepare` put them.
         name: of a TFDS dataset, or `package.module:function`.
         version: exactly this one; none: the newest.
 

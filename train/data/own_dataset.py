@@ -142,8 +142,10 @@ def _check(name: str, classes: tuple[str, ...], splits: Mapping[str, tuple[np.nd
     train, test = (splits[split] for split in SPLITS)
     for part, one, other in zip(arrays.DTYPES, train, test, strict=False):
         if (one.dtype, one.shape[1:]) != (other.dtype, other.shape[1:]):
-            told = " and ".join(f"{array.dtype.name} {['N', *array.shape[1:]]}" for array in (one, other))
-            raise UsageError(f"dataset {name}: {part} of train and test are {told}; expected the same".replace("'", ""))
+            given = " and ".join(f"{array.dtype.name} {['N', *array.shape[1:]]}" for array in (one, other))
+            raise UsageError(
+                f"dataset {name}: {part} of train and test are {given}; expected the same".replace("'", "")
+            )
     if train[1].dtype == np.float32:
         if classes:
             raise UsageError(f"dataset {name}: classes are named, but the labels are floats; expected whole numbers")

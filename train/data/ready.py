@@ -24,7 +24,7 @@ def ready(data_dir: Path, name: str, source: str) -> str:
         found = (shards if source == "stream" else arrays).find(data_dir, name)
         return in_words(found) if found.checked else ""
     except ClusterError:
-        return ""  # preparing mends it, or tells what is wrong
+        return ""  # preparing mends it, or says what is wrong
 
 
 def in_words(data: arrays.ArraySet | shards.ShardSet) -> str:

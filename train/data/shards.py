@@ -106,7 +106,7 @@ def folder_of(data_dir: Path, name: str, version: str) -> Path:
 
 
 def pointer_of(data_dir: Path, name: str) -> Path:
-    """Return the file that tells which version of the dataset `name` is the newest."""
+    """Return the file that names which version of the dataset `name` is the newest."""
     return data_dir / "shards" / f"{store.slug(name)}.json"
 
 
@@ -114,8 +114,8 @@ def find(data_dir: Path, name: str, version: str = "") -> ShardSet:
     """Return the shards written for the dataset `name`, after comparing every file's size with the index.
 
     Args:
-        data_dir: where `shard` was told to put them.
-        name: as `shard` was told.
+        data_dir: where `shard` put them.
+        name: as given to `shard`.
         version: exactly this one; none: the newest.
 
     Raises:

@@ -103,7 +103,7 @@ def find(config: TrainConfig, data_dir: Path, run: RunFolder | None = None) -> S
     Args:
         config: of the run.
         data_dir: where the data was prepared.
-        run: the run folder. What its first life trained on is recorded there and used by every later one, even if
+        run: the run folder. What its first generation trained on is recorded there and used by every later one, even if
             something newer has been prepared under the same name meanwhile.
 
     Raises:
@@ -163,58 +163,64 @@ def train_feed(
     global_batch: int,
     seed: int,
     cut: VirtualShards | None = None,
+    micro_batches: int = 1,
 ) -> Feed:
     """Return the training batches of a synchronous strategy's replicas from step `first_step` on.
 
     Args:
-        cut: into virtual shards, of every global batch; None: as many as replicas. `Feed.batch` takes the number of one
-            of them.
+        cut: into virtual shards, of every global batch; None: as many as replicas.
+        micro_batches: into which each of them is cut again. `Feed.batch` takes the number of one of all, in order.
     """
     replicas = strategy.num_replicas_in_sync
     shards = cut or VirtualShards(replicas, replicas)
+    parts = shards.total * micro_batches
     if source.arrays and not isinstance(strategy, tf.distribute.TPUStrategy):
         examples = memory.load(source.arrays.train)
-        return Feed(lambda: (), _gather(examples, global_batch // shards.total, shards.total, seed))
+        return Feed(lambda: (), _gather(examples, global_batch // parts, parts, seed))
+    whole = cut is None and micro_batches == 1
 
     def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
         share = share_of(context)
-        first, last = share["first_replica"], share["first_replica"] + share["local_replicas"]
+        replicas = range(share["first_replica"], share["first_replica"] + share["local_replicas"])
+        first, last = (shards.first(replica) * micro_batches for replica in (replicas.start, replicas.stop))
         batches = source.train_dataset(
             first_step=first_step,
             num_steps=None,
             global_batch=global_batch,
-            num_replicas=shards.total,
-            first_replica=shards.first(first),
-            local_replicas=shards.first(last) - shards.first(first),
+            num_replicas=parts,
+            first_replica=first,
+            local_replicas=last - first,
             seed=seed,
         )
-        return batches if not cut else _stacked(batches, shards, first, last)
+        return batches if whole else _stacked(batches, shards, micro_batches, replicas)
 
     iterator = iter(strategy.distribute_datasets_from_function(dataset))
     ahead = not isinstance(strategy, tf.distribute.TPUStrategy)  # where it could not be tried
-    if not cut:
+    if whole:
         return Feed(iterator.get_next, lambda batch, _step, _replica: batch, ahead)
-    return Feed(iterator.get_next, lambda batches, _step, shard: _one_of(batches, shards.place(shard)), ahead)
+
+    def one_of(batches: Batch, _step: tf.Tensor, part: tf.Tensor) -> Batch:
+        place = shards.place(part // micro_batches) * micro_batches + part % micro_batches
+        return Batch(*(of[place] for of in batches))
+
+    return Feed(iterator.get_next, one_of, ahead)
 
 
-def _stacked(batches: tf.data.Dataset, shards: VirtualShards, first: int, last: int) -> tf.data.Dataset:
-    """Return for each replica from `first` to before `last` the batches of all its shards, `[most, B, ...]`.
+def _stacked(batches: tf.data.Dataset, shards: VirtualShards, micro_batches: int, replicas: range) -> tf.data.Dataset:
+    """Return for each of some replicas the batches of all parts of its shards, `[most, B, ...]`.
 
-    Where another replica has one more, a replica's last one comes twice: all must have the same shape.
+    Where another replica has a shard more, a replica's last part comes again: all must have the same shape.
     """
-    own = range(first, last)
-    places = [[min(shards.first(r) + at, shards.first(r + 1) - 1) for at in range(shards.most)] for r in own]
-    index_Lm = tf.constant(places) - shards.first(first)
+    firsts = {replica: shards.first(replica) * micro_batches for replica in range(replicas.start, replicas.stop + 1)}
+    most = shards.most * micro_batches
+    places = [[min(firsts[r] + at, firsts[r + 1] - 1) for at in range(most)] for r in replicas]
+    index_Lm = tf.constant(places) - firsts[replicas.start]
 
     def by_replica(of_step: Batch) -> Batch:
         return Batch(*(tf.gather(part, index_Lm) for part in of_step))
 
-    stacked = batches.batch(shards.first(last) - shards.first(first), drop_remainder=True).map(by_replica).unbatch()
-    return stacked.with_options(memory.own_share())
-
-
-def _one_of(batches: Batch, place: tf.Tensor) -> Batch:
-    return Batch(*(part[place] for part in batches))
+    own = batches.batch(firsts[replicas.stop] - firsts[replicas.start], drop_remainder=True)
+    return own.map(by_replica).unbatch().with_options(memory.own_share())
 
 
 def eval_feed(strategy: tf.distribute.Strategy | None, source: Source, replica_batch: int) -> Feed:

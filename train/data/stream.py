@@ -159,7 +159,7 @@ def _read_window(split: ShardSplit, seed: int, number: tf.Tensor, skipped: tf.Te
     def shuffle(raw_n: tf.Tensor) -> tf.Tensor:
         found = tf.size(raw_n, tf.int64)
         right = tf.debugging.assert_equal(found, count, "the shards hold more or fewer examples than their index says")
-        with tf.control_dependencies([right]):  # otherwise what is told may be that some index is out of range
+        with tf.control_dependencies([right]):  # otherwise the error may be that some index is out of range
             order_n = tf.random.experimental.stateless_shuffle(tf.range(count), key, alg="philox")
         return tf.gather(raw_n, order_n[skipped:])
 

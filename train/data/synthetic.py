@@ -1,4 +1,4 @@
-"""Made-up examples, for what only wants to be fast: nothing is downloaded, and nothing can be learned from them."""
+"""Made-up examples, to measure speed alone: nothing is downloaded, and nothing can be learned from them."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ The global batch is always cut into V virtual shards (`virtual_shards.py`). A sh
 replica, by the same operations on the same shapes, so that what it gives has the same bits wherever that is. What the
 shards give is then added up exactly (`exact_sum.py`), so that no order of the sums shows in the result.
 
-To the model a shard is what a replica is otherwise: random layers draw by it, and BatchNormalization normalises over
-it; how the shards change its moving averages is averaged.
+To the model a shard is what a replica is otherwise: random layers draw by it, it has micro-batches, and
+BatchNormalization normalises over each of them; how the shards change its moving averages is averaged.
 
 Source: the virtual workers of EasyScale (Li et al., arXiv:2208.14228), which is for PyTorch.
 
@@ -14,85 +14,131 @@ Shapes: n shards of this replica, V shards of all replicas.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from train.data.sources import Feed
+from train.data.memory import Batch
 from train.elastic.exact_sum import exact_sum
 from train.elastic.virtual_shards import VirtualShards
-from train.loops.steps import Trainee
-from train.model import gradients as descent
+from train.loops.train_step import Computed, TrainStep, repeat
 from train.model import keras_compat
-from train.telemetry.stopwatch import Lap
+
+
+class ComputedShards(NamedTuple):
+    """What a replica has computed of its shards before it exchanges anything."""
+
+    numbers_n: tf.Tensor
+    """Of its shards, int64."""
+    gradients: list[tf.Tensor]
+    """Of each trainable variable `[n, ...] float32`."""
+    before: list[tf.Tensor]
+    """What the shards change each in its own way, before them."""
+    changes: list[tf.Tensor]
+    """How they change it, `[n, ...] float32`."""
+    results_n2: tf.Tensor
+    """Each shard's share of the loss and of the score."""
 
 
 @dataclass(frozen=True)
-class ElasticTrainee(Trainee):
+class ElasticTrainStep(TrainStep):
     """What is trained on virtual shards; `num_replicas` is their number.
 
     A replica holds the gradients of all of its shards in memory: the grid of their sum follows from the largest.
     """
 
-    shards: VirtualShards
+    shards: VirtualShards = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        keras_compat.take_summed_gradients(self.optimizer)
-        if governed := descent.of(self.optimizer):
-            governed.sums_up = False
+        super().__post_init__()
         for variable in self._averaged:
             if hasattr(variable.value, "_aggregation"):  # CentralStorageStrategy would have all replicas write it
                 variable.value._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
 
     @property
     def parts(self) -> int:
-        """Every shard tells its share of the loss."""
+        """Every shard has its share of the loss."""
         return self.shards.total
+
+    @property
+    def accumulates(self) -> bool:
+        """A shard accumulates its micro-batches by itself: it exchanges nothing with others."""
+        return False
 
     @property
     def _averaged(self) -> list[keras.Variable]:
         """The variables that the shards change each in its own way: only what is counted in fractions can differ."""
         return [variable for variable in self.model.non_trainable_variables if variable.dtype == "float32"]
 
-    def advance(self, feed: Feed, given: Any, step: tf.Tensor, replica: tf.Tensor, lap: Lap) -> tf.Tensor:
-        """Do this replica's part of one optimizer step: all of its shards; return what each gave, `[V, 2]`."""
-        model, averaged = self.model, self._averaged
-        weights, before = (_values(variables) for variables in (model.trainable_variables, averaged))
-        scale = descent.seed(self.optimizer)
+    def compute(  # type: ignore[override]
+        self, batch_of: Callable[[tf.Tensor], Batch], step: tf.Tensor, replica: tf.Tensor, _micro_batch: Any = None
+    ) -> ComputedShards:
+        """Compute the gradients of this replica's shards, one after the other; arguments as for `TrainStep`."""
+        weights, before = (_values(variables) for variables in (self.model.trainable_variables, self._averaged))
 
-        def one(shard: tf.Tensor) -> tuple[list[tf.Tensor], list[tf.Tensor], tf.Tensor]:
-            lap.asks(shard)
-            batch = feed.batch(given, step, shard)
-            lap.has_batch(batch)
-            state = zip([*model.trainable_variables, *averaged], [*weights, *before], strict=True)
-            scope = keras.StatelessScope(state, collect_losses=True)
-            with keras_compat.random_place(step, shard), tf.GradientTape(watch_accessed_variables=False) as tape, scope:
-                tape.watch(weights)
-                loss, score = self.shares(batch)
-            unconnected = tf.UnconnectedGradients.ZERO
-            gradients = tape.gradient(loss, weights, output_gradients=scale, unconnected_gradients=unconnected)
-            changes = [scope.get_current_value(variable) - old for variable, old in zip(averaged, before, strict=True)]
-            told_2 = tf.stack([loss if scale is not None else keras_compat.told_of_broken(loss, gradients), score])
-            return [tf.convert_to_tensor(gradient) for gradient in gradients], changes, told_2
+        def one(shard: tf.Tensor) -> Any:
+            part, averages = self._shard(batch_of, step, shard, weights, before)
+            changes = [new - old for new, old in zip(averages, before, strict=True)]
+            loss = part.loss
+            if self.policy.loss_scale is None:
+                loss = keras_compat.nan_if_broken(loss, part.gradients)
+            return part.gradients, changes, tf.stack([loss, part.score])
 
-        lap.has_batch(given)
-        with tf.control_dependencies(tf.nest.flatten(given, expand_composites=True)):
-            numbers_n = tf.identity(self.shards.of(replica))  # what is waited for here no shard waits for again
+        numbers_n = self.shards.of(replica)
         like = [[tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors] for tensors in (weights, before)]
         signature = (*like, tf.TensorSpec([2], tf.float32))
         gradients, changes, results_n2 = tf.map_fn(one, numbers_n, fn_output_signature=signature, parallel_iterations=1)
-        lap.has_gradients(gradients)
-        sums = exact_sum([*gradients, *changes], self.shards.total)
-        summed, changed = sums[: len(weights)], sums[len(weights) :]
-        self.optimizer.apply([tf.cast(total, tf.float32) for total in summed], model.trainable_variables)
-        for variable, old, total in zip(averaged, before, changed, strict=True):
-            variable.value.assign(old + tf.cast(total / self.shards.total, tf.float32))
-        if scale is not None:
-            losses_n = descent.told(self.optimizer, results_n2[:, 0], [])
-            results_n2 = tf.stack([losses_n, results_n2[:, 1]], 1)
-        return tf.tensor_scatter_nd_update(tf.zeros([self.parts, 2]), numbers_n[:, tf.newaxis], results_n2)
+        return ComputedShards(numbers_n, gradients, before, changes, results_n2)
+
+    def update(self, computed: ComputedShards) -> tf.Tensor:  # type: ignore[override]
+        """Change the weights by the exact sum over all shards; return what each gave, `[V, 2]`."""
+        sums = exact_sum([*computed.gradients, *computed.changes], self.shards.total)
+        total, changed = sums[: len(computed.gradients)], sums[len(computed.gradients) :]
+        self.policy.apply([tf.cast(of, tf.float32) for of in total], self.model.trainable_variables)
+        for variable, old, change in zip(self._averaged, computed.before, changed, strict=True):
+            variable.value.assign(old + tf.cast(change / self.shards.total, tf.float32))
+        losses_n = self.policy.checked(computed.results_n2[:, 0], [])
+        results_n2 = tf.stack([losses_n, computed.results_n2[:, 1]], 1)
+        return tf.tensor_scatter_nd_update(tf.zeros([self.parts, 2]), computed.numbers_n[:, tf.newaxis], results_n2)
+
+    def _shard(
+        self,
+        batch_of: Callable[[tf.Tensor], Batch],
+        step: tf.Tensor,
+        shard: tf.Tensor,
+        weights: list[tf.Tensor],
+        before: list[tf.Tensor],
+    ) -> tuple[Computed, list[tf.Tensor]]:
+        """Return what a shard gives, and what it makes of `before`."""
+
+        def one(micro_batch: tf.Tensor | None, averages: list[tf.Tensor]) -> tuple[Computed, list[tf.Tensor]]:
+            batch = batch_of(shard if micro_batch is None else shard * self.micro_batches + micro_batch)
+            variables = [*self.model.trainable_variables, *self._averaged]
+            state = zip(variables, [*weights, *averages], strict=True)
+            scope = keras.StatelessScope(state, collect_losses=True)
+            place = keras_compat.random_place(step, shard, micro_batch)
+            with place, tf.GradientTape(watch_accessed_variables=False) as tape, scope:
+                tape.watch(weights)
+                loss, score = self.shares(batch)
+            unconnected = tf.UnconnectedGradients.ZERO
+            scale = self.policy.loss_gradient
+            gradients = tape.gradient(loss, weights, output_gradients=scale, unconnected_gradients=unconnected)
+            computed = Computed([tf.convert_to_tensor(gradient) for gradient in gradients], loss, score)
+            return computed, [scope.get_current_value(variable) for variable in self._averaged]
+
+        def add(micro_batch: tf.Tensor, state: Any) -> Any:
+            part, averages = one(micro_batch, state[1])
+            return self.add(state[0], part), averages
+
+        if self.micro_batches == 1:
+            return one(None, before)
+        done: tuple[Computed, list[tf.Tensor]] = repeat(
+            tf.constant(self.micro_batches, tf.int64), add, (self.zeros(), before), parallel=1
+        )
+        return done
 
 
 def _values(variables: list[keras.Variable]) -> list[tf.Tensor]:

@@ -3,7 +3,7 @@
 Of every callback the public attributes are saved that have changed since it was made, where they are made of numbers,
 text, lists, tuples, dictionaries and NumPy arrays: the patience of EarlyStopping and its best weights, the best of
 ReduceLROnPlateau and of ModelCheckpoint, what one of the user's own counts. All else, such as open files and paths of
-the task's own, stays as each life makes it. Nothing is pickled: reading a checkpoint runs no code.
+the task's own, stays as each generation makes it. Nothing is pickled: reading a checkpoint runs no code.
 """
 
 from __future__ import annotations

@@ -11,23 +11,23 @@ from tensorflow import keras
 
 from cluster.errors import UsageError
 from train import references
-from train.context import Assignment
+from train.context import TaskContext
 from train.loops.callback_state import CallbackState, Progress, attributes, changed, restore
 from train.loops.outer import Inner
 from train.loops.steps import LoopResult
 
 
-def build(assignment: Assignment) -> list[keras.callbacks.Callback]:
+def build(context: TaskContext) -> list[keras.callbacks.Callback]:
     """Return the callbacks that the configuration names; none where it names none.
 
     Raises:
         UsageError: there is no such function, or it does not return a list of callbacks of the Keras in use.
     """
-    reference = assignment.config.callbacks
+    reference = context.config.callbacks
     if not reference:
         return []
     function = CALLBACKS[reference] if reference in CALLBACKS else references.load("--callbacks", reference)
-    made = references.call("--callbacks", reference, function, assignment.run.path, assignment.task.name)
+    made = references.call("--callbacks", reference, function, context.run.path, context.task.name)
     if not isinstance(made, list) or not all(isinstance(one, keras.callbacks.Callback) for one in made):
         raise UsageError(
             f"--callbacks {reference!r} returned {made!r:.120}; expected a list of "
@@ -81,35 +81,35 @@ class Hooks:
     An inner call of the custom loop is one batch of several steps to them, as with Keras's own `steps_per_execution`.
     """
 
-    def __init__(self, assignment: Assignment, state: CallbackState) -> None:
+    def __init__(self, context: TaskContext, state: CallbackState) -> None:
         """Make the callbacks. Call once the model is compiled: they ask it for its optimizer.
 
         Args:
-            assignment: of this task.
+            context: of this task.
             state: of the checkpoint that was restored.
 
         Raises:
             UsageError: there are no such callbacks, or this strategy does not allow them.
         """
-        self._assignment, self._model, self._state = assignment, assignment.model, state
-        self._score_name = assignment.objective.score_name
-        self._callbacks = build(assignment)
+        self._context, self._model, self._state = context, context.model, state
+        self._score_name = context.objective.score_name
+        self._callbacks = build(context)
         self._made = [attributes(callback) for callback in self._callbacks]
         try:
-            with assignment.strategy.scope():
+            with context.strategy.scope():
                 self._list = keras.callbacks.CallbackList(
                     self._callbacks,
                     model=self._model,
-                    epochs=assignment.num_epochs,
-                    steps=assignment.epoch_end(0),
+                    epochs=context.num_epochs,
+                    steps=context.epoch_end(0),
                     verbose=0,
                 )
         except ValueError as error:  # of tf_keras under parameter servers, which knows no batches
-            raise UsageError(f"--callbacks {assignment.config.callbacks!r}: {error}") from None
+            raise UsageError(f"--callbacks {context.config.callbacks!r}: {error}") from None
         self._progress = state.read()
         self._epoch_logs: dict[str, float] = {}
-        self.enough = self._progress.ended_at == assignment.total_steps
-        """Whether a callback wants training to end."""
+        self.enough = self._progress.ended_at == context.total_steps
+        """Whether a callback has requested the end of training."""
 
     def begin(self, first: int, evaluate: Callable[[int], dict[str, float]]) -> None:
         """Training begins after `first` steps, or goes on with what callbacks had counted by then.
@@ -120,36 +120,36 @@ class Hooks:
         """
         self._model.stop_training = False
         self._list.on_train_begin()
-        restored, epoch = self._progress, self._assignment.epoch_of(first)
+        restored, epoch = self._progress, self._context.epoch_of(first)
         begun = restored.epoch == epoch
         if not begun:
             self._restore(restored)
             if restored.sums[0]:  # it was saved at the end of an epoch, before callbacks were called for that
                 self.end_epoch(first, evaluate(first))
-        if first < self._assignment.total_steps and not self.enough:
+        if first < self._context.total_steps and not self.enough:
             self.begin_epoch(first)
-        if begun:  # in the life before, so that what was saved holds what callbacks did then
+        if begun:  # in the previous generation, so that what was saved holds what callbacks did then
             self._restore(restored)
             self._progress.sums = restored.sums
 
     def _restore(self, progress: Progress) -> None:
-        if progress.epoch >= 0 and not restore(self._callbacks, progress) and self._assignment.chief:
+        if progress.epoch >= 0 and not restore(self._callbacks, progress) and self._context.chief:
             print("warning: these are not the callbacks of the checkpoint, and begin anew", flush=True)
 
     def begin_epoch(self, step: int) -> None:
         """The epoch of the step after `step` begins, or goes on after a resume."""
-        self._progress = Progress(epoch=self._assignment.epoch_of(step))
+        self._progress = Progress(epoch=self._context.epoch_of(step))
         self._list.on_epoch_begin(self._progress.epoch)
 
     def begin_batch(self, step: int) -> None:
         """A batch begins after `step` steps."""
-        self._list.on_train_batch_begin(step - self._assignment.epoch_begin(step))
+        self._list.on_train_batch_begin(step - self._context.epoch_begin(step))
 
     def end_batch(self, step: int, count: int, loss_sum: float, score_sum: float) -> None:
         """A batch of `count` steps has ended with `step`."""
         self.add(count, loss_sum, score_sum)
-        self._list.on_train_batch_end(step - 1 - self._assignment.epoch_begin(step - 1), self._logs())
-        self._heed()
+        self._list.on_train_batch_end(step - 1 - self._context.epoch_begin(step - 1), self._logs())
+        self._note_stop()
 
     def add(self, count: int, loss_sum: float, score_sum: float) -> None:
         """Count steps of this epoch."""
@@ -172,9 +172,9 @@ class Hooks:
     def end_epoch(self, step: int, results: dict[str, float]) -> None:
         """The epoch of `step` ends; `results` are the newest on the test split."""
         logs = self._logs() | {name.replace("eval_", "val_"): value for name, value in results.items()}
-        self._list.on_epoch_end(self._assignment.epoch_of(step - 1), logs)
+        self._list.on_epoch_end(self._context.epoch_of(step - 1), logs)
         self._epoch_logs = logs
-        self._heed()
+        self._note_stop()
         self._progress.sums = [0.0, 0.0, 0.0]
 
     def end(self, step: int, results: dict[str, float], *, stopped: bool) -> None:
@@ -185,14 +185,14 @@ class Hooks:
 
     def keep(self) -> None:
         """Have the next checkpoint hold what callbacks have counted."""
-        self._progress.ended_at = self._assignment.total_steps if self.enough else 0
+        self._progress.ended_at = self._context.total_steps if self.enough else 0
         self._progress.classes = [type(callback).__name__ for callback in self._callbacks]
         pairs = zip(self._callbacks, self._made, strict=True)
         self._progress.callbacks = [changed(callback, made) for callback, made in pairs]
         self._state.write(self._progress)
 
-    def _heed(self) -> None:
-        """Take over that a callback wants training to end: all tasks end it together, not Keras at once."""
+    def _note_stop(self) -> None:
+        """Note that a callback ends the training: all tasks end it together, not Keras at once."""
         self.enough |= bool(self._model.stop_training)
         self._model.stop_training = False
 

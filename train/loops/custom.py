@@ -1,4 +1,4 @@
-"""`--loop custom`: our own loop, many steps in one `tf.function`, with Keras callbacks where a run wants them."""
+"""`--loop custom`: our own loop, many steps in one `tf.function`, with Keras callbacks where a run names them."""
 
 from __future__ import annotations
 
@@ -7,95 +7,106 @@ from collections.abc import Callable
 
 from cluster.recovery import step_record
 from cluster.spec import Role
-from train.context import Assignment
+from train.context import TaskContext
 from train.data.sources import train_feed
-from train.elastic.train_step import ElasticTrainee
+from train.elastic.train_step import ElasticTrainStep
 from train.elastic.virtual_shards import VirtualShards
 from train.loops import callbacks, outer, parameter_server, steps
 from train.loops.callback_state import CallbackState
-from train.model import gradients, keras_compat
+from train.loops.train_step import TrainStep
+from train.model import keras_compat
 from train.saving import timer
 from train.telemetry import trace
 from train.telemetry.report import Report
 
 
 class Training:
-    """One life's training by the custom loop, from the newest checkpoint to the end or to a stop."""
+    """One generation's training by the custom loop, from the newest checkpoint to the end or to a stop."""
 
-    def __init__(self, assignment: Assignment) -> None:
-        self._assignment = assignment
-        config, strategy = assignment.config, assignment.strategy
+    def __init__(self, context: TaskContext) -> None:
+        self._context = context
+        config, strategy = context.config, context.strategy
         with strategy.scope():
             if not config.bitwise_elastic:  # a virtual shard knows nothing of those that are computed elsewhere
-                keras_compat.synchronize_batch_normalization(assignment.model, strategy.num_replicas_in_sync)
-        self._optimizer = assignment.new_optimizer()
+                keras_compat.synchronize_batch_normalization(context.model, strategy.num_replicas_in_sync)
+        self._policy = context.new_policy()
         state = CallbackState() if config.callbacks else None
-        self._checkpoint = assignment.new_checkpoint(self._optimizer, state)
-        self._first = assignment.restore(self._checkpoint)
-        self._report = Report(assignment, self._first, gradients.loss_scale(self._optimizer))
-        self._save_timer = assignment.new_save_timer(self._checkpoint, self._first)
-        self._generation = assignment.heartbeat.values["generation"]
-        names = [task.name for task in assignment.spec.of(Role.WORKER)] if assignment.asynchronous else []
-        self._worked = [step_record.StepRecord(assignment.run, name, self._generation) for name in names]
+        self._checkpoint = context.new_checkpoint(self._policy, state)
+        self._first = context.restore(self._checkpoint)
+        self._report = Report(context, self._first, self._policy.loss_scale)
+        self._save_timer = context.new_save_timer(self._checkpoint, self._first)
+        self._generation = context.heartbeat.values["generation"]
+        names = [task.name for task in context.spec.of(Role.WORKER)] if context.asynchronous else []
+        self._worked = [step_record.StepRecord(context.run, name, self._generation) for name in names]
         shards = config.bitwise_elastic
         cut = VirtualShards(shards, strategy.num_replicas_in_sync) if shards else None
-        trainee = self._trainee(cut)
-        if assignment.asynchronous:
+        train_step = self._train_step(cut)
+        if context.asynchronous:
             self._inner = parameter_server.asynchronous(
                 strategy,
-                trainee,
-                assignment.source,
+                train_step,
+                context.source,
                 seed=config.seed,
                 steps_per_loop=config.steps_per_loop,
-                workers=len(assignment.spec.of(Role.WORKER)),
-                wants=self._wants,
+                workers=len(context.spec.of(Role.WORKER)),
+                signals=self._signals,
                 worked=self._record_work,
             )
             self._agree: Callable[[steps.Signals], steps.Signals] = lambda signals: signals  # the chief decides alone
         else:
-            feed = train_feed(strategy, assignment.source, self._first, config.global_batch, config.seed, cut)
-            self._inner = steps.synchronous(strategy, trainee, feed, config.steps_per_loop, self._wants)
+            feed = train_feed(
+                strategy,
+                context.source,
+                self._first,
+                config.global_batch,
+                config.seed,
+                cut,
+                config.micro_batches,
+            )
+            self._inner = steps.synchronous(strategy, train_step, feed, config.steps_per_loop, self._signals)
             self._agree = steps.agreement(strategy)
         self._evaluated_at: int | None = None
         self._saved_at: int | None = None
         self._hooks: callbacks.Hooks | None = None
         if state is not None:
             with strategy.scope():
-                assignment.model.compile(optimizer=self._optimizer, jit_compile=False)  # callbacks ask the model for it
-            self._hooks = callbacks.Hooks(assignment, state)
+                context.model.compile(
+                    optimizer=self._policy.optimizer, jit_compile=False
+                )  # callbacks ask the model for it
+            self._hooks = callbacks.Hooks(context, state)
 
-    def _trainee(self, cut: VirtualShards | None) -> steps.Trainee:
-        assignment = self._assignment
-        what = assignment.model, self._optimizer, assignment.objective, assignment.config.global_batch
+    def _train_step(self, cut: VirtualShards | None) -> TrainStep:
+        context = self._context
+        what = context.model, self._policy, context.objective, context.config.global_batch
+        micro_batches = context.config.micro_batches
         if cut:
-            return ElasticTrainee(*what, cut.total, cut)
-        return steps.Trainee(*what, 1 if assignment.asynchronous else assignment.strategy.num_replicas_in_sync)
+            return ElasticTrainStep(*what, cut.total, micro_batches, shards=cut)
+        replicas = 1 if context.asynchronous else context.strategy.num_replicas_in_sync
+        return TrainStep(*what, replicas, micro_batches)
 
     def run(self) -> None:
         """Train, and end well."""
-        config, assignment = self._assignment.config, self._assignment
-        epoch = outer.EveryEpoch(assignment.epoch_end, self._evaluate)
+        config, context = self._context.config, self._context
+        epoch = outer.EveryEpoch(context.epoch_end, self._evaluate)
         every: list[outer.Periodic] = [
             outer.Every(config.evaluate_every, self._evaluate) if config.evaluate_every else epoch
         ]
         if self._hooks:
             self._hooks.begin(self._first, self._evaluate)
-            every.append(outer.EveryEpoch(assignment.epoch_end, self._end_epoch))
+            every.append(outer.EveryEpoch(context.epoch_end, self._end_epoch))
         if by_steps := timer.parse(config.checkpoint_every)[0]:
             every.append(outer.Every(by_steps, self._save))  # with what callbacks have changed
-        inner = trace.Tracer(assignment.run, assignment.task.name).around(
-            gradients.watched(self._inner, self._optimizer)
-        )
+        inner = trace.Tracer(context.run, context.task.name).around(self._policy.around(self._inner))
         step, stopped = outer.run(
             inner if self._hooks is None else self._hooks.around(inner),
             self._first,
-            self._first if self._enough else assignment.total_steps,
+            self._first if self._enough else context.total_steps,
             steps_per_loop=config.steps_per_loop,
             every=every,
-            report=self._tell,
-            stop=lambda: assignment.stop.is_set() or self._enough,
+            report=self._report_steps,
+            stop=lambda: context.stop.is_set() or self._enough,
             save=self._save,
-            single=step_record.single_steps(assignment.run, self._generation, config.steps_per_loop),
+            single=step_record.single_steps(context.run, self._generation, config.steps_per_loop),
         )
         stopped = stopped and not self._any_enough()
         if self._saved_at != step and (stopped or not self._hooks):
@@ -111,7 +122,7 @@ class Training:
 
     @functools.cached_property
     def _evaluation(self) -> Callable[[], dict[str, float]]:
-        return self._assignment.new_evaluation()  # reads the test split, which the first step need not wait for
+        return self._context.new_evaluation()  # reads the test split, which the first step need not wait for
 
     def _results(self) -> dict[str, float]:
         return self._evaluation()
@@ -121,17 +132,17 @@ class Training:
         return self._hooks is not None and self._hooks.enough
 
     def _any_enough(self) -> bool:
-        """Return whether any task's callbacks want training to end; all tasks call it at the same step."""
+        """Return whether any task's callbacks request the end of training; all tasks call it at the same step."""
         return self._agree(steps.Signals(stop=self._enough)).stop
 
-    def _wants(self, stop: bool, count: int) -> steps.Signals:
+    def _signals(self, stop: bool, count: int) -> steps.Signals:
         return steps.Signals(stop, self._save_timer.due(count), self._save_timer.brief(count))
 
     def _record_work(self, worker: int, step: int) -> None:
         """Record that a worker of parameter servers has done its part of the steps until this one."""
         self._worked[worker].done(step)
 
-    def _tell(self, progress: outer.Progress) -> None:
+    def _report_steps(self, progress: outer.Progress) -> None:
         result = progress.result
         self._save_timer.stepped(len(result.losses), progress.seconds, compiled=progress.compiled)
         self._report.steps(
@@ -155,7 +166,7 @@ class Training:
         return self._report.results
 
     def _end_epoch(self, step: int) -> bool:
-        """Tell the callbacks; return whether training shall end, which all tasks decide together."""
+        """Call the callbacks; return whether training shall end, which all tasks decide together."""
         assert self._hooks is not None
         self._hooks.end_epoch(step, self._report.results)
         if self._any_enough():

@@ -16,7 +16,7 @@ from train.saving.checkpoint import diverged
 from train.saving.timer import following_steps
 
 Inner = Callable[[int, int, bool], LoopResult]
-"""Does some optimizer steps: (steps done before, steps to do, was this task asked to stop?) -> result."""
+"""Does some optimizer steps: (steps done before, steps to do, is this task to stop?) -> result."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,9 @@ def run(
         total: steps to be done in all.
         steps_per_loop: most steps in one inner call.
         every: periodic work. None is done after the last step, which has work of its own.
-        report: told of every inner call.
-        stop: whether this task was asked to stop.
-        save: saves a checkpoint, when a task wants one before training ends: after the periodic work of that step.
+        report: called after every inner call.
+        stop: whether this task is to stop.
+        save: saves a checkpoint, when a task requests one before training ends: after the periodic work of that step.
         single: steps after each of which the inner loop is called for one step alone.
 
     Returns:

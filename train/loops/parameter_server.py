@@ -11,18 +11,19 @@ import tensorflow as tf
 
 from train.data import memory
 from train.data.sources import Source
-from train.loops.steps import LoopResult, Trainee, Wants, repeat
+from train.loops.steps import LoopResult, OwnSignals
+from train.loops.train_step import Computed, TrainStep, part_of, repeat
 
 
 def asynchronous(
     strategy: tf.distribute.ParameterServerStrategy,
-    trainee: Trainee,
+    train_step: TrainStep,
     source: Source,
     *,
     seed: int,
     steps_per_loop: int,
     workers: int,
-    wants: Wants,
+    signals: OwnSignals,
     worked: Callable[[int, int], None],
 ) -> Callable[[int, int, bool], LoopResult]:
     """Return a function that does some asynchronous steps: (steps done before, steps to do, stop?) -> result.
@@ -37,19 +38,30 @@ def asynchronous(
     update twice, wholly or some of the variables.
 
     `worked` is called with the index of a worker and the last step of a slice that it did, once all slices are done.
-    The chief alone decides, `wants` after the steps.
+    The chief alone decides, by `signals` after the steps.
     """
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 
     def gathered(examples: memory.Examples, step: tf.Tensor) -> memory.Batch:
         replica = tf.constant(0, tf.int64)
         return memory.train_batch(
-            examples, step, replica, replica_batch=trainee.global_batch, num_replicas=1, seed=seed
+            examples, step, replica, replica_batch=train_step.global_batch, num_replicas=1, seed=seed
         )
 
     @tf.function(autograph=False)  # a call of its own, so that it can be waited for
     def one_step(batch: memory.Batch, step: tf.Tensor) -> tf.Tensor:
-        return strategy.run(trainee.update, args=(batch, step, tf.constant(0, tf.int64)))
+        def compute(batch: memory.Batch, step: tf.Tensor, micro_batch: tf.Tensor | None = None) -> Computed:
+            def batch_of(part: tf.Tensor) -> memory.Batch:
+                return batch if micro_batch is None else part_of(batch, part, train_step.micro_batches)
+
+            return train_step.compute(batch_of, step, tf.constant(0, tf.int64), micro_batch)
+
+        def update(computed: Computed) -> tf.Tensor:
+            return train_step.update(computed)[0]
+
+        if not train_step.accumulates:
+            return strategy.run(lambda *args: update(compute(*args)), args=(batch, step))
+        return strategy.run(update, args=(train_step.accumulated(compute, strategy.run, (batch, step)),))
 
     with strategy.scope():  # what each step of a call of `run` gave; NaN: it was not done yet
         noted_S2 = tf.Variable(tf.fill([steps_per_loop, 2], math.nan), trainable=False, name="noted")
@@ -73,7 +85,7 @@ def asynchronous(
 
         return repeat(count, step, tf.zeros([steps_per_loop, 2]))
 
-    iterator = iter(coordinator.create_per_worker_dataset(worker_dataset(source, trainee.global_batch, seed)))
+    iterator = iter(coordinator.create_per_worker_dataset(worker_dataset(source, train_step.global_batch, seed)))
 
     def run(first: int, count: int, stop: bool) -> LoopResult:
         # Two slices a worker: a fast worker takes another one while a slow one finishes.
@@ -89,7 +101,7 @@ def asynchronous(
             worked(_worker_of(value), at + n)
         results = [value.fetch()[:n] for value, (_, n) in zip(pending, slices, strict=True)]
         results_S2 = np.concatenate(results)
-        return LoopResult(results_S2[:, 0], results_S2[:, 1], wants(stop, 0))
+        return LoopResult(results_S2[:, 0], results_S2[:, 1], signals(stop, 0))
 
     return run
 
@@ -117,8 +129,8 @@ def worker_dataset(source: Source, global_batch: int, seed: int) -> Callable[[],
 def shuffled_batches(source: Source, global_batch: int, seed: int) -> tf.data.Dataset:
     """Return global batches without end, from a random place of the endless order of (seed, epoch).
 
-    Every worker runs the same graph and cannot tell which one it is; the place, drawn anew on each of them and in each
-    of their lives, is what makes them differ.
+    Every worker runs the same graph and does not know which one it is. What makes them differ is the place, which each
+    of them draws anew in each generation.
     """
     place = tf.raw_ops.RandomUniformInt(
         shape=tf.constant([], tf.int32),

@@ -15,18 +15,16 @@ import numpy as np
 import tensorflow as tf
 
 from train.data import memory
-from train.data.memory import Batch
 from train.data.sources import Feed
-from train.model import gradients as descent
-from train.model import keras_compat
-from train.model.objectives import Objective, global_mean
-from train.telemetry.pace import Times
-from train.telemetry.stopwatch import Lap, Stopwatch
+from train.loops.train_step import TrainStep, full_precision, repeat
+from train.model.objectives import Objective
+from train.telemetry.step_timer import Marked, ReplicaTimer, StepTimer
+from train.telemetry.timing import Times
 
 
 @dataclass(frozen=True)
 class Signals:
-    """What one task wants, or what any task wants: all tasks see the same sum, so all act on it after the same step."""
+    """What one task requests, or any task: all tasks see the same sum, so all act on it after the same step."""
 
     stop: bool = False
     """Training ends."""
@@ -41,16 +39,16 @@ class Signals:
 
     @classmethod
     def from_sum(cls, sum_3: np.ndarray) -> Signals:
-        """Return what any of the tasks wants whose arrays were added up."""
+        """Return what any of the tasks requests whose arrays were added up."""
         return cls(*(sum_3 > 0).tolist())
 
 
-Wants = Callable[[bool, int], Signals]
-"""Returns what this task wants: (was it asked to stop?, steps until that is acted on) -> signals."""
+OwnSignals = Callable[[bool, int], Signals]
+"""Returns what this task requests: (is it to stop?, steps until that is acted on) -> signals."""
 
 
-def wants_stop(stop: bool, _steps: int) -> Signals:
-    """Want what every task may want: to stop where it was asked to."""
+def stop_signal(stop: bool, _steps: int) -> Signals:
+    """Request what every task may: to stop where it was requested to."""
     return Signals(stop)
 
 
@@ -63,147 +61,88 @@ class LoopResult:
     scores: np.ndarray
     """`[S] float32`: mean score of each step's global batch."""
     signals: Signals
-    """What any task wants."""
+    """What any task requests."""
     times: Times | None = None
     """What the steps took this task, where that can be measured."""
 
 
-@dataclass(frozen=True)
-class Trainee:
-    """What is trained, and how."""
-
-    model: keras.Model
-    optimizer: keras.optimizers.Optimizer
-    objective: Objective
-    global_batch: int
-    num_replicas: int
-
-    @property
-    def parts(self) -> int:
-        """How many shares of each step's loss `advance` tells apart."""
-        return 1
-
-    def advance(self, feed: Feed, given: Any, step: tf.Tensor, replica: tf.Tensor, lap: Lap) -> tf.Tensor:
-        """Do this replica's part of one optimizer step on what the feed gave; return `[parts, 2]`, see `update`."""
-        batch = feed.batch(given, step, replica)
-        lap.has_batch(batch)
-        return self.update(batch, step, replica, lap)[tf.newaxis]
-
-    def update(self, batch: Batch, step: tf.Tensor, replica: tf.Tensor, lap: Lap | None = None) -> tf.Tensor:
-        """Do this replica's part of one optimizer step.
-
-        Args:
-            batch: this replica's examples.
-            step: int64 scalar, optimizer steps done before this one.
-            replica: int64 scalar, this replica's place in the global batch.
-            lap: told when the gradients are computed.
-
-        Returns:
-            `[2] float32`: this replica's share of the loss and of the score.
-        """
-        with keras_compat.random_place(step, replica), tf.GradientTape() as tape:
-            loss, score = self.shares(batch)
-        variables = [variable.value for variable in self.model.trainable_variables]
-        gradients = tape.gradient(loss, variables, output_gradients=descent.seed(self.optimizer))
-        if lap:
-            lap.has_gradients(gradients)
-        self.optimizer.apply(gradients, self.model.trainable_variables)
-        return tf.stack([descent.told(self.optimizer, loss, gradients), score])
-
-    def shares(self, batch: Batch) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return a replica's share of the loss and of the score.
-
-        The replicas' shares of the loss add up to what one device would compute for the whole batch: example losses
-        divided by the global batch, and the model's own losses (regularisation), which every replica computes whole,
-        by the number of replicas.
-        """
-        outputs_BK = full_precision(self.model(tf.cast(batch.features, tf.float32), training=True))
-        losses_B = self.objective.loss(batch.labels, outputs_BK)
-        loss = global_mean(losses_B, batch.weights, self.global_batch)
-        if self.model.losses:
-            loss += tf.add_n([tf.cast(term, tf.float32) for term in self.model.losses]) / self.num_replicas
-        scores_B = self.objective.score(batch.labels, outputs_BK)
-        return loss, global_mean(scores_B, tf.ones_like(batch.weights), self.global_batch)
-
-
 def synchronous(
     strategy: tf.distribute.Strategy,
-    trainee: Trainee,
+    train_step: TrainStep,
     feed: Feed,
     steps_per_loop: int,
-    wants: Wants = wants_stop,
+    signals: OwnSignals = stop_signal,
 ) -> Callable[[int, int, bool], LoopResult]:
     """Return a function that does some synchronous steps: (steps done before, steps to do, stop?) -> result.
 
     It is traced once whatever the number of steps, and talks to the other tasks once a step (gradients) and once more
-    at its end (results and signals). `wants` says, before the steps, what this task wants.
+    at its end (results and signals). `signals` returns, before the steps, what this task requests.
     """
-    watch = Stopwatch(strategy)
+    timer = StepTimer(strategy)
+    in_parts = train_step.accumulates or train_step.parts > 1
 
-    def start() -> tf.Tensor:
-        return tf.zeros([steps_per_loop, trainee.parts, 2])
-
-    def one_step(
-        results_SP2: tf.Tensor, given: Any, first: tf.Tensor, done: tf.Tensor, marked: tuple[tf.Tensor, ...]
-    ) -> tf.Tensor:
+    def compute(marks: ReplicaTimer, given: Any, step: tf.Tensor, micro_batch: tf.Tensor | None = None) -> Any:
         replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
-        result_P2 = trainee.advance(feed, given, first + done, replica, watch.lap(*marked))
-        return tf.tensor_scatter_nd_update(results_SP2, [[done]], [result_P2])
+        batch_of = marks.feed(lambda part: feed.batch(given, step, part), in_parts=in_parts)
+        return train_step.compute(batch_of, step, replica, micro_batch)
 
-    @tf.function(autograph=False)  # a call of its own, so that all it does is done when its results are there
-    def all_replicas(*args: Any) -> Any:
-        return strategy.run(one_step, args=args)
+    def update(marks: ReplicaTimer, results_SP2: tf.Tensor, computed: Any, done: tf.Tensor) -> tf.Tensor:
+        marks.computed(computed.gradients)
+        return tf.tensor_scatter_nd_update(results_SP2, [[done]], [train_step.update(computed)])
 
-    def join(results_SP2: tf.Tensor, signals_3: tf.Tensor) -> tf.Tensor:
-        return tf.concat([tf.reshape(results_SP2, [-1]), signals_3], 0)
+    def whole(results_SP2: tf.Tensor, given: Any, step: tf.Tensor, done: tf.Tensor, marked: Marked) -> tf.Tensor:
+        marks = timer.replica(marked)
+        return update(marks, results_SP2, compute(marks, given, step), done)
+
+    def one_step(results: Any, given: Any, step: tf.Tensor, done: tf.Tensor, marked: Marked) -> Any:
+        if not train_step.accumulates:
+            return timer.run(whole, (results, given, step, done, marked))
+        computed = train_step.accumulated(
+            lambda given, step, marked, micro_batch: compute(timer.replica(marked), given, step, micro_batch),
+            timer.run,
+            (given, step, marked),
+        )
+        return timer.run(lambda marked, *args: update(timer.replica(marked), *args), (marked, results, computed, done))
+
+    # A call of its own, so that all it does is done when its results are there.
+    called_step = tf.function(one_step, autograph=False)
 
     @tf.function(autograph=False)
     def loop(first: tf.Tensor, count: tf.Tensor, signals_3: tf.Tensor, every: tf.Tensor, given: Any) -> Any:
         def step(done: tf.Tensor, state: Any) -> Any:
             results, given = state
-            marked = watch.begin(done, every)
+            marked = timer.begin(done, every)
             if not feed.ahead:
-                return strategy.run(one_step, args=(results, feed.next(), first, done, marked)), given
+                return one_step(results, feed.next(), first + done, done, marked), given
             following = feed.next()
-            results = all_replicas(results, given, first, done, marked)
-            return results, watch.has_next(results, following, *marked)
+            results = called_step(results, given, first + done, done, marked)
+            return results, timer.next_batch(results, following, marked)
+
+        def start() -> tf.Tensor:
+            return tf.zeros([steps_per_loop, train_step.parts, 2])
+
+        def join(results_SP2: tf.Tensor, signals_3: tf.Tensor) -> tf.Tensor:
+            return tf.concat([tf.reshape(results_SP2, [-1]), signals_3], 0)
 
         results, given = repeat(count, step, (strategy.run(start), given))
-        watch.end((results, given))
+        timer.end((results, given))
         return strategy.reduce("SUM", strategy.run(join, args=(results, signals_3)), axis=None), given
 
-    given: Any = None if feed.ahead else ()  # for the next step, where the feed is asked one step early
+    given: Any = None if feed.ahead else ()  # for the next step, where the feed is called one step early
 
     def run(first: int, count: int, stop: bool) -> LoopResult:
         nonlocal given
-        signals_3 = tf.constant(wants(stop, count).to_array())
-        numbers = [tf.constant(number, tf.int64) for number in (first, count, watch.every)]
+        signals_3 = tf.constant(signals(stop, count).to_array())
+        numbers = [tf.constant(number, tf.int64) for number in (first, count, timer.every)]
         began = time.perf_counter()
         given = feed.next() if given is None else given
-        told, given = loop(numbers[0], numbers[1], signals_3, numbers[2], given)
-        flat = told.numpy()
-        times = watch.take(count, time.perf_counter() - began)
-        results_S2 = flat[:-3].reshape(steps_per_loop, trainee.parts, 2)[:count].sum(1)
+        flat, given = loop(numbers[0], numbers[1], signals_3, numbers[2], given)
+        flat = flat.numpy()
+        times = timer.take(count, time.perf_counter() - began)
+        results_S2 = flat[:-3].reshape(steps_per_loop, train_step.parts, 2)[:count].sum(1)
         return LoopResult(results_S2[:, 0], results_S2[:, 1], Signals.from_sum(flat[-3:]), times)
 
     return run
-
-
-def full_precision(outputs_BK: tf.Tensor) -> tf.Tensor:
-    """Return a model's outputs in float32, whatever its layers compute in: losses are computed in that."""
-    return tf.cast(outputs_BK, tf.float32)
-
-
-def repeat(count: tf.Tensor, body: Callable[[tf.Tensor, Any], Any], state: Any) -> Any:
-    """Return what `body` makes of `state` when it is called `count` times, with how often it was called before.
-
-    Autograph would make the same of a `for`, but to convert all that is called in it takes longer than to trace it.
-    """
-
-    def step(done: tf.Tensor, state: Any) -> tuple[tf.Tensor, Any]:
-        return done + 1, body(done, state)
-
-    return tf.while_loop(lambda done, _: done < count, step, (tf.zeros([], count.dtype), state))[1]
 
 
 def gathering(strategy: tf.distribute.Strategy) -> Callable[[int], list[int]]:
@@ -222,7 +161,7 @@ def gathering(strategy: tf.distribute.Strategy) -> Callable[[int], list[int]]:
 
 
 def agreement(strategy: tf.distribute.Strategy) -> Callable[[Signals], Signals]:
-    """Return a function: what this task wants -> what any task wants; all tasks call it at the same step."""
+    """Return a function: what this task requests -> what any does; all tasks call it at the same step."""
     total = _total(strategy)
     return lambda signals: Signals.from_sum(total(tf.constant(signals.to_array())).numpy())
 
@@ -282,7 +221,7 @@ def evaluation(
         return strategy.reduce("SUM", totals, axis=None) if strategy else totals
 
     def run() -> dict[str, float]:
-        # Each replica has told of batches of its own, which are those of any other number of replicas: so is their sum.
+        # Each replica has filled in batches of its own, the same ones at any number of replicas: so is their sum.
         loss, score = evaluate_all().numpy().astype(np.float64).cumsum(0)[-1].tolist()
         return {"eval_loss": loss / num_examples, f"eval_{objective.score_name}": score / num_examples}
 

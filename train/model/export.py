@@ -29,7 +29,7 @@ def export(weights: list[np.ndarray], rebuild: keras.Model, directory: Path, cla
     rebuild.set_weights(weights)
     scratch = directory.with_name(f".{directory.name}")
     shutil.rmtree(scratch, ignore_errors=True)
-    with contextlib.redirect_stdout(io.StringIO()):  # Keras tells of every endpoint and captured variable
+    with contextlib.redirect_stdout(io.StringIO()):  # Keras prints every endpoint and captured variable
         rebuild.export(str(scratch))
     (scratch / CLASSES).parent.mkdir(exist_ok=True)
     write_json(scratch / CLASSES, list(classes))

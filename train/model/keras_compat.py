@@ -18,8 +18,12 @@ class Place:
 
     step: tf.Tensor
     replica: tf.Tensor
+    micro_batch: tf.Tensor | None = None
     drawn: dict[int, int] = field(default_factory=dict)
 
+
+_DRAWS = 2**44
+"""More than the numbers of all draws of all generators, whose own seeds have 32 bits."""
 
 _place: contextvars.ContextVar[Place | None] = contextvars.ContextVar("place", default=None)
 
@@ -60,8 +64,8 @@ def _own(variable: keras.Variable) -> tf.Variable:
 
 
 @contextlib.contextmanager
-def random_place(step: tf.Tensor, replica: tf.Tensor) -> Iterator[None]:
-    """Have every random layer called inside draw from (its seed, the step, the replica), and keep no state.
+def random_place(step: tf.Tensor, replica: tf.Tensor, micro_batch: tf.Tensor | None = None) -> Iterator[None]:
+    """Have every random layer called inside draw from (its seed, step, replica, micro-batch), and keep no state.
 
     Keras's own generators count their calls in a variable that all replicas share: every replica then drops the same
     units. Drawn from the place, masks differ on every replica and come out the same again after a resume.
@@ -69,8 +73,9 @@ def random_place(step: tf.Tensor, replica: tf.Tensor) -> Iterator[None]:
     Args:
         step: int64 scalar, optimizer steps done before this one.
         replica: int64 scalar.
+        micro_batch: int64 scalar, the number of one of several; None: as number 0.
     """
-    token = _place.set(Place(step, replica))
+    token = _place.set(Place(step, replica, micro_batch))
     try:
         yield
     finally:
@@ -103,11 +108,14 @@ def draw_seed(place: Place, generator: object, own: tf.Tensor) -> tf.Tensor:
         own: the generator's own seed, int64 scalar.
     """
     call = place.drawn[id(generator)] = place.drawn.get(id(generator), -1) + 1
-    key = tf.stack([own * 1009 + call, place.step * 65_537 + place.replica])
+    draw = own * 1009 + call
+    if place.micro_batch is not None:
+        draw += place.micro_batch * _DRAWS
+    key = tf.stack([draw, place.step * 65_537 + place.replica])
     return tf.random.stateless_uniform([2], key, minval=None, maxval=None, dtype=tf.uint32, alg="philox")
 
 
-def told_of_broken(loss: tf.Tensor, gradients: Sequence[tf.Tensor | tf.IndexedSlices | None]) -> tf.Tensor:
+def nan_if_broken(loss: tf.Tensor, gradients: Sequence[tf.Tensor | tf.IndexedSlices | None]) -> tf.Tensor:
     """Return the loss; NaN where a gradient is not finite.
 
     oneDNN's ReLU and max-pooling make numbers of NaN, so that the loss of broken weights can look sound.
@@ -122,7 +130,8 @@ def told_of_broken(loss: tf.Tensor, gradients: Sequence[tf.Tensor | tf.IndexedSl
 def take_summed_gradients(optimizer: keras.optimizers.Optimizer) -> None:
     """Have an optimizer take gradients as they are: summed over all replicas already. Calling again changes nothing.
 
-    Keras adds them up itself, which for R replicas would give R times each; divided by R first, some bits are lost.
+    Keras 3 adds them up itself, which for R replicas would give R times each; divided by R first, some bits are lost.
+    tf_keras has an argument for it.
     """
     optimizer._all_reduce_sum_gradients = list  # pairs of gradient and variable
 

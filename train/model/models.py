@@ -19,7 +19,7 @@ def two_conv_cnn(image_shape: tuple[int, int, int], num_classes: int) -> keras.M
 
     Args:
         image_shape: (height, width, channels).
-        num_classes: classes to tell apart.
+        num_classes: number of classes.
 
     Returns:
         A model from pixels `[B, H, W, C]` of 0 to 255, any numeric dtype, to logits `[B, num_classes] float32`.
@@ -59,15 +59,15 @@ def build(name: str, feature_shape: tuple[int, ...], num_outputs: int) -> keras.
     function = MODELS[name] if name in MODELS else references.load("--model", name)
     model = references.call("--model", name, function, feature_shape, num_outputs)
     if not isinstance(model, keras.Model):
-        wanted = f"a {keras.Model.__module__.partition('.')[0]} model"
+        expected = f"a {keras.Model.__module__.partition('.')[0]} model"
         raise UsageError(
-            f"--model {name!r} returned {type(model).__module__}.{type(model).__name__}, expected {wanted}; "
+            f"--model {name!r} returned {type(model).__module__}.{type(model).__name__}, expected {expected}; "
             "use `from tensorflow import keras`, which is the Keras that the chosen loop needs"
         )
     # Called, not `build`: that leaves a model that is a class of the user's own without its layers' variables.
     outputs = model(keras.Input(feature_shape))
     shape = getattr(outputs, "shape", None)
     if shape is None or tuple(shape) != (None, num_outputs):
-        told = type(outputs).__name__ if shape is None else tuple(shape)
-        raise UsageError(f"--model {name!r} gives {told}, expected (None, {num_outputs}): an output a class or value")
+        given = type(outputs).__name__ if shape is None else tuple(shape)
+        raise UsageError(f"--model {name!r} gives {given}, expected (None, {num_outputs}): an output a class or value")
     return model

@@ -1,4 +1,4 @@
-"""What is minimised and what is told of it: a loss and a score for every example.
+"""What is minimised and what is reported: a loss and a score for every example.
 
 Shapes: B batch, K outputs.
 """

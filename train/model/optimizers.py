@@ -1,4 +1,4 @@
-"""The optimizer that a configuration describes."""
+"""The optimizer that a configuration describes, and what it does with gradients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from tensorflow import keras
 
 from train.config import TrainConfig
-from train.model import gradients
+from train.model.gradients import GradientPolicy, LossScale
 
 
 def build(config: TrainConfig) -> keras.optimizers.Optimizer:
@@ -16,7 +16,9 @@ def build(config: TrainConfig) -> keras.optimizers.Optimizer:
     rate: Any = config.learning_rate
     if config.warmup_steps:
         rate = keras.optimizers.schedules.PolynomialDecay(rate / config.warmup_steps, config.warmup_steps, rate)
-    optimizer = keras.optimizers.SGD(rate, settings.momentum) if settings.name == "sgd" else keras.optimizers.Adam(rate)
-    if settings.clip_norm or config.precision == "fp16":
-        gradients.govern(optimizer, settings.clip_norm, scaled=config.precision == "fp16")
-    return optimizer
+    return keras.optimizers.SGD(rate, settings.momentum) if settings.name == "sgd" else keras.optimizers.Adam(rate)
+
+
+def policy(config: TrainConfig, optimizer: keras.optimizers.Optimizer) -> GradientPolicy:
+    """Return what is done with gradients before this optimizer applies them; call it inside the strategy's scope."""
+    return GradientPolicy(optimizer, config.optimizer.clip_norm, LossScale() if config.precision == "fp16" else None)

@@ -203,7 +203,7 @@ class Copy:
             self._nodes[id(node)] = copy
             self._pairs.append((value, copy))
             return copy
-        twin = self._nodes[id(node)] = tf.Module()
+        copied = self._nodes[id(node)] = tf.Module()
         for name, child in self._view.children(node).items():
-            setattr(twin, name, self._copy(child))
-        return twin
+            setattr(copied, name, self._copy(child))
+        return copied

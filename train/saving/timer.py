@@ -66,35 +66,34 @@ def best_interval_s(cost_s: float, writing_s: float, mtbf_s: float) -> float:
 
 @dataclass(frozen=True)
 class Past:
-    """What a run's earlier lives say about its failures and saves."""
+    """What a run's previous generations say about its failures and saves."""
 
     uptimes_s: tuple[float, ...] = ()
-    """How long each life trained that a failure ended, oldest first."""
+    """How long each generation trained that a failure ended, oldest first."""
     failed: bool = False
-    """Whether a failure began this life."""
+    """Whether a failure began this generation."""
     stuck: bool = False
-    """Whether moreover the life before finished no checkpoint: this one goes on from where that did."""
+    """Whether moreover the previous one finished no checkpoint: this one goes on from where that did."""
     cost_s: float | None = None
     writing_s: float | None = None
 
     @classmethod
     def read(cls, run: RunFolder, generation: int, first: int) -> Past:
-        """Return what a run folder tells of the generations before this one, which goes on from step `first`."""
+        """Return what a run folder says of the generations before this one, which goes on from step `first`."""
         failed = {begun["generation"] for begun in run.generations() if "task" in begun}
-        lives = sorted(
-            (life for life in run.ledgers() if life["generation"] < generation), key=lambda g: g["generation"]
-        )
-        begun = [life["generation"] for life in lives] + [generation]
+        earlier = [ledger for ledger in run.ledgers() if ledger["generation"] < generation]
+        earlier.sort(key=lambda ledger: ledger["generation"])
+        numbers = [ledger["generation"] for ledger in earlier] + [generation]
         ended = [
-            life
-            for life, following in zip(lives, begun[1:], strict=True)
-            if life["first_step_at"] and failed & set(range(life["generation"] + 1, following + 1))
+            ledger
+            for ledger, following in zip(earlier, numbers[1:], strict=True)
+            if ledger["first_step_at"] and failed & set(range(ledger["generation"] + 1, following + 1))
         ]
-        saves: dict[str, Any] = next((life["saves"] for life in reversed(lives) if life.get("saves")), {})
+        saves: dict[str, Any] = next((ledger["saves"] for ledger in reversed(earlier) if ledger.get("saves")), {})
         return cls(
-            uptimes_s=tuple(sum(life["seconds"].values()) for life in ended),
+            uptimes_s=tuple(sum(ledger["seconds"].values()) for ledger in ended),
             failed=generation in failed,
-            stuck=generation in failed and bool(lives) and lives[-1]["first"] >= first,
+            stuck=generation in failed and bool(earlier) and earlier[-1]["first"] >= first,
             cost_s=saves.get("cost_s"),
             writing_s=saves.get("writing_s"),
         )
@@ -163,7 +162,7 @@ class SaveTimer:
     def waits(self) -> bool:
         """Whether training is to wait until the next checkpoint is on the disk.
 
-        The life before was killed before it finished one, so this one could be, too, and the next one, for ever.
+        The previous generation was killed before it finished one: so could this one be, and the next one, for ever.
         """
         return self._catches_up and self._past.stuck
 
@@ -195,7 +194,7 @@ class SaveTimer:
             writing_s: what writing the last finished one took beside the training.
         """
         if self._costs_s is None:
-            self._costs_s = deque(maxlen=RECENT)  # the first save of a life also makes the copy that is written
+            self._costs_s = deque(maxlen=RECENT)  # the first save of a generation also makes the copy that is written
         else:
             self._costs_s.append(cost_s)
         self._writing_s = self._writing_s if writing_s is None else writing_s

@@ -1,4 +1,4 @@
-"""Builds a run's model and loss once, on the machine that starts it: a wrong shape is told before anything is started.
+"""Builds a run's model and loss once, on the machine that starts it: a wrong shape is found before anything is started.
 
     python -m train.startup.preflight --config JSON --strategy NAME --data-dir DIR
 
@@ -74,8 +74,8 @@ def _check_loss(config: TrainConfig, source: Source, loss: object) -> None:
         raise UsageError(f"{where} fails on {given}: {described(error)[-300:]}".replace("'B'", "B")) from None
     shape = getattr(losses, "shape", None)
     if shape is None or not shape.is_compatible_with([EXAMPLES]):
-        told = type(losses).__name__ if shape is None else f"shape {shape}"
-        raise UsageError(f"{where} gives {told} for {EXAMPLES} examples; expected ({EXAMPLES},), the loss of each")
+        given = type(losses).__name__ if shape is None else f"shape {shape}"
+        raise UsageError(f"{where} gives {given} for {EXAMPLES} examples; expected ({EXAMPLES},), the loss of each")
 
 
 def _label_spec(source: Source) -> tf.TensorSpec:

@@ -12,7 +12,7 @@ from train.startup import imports
 
 
 def load(run: RunFolder) -> None:
-    """Import all that the tasks of a run need, as the run's configuration wants it.
+    """Import all that the tasks of a run need, as the run's configuration requires.
 
     No device is used: whoever called this can still be copied, and each copy form a cluster.
     """

@@ -1,7 +1,7 @@
-"""What a warm spare does before its life begins: one step of a small training, thrown away.
+"""What a standby process does while it waits: one step of a small training, thrown away.
 
 The first trace of a training step takes more than twice as long as the next one in the same process: modules that
-TensorFlow and Keras import late, and autograph's conversion of our functions, which it keeps. A spare has the time.
+TensorFlow and Keras import late, and autograph's conversion of our functions, which it keeps.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from train.config import TrainConfig
 from train.data import memory
 from train.data.sources import Feed
 from train.loops import steps
+from train.loops.train_step import TrainStep
 from train.model import keras_compat, models, objectives, optimizers
 
 EXAMPLES = 8
@@ -22,7 +23,7 @@ CLASSES = 10
 
 
 def can_rehearse(config: TrainConfig) -> bool:
-    """Whether a life with this configuration gains from it: the custom loop's, where no GPU is.
+    """Whether a training with this configuration gains from it: by the custom loop, where no GPU is.
 
     A GPU and its memory belong to the program that trains.
     """
@@ -41,10 +42,11 @@ def rehearse() -> None:
         model = models.build("two_conv_cnn", IMAGE, CLASSES)
         optimizer = optimizers.build(TrainConfig())
         optimizer.build(model.trainable_variables)
+        policy = optimizers.policy(TrainConfig(), optimizer)
     objective = objectives.build("sparse_categorical_crossentropy", classifies=True)
-    trainee = steps.Trainee(model, optimizer, objective, EXAMPLES, 1)
+    train_step = TrainStep(model, policy, objective, EXAMPLES, 1)
     steps.gathering(strategy)(0)
-    steps.synchronous(strategy, trainee, _feed(), 1)(0, 1, False)
+    steps.synchronous(strategy, train_step, _feed(), 1)(0, 1, False)
     keras.backend.clear_session()
     context._reset_context()  # a cluster can only be formed before any device was used
 

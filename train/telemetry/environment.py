@@ -34,7 +34,7 @@ def record(run: RunFolder, dataset: str, source: Source) -> None:
     found, manifest = describe(), read_json(run.manifest, {})
     write_json(run.environment, found)
     data = manifest.get("data", {})
-    if (data.get("name"), data.get("version")) != (dataset, source.version):  # otherwise this is a later life
+    if (data.get("name"), data.get("version")) != (dataset, source.version):  # otherwise this is a later generation
         files = {"files": _used(source), "made_from": dict(source.made_from)}
         data = {"name": dataset, "version": source.version, **files}
     write_json(run.manifest, manifest | {"data": data, "environment": found})

@@ -1,4 +1,4 @@
-"""What one life of the chief spends its time on, kept in the run folder: also of a life that is killed."""
+"""What one generation of the chief spends its time on, kept in the run folder: also of one that is killed."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ WRITE_EVERY_S = 1.0
 
 
 class Ledger:
-    """Adds up the seconds of one life, and writes them every second."""
+    """Adds up the seconds of one generation, and writes them every second."""
 
     def __init__(self, run: RunFolder, generation: int, first: int) -> None:
-        """Begin a life that goes on from step `first`."""
+        """Begin a generation that goes on from step `first`."""
         self._path = run.ledger(generation)
         self._seconds = {"input": 0.0, "compute": 0.0, "save": 0.0, "evaluate": 0.0}
-        self._told: dict[str, Any] = {"generation": generation, "began": time.time(), "first_step_at": None}
-        self._told |= {"first": first, "saves": {}}
+        self._record: dict[str, Any] = {"generation": generation, "began": time.time(), "first_step_at": None}
+        self._record |= {"first": first, "saves": {}}
         self._step, self._timed_steps = first, 0
         self._written = 0.0
         self._write()
 
     def first_step(self, step: int) -> None:
-        """Tell that the first step is done, which holds the tracing and compiling."""
-        self._told["first_step_at"] = time.time()
+        """Record that the first step is done, which holds the tracing and compiling."""
+        self._record["first_step_at"] = time.time()
         self._step = step
         self._write()
 
     def steps(self, count: int, seconds: float, input_s: float) -> None:
-        """Tell of further steps, and how much of their time was waiting for input."""
+        """Record further steps, and how much of their time was waiting for input."""
         self._step += count
         self._timed_steps += count
         self._seconds["input"] += input_s
@@ -42,19 +42,19 @@ class Ledger:
             self._write()
 
     def saves(self, saves: dict[str, float | None]) -> None:
-        """Tell how far apart checkpoints are saved, and what that follows from."""
-        self._told["saves"] = saves
+        """Record how far apart checkpoints are saved, and what that follows from."""
+        self._record["saves"] = saves
 
     @contextlib.contextmanager
     def spending(self, part: str) -> Iterator[None]:
-        """Tell what is done meanwhile: `save` or `evaluate`."""
+        """Count the time meanwhile as `save` or `evaluate`."""
         began = time.perf_counter()
         yield
         self._seconds[part] += time.perf_counter() - began
         self._write()
 
     def _write(self) -> None:
-        told = {"updated_at": time.time(), "step": self._step, "timed_steps": self._timed_steps}
-        with contextlib.suppress(OSError):  # a full disk is told of elsewhere
-            write_json(self._path, self._told | told | {"seconds": self._seconds})
+        current = {"updated_at": time.time(), "step": self._step, "timed_steps": self._timed_steps}
+        with contextlib.suppress(OSError):  # a full disk is reported elsewhere
+            write_json(self._path, self._record | current | {"seconds": self._seconds})
         self._written = time.monotonic()

@@ -14,7 +14,7 @@ from tensorboard.plugins.hparams import api as hparams
 from cluster.run.folder import RunFolder
 from cluster.system.journal import append_json
 from train.config import TrainConfig
-from train.telemetry.pace import Pace
+from train.telemetry.timing import StepTiming
 
 
 class Metrics:
@@ -45,16 +45,16 @@ class Metrics:
             for name, value in numbers.items():
                 tf.summary.scalar(name.replace("eval_", "eval/") if "eval_" in name else f"train/{name}", value)
         if self._talks:
-            told = "  ".join(f"{name} {value:,.{0 if name.endswith('_s') else 4}f}" for name, value in numbers.items())
-            print(f"step {step}/{total}  epoch {epoch:.2f}  {told}", flush=True)
+            shown = "  ".join(f"{name} {value:,.{0 if name.endswith('_s') else 4}f}" for name, value in numbers.items())
+            print(f"step {step}/{total}  epoch {epoch:.2f}  {shown}", flush=True)
 
-    def pace(self, step: int, pace: Pace) -> None:
+    def timing(self, step: int, timing: StepTiming) -> None:
         """Show what the task's steps have taken so far in the Histograms tab, and what part was what."""
         with self._board.as_default(step):
-            for name, ms_S in pace.histograms().items():
+            for name, ms_S in timing.histograms().items():
                 tf.summary.histogram(f"pace/{name}", ms_S)
             for name in ("input_share", "busy_share"):
-                if (share := pace.life().get(name)) is not None:
+                if (share := timing.generation().get(name)) is not None:
                     tf.summary.scalar(f"pace/{name}", share)
 
     def graph(self, function: Any) -> None:
@@ -78,7 +78,7 @@ class Metrics:
             tf.summary.image("predictions", np.stack(drawn), max_outputs=len(drawn))
 
     def flush(self) -> None:
-        """Have everything on disk."""
+        """Flush pending writes."""
         self._board.flush()
 
 

@@ -1,4 +1,4 @@
-"""What a task tells of its training: heartbeat, events, metrics and, at the end, the result."""
+"""What a task reports of its training: heartbeat, events, metrics and, at the end, the result."""
 
 from __future__ import annotations
 
@@ -13,42 +13,43 @@ import tensorflow as tf
 from cluster.recovery.step_record import StepRecord
 from cluster.run.heartbeat import HEARTBEAT_S
 from cluster.system.json_files import write_json
-from train.context import Assignment
+from train.context import TaskContext
 from train.data import memory
-from train.loops import outer, steps
+from train.loops import outer
+from train.loops.train_step import full_precision
 from train.model import export
 from train.model.gradients import LossScale
 from train.saving.checkpoint import Checkpoint
 from train.saving.timer import SaveTimer
 from train.telemetry.ledger import Ledger
 from train.telemetry.metrics import Metrics
-from train.telemetry.pace import Pace, Times
+from train.telemetry.timing import StepTiming, Times
 
 SHOWN_PREDICTIONS = 16
 
 
 class Report:
-    """Keeps the run folder told of one life's training."""
+    """Writes the progress of one generation's training to the run folder."""
 
-    def __init__(self, assignment: Assignment, first: int, loss_scale: LossScale | None = None) -> None:
-        """Begin to tell of a training that goes on from step `first`."""
+    def __init__(self, context: TaskContext, first: int, loss_scale: LossScale | None = None) -> None:
+        """Report a training that goes on from step `first`."""
         self._loss_scale = loss_scale
-        self._assignment = assignment
-        self._config = assignment.config
-        self._heartbeat = assignment.heartbeat
-        self._pace, self._paced_at = Pace(), 0.0
-        self._ledger = Ledger(assignment.run, self._heartbeat.values["generation"], first) if assignment.chief else None
-        self._done = StepRecord(assignment.run, assignment.task.name, self._heartbeat.values["generation"])
+        self._context = context
+        self._config = context.config
+        self._heartbeat = context.heartbeat
+        self._timing, self._timing_shown_at = StepTiming(), 0.0
+        self._ledger = Ledger(context.run, self._heartbeat.values["generation"], first) if context.chief else None
+        self._done = StepRecord(context.run, context.task.name, self._heartbeat.values["generation"])
         self._train_seconds = 0.0
         self._timed_steps = 0
         self.results: dict[str, float] = {}
         self._shown: tuple[np.ndarray, np.ndarray] | None = None
-        run, name = assignment.run, assignment.task.name
-        if assignment.chief:
-            (run.control / "result.json").unlink(missing_ok=True)  # an earlier life may have died after it
+        run, name = context.run, context.task.name
+        if context.chief:
+            (run.control / "result.json").unlink(missing_ok=True)  # a previous generation may have died after it
             run.event(name, "restored" if first else "initialized", step=first)
-            self._heartbeat.update(steps_total=assignment.total_steps)
-        self.metrics = Metrics(run, name, talks=assignment.chief, resumed_at=first)
+            self._heartbeat.update(steps_total=context.total_steps)
+        self.metrics = Metrics(run, name, talks=context.chief, resumed_at=first)
         self._heartbeat.update(state="compiling", step=first)
 
     def done(self, step: int) -> None:
@@ -65,7 +66,7 @@ class Report:
         compiled: bool,
         times: Times | None = None,
     ) -> None:
-        """Tell of the steps after `first`.
+        """Report the steps after `first`.
 
         Args:
             first: steps done before them.
@@ -88,10 +89,10 @@ class Report:
             self._train_seconds += seconds
             self._timed_steps += len(losses)
             rate = len(losses) * self._config.global_batch / seconds
-            self._tell_pace(len(losses), seconds, times)
+            self._report_timing(len(losses), seconds, times)
         self._heartbeat.update(step=step, loss=float(losses[-1]), examples_per_s=rate)
-        score_name, total = self._assignment.objective.score_name, self._assignment.total_steps
-        scale = {} if self._loss_scale is None else self._loss_scale.shown()
+        score_name, total = self._context.objective.score_name, self._context.total_steps
+        scale = {} if self._loss_scale is None else self._loss_scale.metrics()
         for at in range(first + 1, step + 1):
             if at % self._config.log_every == 0 or at == total:
                 values = {
@@ -117,54 +118,54 @@ class Report:
                 self._ledger.saves(timer.saves)
 
     def evaluate(self, step: int, evaluation: Callable[[], dict[str, float]]) -> None:
-        """Evaluate the model, and tell that and the results."""
+        """Evaluate the model, and report the results."""
         with self._spending("evaluate"):
             self._heartbeat.update(state="evaluating")
             self._evaluated(step, evaluation())
 
     def _evaluated(self, step: int, results: dict[str, float]) -> None:
-        """Tell the results."""
+        """Report the results."""
         self.results = results
-        if self._assignment.chief:
-            self.metrics.log(step, self._epoch(step), self._assignment.total_steps, dict(results))
+        if self._context.chief:
+            self.metrics.log(step, self._epoch(step), self._context.total_steps, dict(results))
         self._show_predictions(step)
-        self.metrics.pace(step, self._pace)
+        self.metrics.timing(step, self._timing)
         self._heartbeat.update(state="training")
 
     def end(self, step: int, *, stopped: bool) -> None:
-        """Export where the training came to its end, and tell the result. Then leave the cluster, the chief last."""
-        assignment, result = self._assignment, self._assignment.run.control / "result.json"
+        """Export where the training came to its end, and write the result. Then leave the cluster, the chief last."""
+        context, result = self._context, self._context.run.control / "result.json"
         # On every task: moving averages can be a mean over all of them, which takes all of them to read.
-        weights = [] if stopped else assignment.model.get_weights()
-        if assignment.chief:
+        weights = [] if stopped else context.model.get_weights()
+        if context.chief:
             if not stopped:
                 self._heartbeat.update(state="saving")
-                export.export(weights, assignment.new_model(), assignment.run.export, assignment.source.classes)
+                export.export(weights, context.new_model(), context.run.export, context.source.classes)
                 self._event("exported", step)
                 self.metrics.hparams(self._config, self.results)
             write_json(result, self._result(step))
-        self._update_pace()
-        self.metrics.pace(step, self._pace)
+        self._update_timing()
+        self.metrics.timing(step, self._timing)
         self.metrics.flush()
         self._heartbeat.update(state="stopped" if stopped else "done", step=step)
-        while not assignment.chief and not result.exists() and not assignment.run.outcome:
+        while not context.chief and not result.exists() and not context.run.outcome:
             time.sleep(0.02)  # the chief's coordination service counts a task that left early as lost
 
-    def _tell_pace(self, count: int, seconds: float, times: Times | None) -> None:
-        """Tell how long the steps took this task, without the first one."""
+    def _report_timing(self, count: int, seconds: float, times: Times | None) -> None:
+        """Report how long the steps took this task, without the first one."""
         if times is not None:
-            self._pace.add(times)
-            if time.monotonic() - self._paced_at > HEARTBEAT_S / 2:
-                self._update_pace()
+            self._timing.add(times)
+            if time.monotonic() - self._timing_shown_at > HEARTBEAT_S / 2:
+                self._update_timing()
         if self._ledger:
             # Where steps are measured from outside, `seconds` hold what was done between them, such as saving.
             spent_s = seconds if times is None or times.inputs is not None else float(times.steps.sum())
             self._ledger.steps(count, spent_s, spent_s * times.input_share if times else 0.0)
 
-    def _update_pace(self) -> None:
-        if self._pace.steps:
-            self._heartbeat.update(**self._pace.recent(), pace=self._pace.life())
-        self._paced_at = time.monotonic()
+    def _update_timing(self) -> None:
+        if self._timing.steps:
+            self._heartbeat.update(**self._timing.recent(), pace=self._timing.generation())
+        self._timing_shown_at = time.monotonic()
 
     def _spending(self, part: str) -> contextlib.AbstractContextManager[None]:
         return self._ledger.spending(part) if self._ledger else contextlib.nullcontext()
@@ -178,22 +179,22 @@ class Report:
             "epochs": round(self._epoch(step), 4),
             "examples_per_s": rate and round(rate, 1),
             "metrics": self.results,
-            "weights_sha256": outer.weights_sha256(self._assignment.model),
+            "weights_sha256": outer.weights_sha256(self._context.model),
         }
 
     def _event(self, event: str, step: int) -> None:
-        self._assignment.run.event(self._assignment.task.name, event, step=step)
+        self._context.run.event(self._context.task.name, event, step=step)
 
     def _epoch(self, step: int) -> float:
-        return self._config.epoch(step, self._assignment.source.train_examples)
+        return self._config.epoch(step, self._context.source.train_examples)
 
     def _serving_graph(self) -> tf.types.experimental.ConcreteFunction:
-        specification = tf.TensorSpec([None, *self._assignment.source.feature_shape], tf.float32, name="features")
-        return tf.function(self._assignment.model.__call__).get_concrete_function(specification)
+        specification = tf.TensorSpec([None, *self._context.source.feature_shape], tf.float32, name="features")
+        return tf.function(self._context.model.__call__).get_concrete_function(specification)
 
     def _show_predictions(self, step: int) -> None:
         """Show some test images with what the model says of them, where there are images and classes."""
-        source = self._assignment.source
+        source = self._context.source
         shape = source.feature_shape
         if source.arrays is None or not source.classes or len(shape) != 3 or shape[-1] not in (1, 3):
             return
@@ -207,9 +208,7 @@ class Report:
             )
         images_BHWC, truth_B = self._shown
         # On every task, see `end`.
-        said_B = np.argmax(
-            steps.full_precision(self._assignment.model(images_BHWC.astype(np.float32), training=False)), -1
-        )
+        said_B = np.argmax(full_precision(self._context.model(images_BHWC.astype(np.float32), training=False)), -1)
         names = source.classes
-        if self._assignment.chief:
+        if self._context.chief:
             self.metrics.predictions(step, images_BHWC, [names[k] for k in said_B], [names[k] for k in truth_B])

@@ -1,4 +1,4 @@
-"""The TensorFlow profiler's trace of some steps of one task, while the run trains: what `invoke profile` asks for.
+"""The TensorFlow profiler's trace of some steps of one task, while the run trains: as `invoke profile` requests it.
 
 Only the task's own calls are wrapped: how many steps a call does stays as it is, so that no other task notices.
 """
@@ -40,7 +40,7 @@ class Tracer:
         return traced
 
     def before(self, step: int, *, compiles: bool) -> None:
-        """Begin a trace if one is asked for, before a call that goes on from `step`."""
+        """Begin a trace if one is requested, before a call that goes on from `step`."""
         if self._request is None and not compiles and self._run.trace_request.exists():
             self._begin(step)
         if self._request is not None:
@@ -48,7 +48,7 @@ class Tracer:
             self._call.__enter__()
 
     def after(self, step: int) -> None:
-        """End the trace after a call, at `step`, once it holds the steps asked for."""
+        """End the trace after a call, at `step`, once it holds the steps requested."""
         if self._request is None:
             return
         self._call.__exit__(None, None, None)

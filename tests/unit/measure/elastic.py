@@ -28,10 +28,12 @@ import tensorflow as tf
 
 from train.data import sources
 from train.elastic.exact_sum import exact_sum
-from train.elastic.train_step import ElasticTrainee
+from train.elastic.train_step import ElasticTrainStep
 from train.elastic.virtual_shards import VirtualShards
 from train.loops import outer, steps
+from train.loops.train_step import TrainStep
 from train.model import keras_compat
+from train.model.gradients import GradientPolicy
 
 SHARDS, STEPS = 4, 6
 WHERES = ("one", "central-2", "mirrored-3")
@@ -68,11 +70,11 @@ def trained(where: str, kind: str, source: sources.Source, virtual: bool = True)
         optimizer = keras.optimizers.Adam(0.01)
         optimizer.build(model.trainable_variables)
     replicas = strategy.num_replicas_in_sync
-    what = (model, optimizer, OBJECTIVE, GLOBAL_BATCH)
+    what = (model, GradientPolicy(optimizer), OBJECTIVE, GLOBAL_BATCH)
     shards = VirtualShards(SHARDS, replicas)
-    trainee = ElasticTrainee(*what, SHARDS, shards) if virtual else steps.Trainee(*what, replicas)
+    train_step = ElasticTrainStep(*what, SHARDS, shards=shards) if virtual else TrainStep(*what, replicas)
     feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED, shards if virtual else None)
-    result = steps.synchronous(strategy, trainee, feed, STEPS)(0, STEPS, False)
+    result = steps.synchronous(strategy, train_step, feed, STEPS)(0, STEPS, False)
     fixed = model.non_trainable_variables
     others = [np.ascontiguousarray(variable.numpy()).tobytes() for variable in [*fixed, *optimizer.variables]]
     return {

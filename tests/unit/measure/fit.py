@@ -1,15 +1,19 @@
-"""What `--loop fit` gives on tf_keras, as it runs on several tasks: here on two devices of one process."""
+"""What `--loop fit` gives on tf_keras, as it runs on several tasks: here on two devices of one process.
+
+With `keras3` as the last argument: what micro-batches give on Keras 3.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 
-os.environ["TF_USE_LEGACY_KERAS"] = "1"  # before anything of TensorFlow
+if "keras3" not in sys.argv:
+    os.environ["TF_USE_LEGACY_KERAS"] = "1"  # before anything of TensorFlow
 
 import dataclasses
 import json
 import shutil
-import sys
 import tempfile
 import threading
 import types
@@ -31,7 +35,7 @@ from cluster.spec import build  # noqa: E402
 from cluster.system.journal import read_json_lines  # noqa: E402
 from cluster.system.json_files import read_json  # noqa: E402
 from train.config import Optimizer, TrainConfig  # noqa: E402
-from train.context import Assignment  # noqa: E402
+from train.context import TaskContext  # noqa: E402
 from train.data import (  # noqa: E402
     arrays,
     sources,
@@ -84,16 +88,20 @@ def prepare(data_dir: Path) -> None:
     arrays.write(*where, classes=(), splits={"train": parts, "test": parts}, source="", source_files={})
 
 
-def new_model(dropout: float) -> keras.Model:
-    """Return a small model with what replicas would disagree on."""
+def new_model(dropout: float, *, plain: bool = False) -> keras.Model:
+    """Return a small model with what replicas would disagree on, unless it is plain."""
     keras.utils.set_random_seed(7)
     layers = keras.layers
+    if plain:
+        return keras.Sequential([keras.Input((FEATURES,)), layers.Dense(8, activation="tanh"), layers.Dense(CLASSES)])
     inner = keras.Sequential([keras.Input((8,)), layers.BatchNormalization(momentum=0.5)])
     hidden = [layers.Dense(8, activation="tanh"), inner, layers.Dropout(dropout)]
     return keras.Sequential([keras.Input((FEATURES,)), *hidden, layers.Dense(CLASSES)])
 
 
-def train(folder: Path, strategy: tf.distribute.Strategy, dropout: float = 0.0, **values: Any) -> dict[str, Any]:
+def train(
+    folder: Path, strategy: tf.distribute.Strategy, dropout: float = 0.0, *, plain: bool = False, **values: Any
+) -> dict[str, Any]:
     """Train, or train on; return what it came to."""
     run, spec = RunFolder(folder / "run"), build(workers=0)
     if not run.path.exists():
@@ -101,8 +109,8 @@ def train(folder: Path, strategy: tf.distribute.Strategy, dropout: float = 0.0, 
     config = dataclasses.replace(CONFIG, **values)
     source = sources.find(config, folder.parent / "data")
     with strategy.scope():
-        model = new_model(dropout)
-    assignment = Assignment(
+        model = new_model(dropout, plain=plain)
+    assignment = TaskContext(
         run=run,
         task=spec.task("chief"),
         spec=spec,
@@ -111,7 +119,7 @@ def train(folder: Path, strategy: tf.distribute.Strategy, dropout: float = 0.0, 
         objective=objectives.build(config.loss, classifies=True),
         strategy=strategy,
         model=model,
-        new_model=lambda: new_model(dropout),
+        new_model=lambda: new_model(dropout, plain=plain),
         heartbeat=Heartbeat(run, spec.task("chief"), 0),
         stop=threading.Event(),
     )
@@ -136,6 +144,21 @@ def resumed(folder: Path, strategy: tf.distribute.Strategy) -> dict[str, Any]:
         raise AssertionError("was not killed")
     own.made = lambda run, task: [Kill(1000)]  # type: ignore[attr-defined]
     return {"whole": whole, "killed": train(folder / "killed", strategy, 0.5)}
+
+
+def in_micro_batches(folder: Path, one: tf.distribute.Strategy, two: tf.distribute.Strategy) -> dict[str, Any]:
+    """Return what trainings come to whose batches are cut into three, and the class of error of two that cannot be."""
+    cut: dict[str, Any] = {"micro_batches": 3, "plain": True, "callbacks": ""}
+    try:
+        train(folder / "cut-normalized", two, micro_batches=3)
+    except Exception as error:  # whatever it is
+        refused = type(error).__name__
+    return {
+        "whole": train(folder / "cut-whole", one, plain=True, callbacks=""),
+        "one": train(folder / "cut-one", one, **cut),
+        "two": train(folder / "cut-two", two, **cut),
+        "refused": refused,
+    }
 
 
 def dropped(strategy: tf.distribute.Strategy) -> list[Any]:
@@ -182,6 +205,10 @@ def main(result: Path) -> None:
     folder = Path(tempfile.mkdtemp())
     prepare(folder / "data")
     one, two = tf.distribute.OneDeviceStrategy("/CPU:0"), tf.distribute.MirroredStrategy(["/CPU:0", "/CPU:1"])
+    if "keras3" in sys.argv:
+        keras_compat.install()
+        result.write_text(json.dumps({"micro_batches": in_micro_batches(folder, one, two)}))
+        return
     found = {
         "keras": keras.Model.__module__.partition(".")[0],
         "one": train(folder / "one", one),
@@ -189,6 +216,7 @@ def main(result: Path) -> None:
         "resumed": resumed(folder, two),
         "dropped": dropped(two),
         "weighted": weighted(folder, two),
+        "micro_batches": in_micro_batches(folder, one, two),
     }
     shutil.rmtree(folder)
     result.write_text(json.dumps(found))

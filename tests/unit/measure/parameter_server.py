@@ -16,10 +16,12 @@ import tensorflow as tf
 from cluster.runtime import local
 from train import program
 from train.config import TrainConfig
-from train.context import Assignment
+from train.context import TaskContext
 from train.data import arrays, sources
 from train.loops import parameter_server, steps
+from train.loops.train_step import TrainStep
 from train.model import keras_compat, objectives, optimizers
+from train.model.gradients import GradientPolicy
 
 EXAMPLES = 10
 SLICES = 4
@@ -52,10 +54,10 @@ def new_model() -> keras.Model:
         return keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
 
 
-def assignment(model: keras.Model) -> Assignment:
+def assignment(model: keras.Model) -> TaskContext:
     """Return as much of one as makes an optimizer."""
-    nothing: dict[str, Any] = dict.fromkeys(Assignment.__dataclass_fields__)
-    return Assignment(**{**nothing, "config": TrainConfig(), "strategy": strategy, "model": model})
+    nothing: dict[str, Any] = dict.fromkeys(TaskContext.__dataclass_fields__)
+    return TaskContext(**{**nothing, "config": TrainConfig(), "strategy": strategy, "model": model})
 
 
 def update(model: keras.Model, optimizer: keras.optimizers.Optimizer, slices: int, updates: int) -> None:
@@ -96,7 +98,7 @@ def slots_without_build() -> list[str]:
 def slots() -> list[str]:
     """Return where those of ours are."""
     model = new_model()
-    optimizer = assignment(model).new_optimizer()
+    optimizer = assignment(model).new_policy().optimizer
     update(model, optimizer, 1, 1)
     return devices(optimizer.variables)
 
@@ -104,7 +106,7 @@ def slots() -> list[str]:
 def counted() -> int:
     """Return how many of all updates an optimizer counts."""
     model = new_model()
-    optimizer = assignment(model).new_optimizer()
+    optimizer = assignment(model).new_policy().optimizer
     update(model, optimizer, SLICES, UPDATES)
     return int(optimizer.iterations.numpy())
 
@@ -118,7 +120,7 @@ def data(folder: Path) -> sources.Source:
     return sources.find(TrainConfig(dataset="own:numbers"), folder)
 
 
-def trained(source: sources.Source, times: int) -> dict[str, Any]:
+def trained(source: sources.Source, times: int, micro_batches: int = 1) -> dict[str, Any]:
     """Train for some steps, each slice of which is done so many times; return what it came to."""
     keras.utils.set_random_seed(7)
     model = new_model()
@@ -126,7 +128,7 @@ def trained(source: sources.Source, times: int) -> dict[str, Any]:
         optimizer = keras.optimizers.SGD(0.1)
         optimizer.build(model.trainable_variables)
     objective = objectives.build("sparse_categorical_crossentropy", classifies=True)
-    trainee = steps.Trainee(model, optimizer, objective, EXAMPLES, 1)
+    train_step = TrainStep(model, GradientPolicy(optimizer), objective, EXAMPLES, 1, micro_batches)
     once = tf.distribute.coordinator.ClusterCoordinator.schedule
     worked: list[tuple[int, int]] = []
 
@@ -140,12 +142,12 @@ def trained(source: sources.Source, times: int) -> dict[str, Any]:
     try:
         inner = parameter_server.asynchronous(
             strategy,
-            trainee,
+            train_step,
             source,
             seed=7,
             steps_per_loop=8,
             workers=2,
-            wants=lambda stop, _count: steps.Signals(stop),
+            signals=lambda stop, _count: steps.Signals(stop),
             worked=lambda worker, step: worked.append((worker, step)),
         )
         results = [inner(first, 8, False) for first in (0, 8)]
@@ -177,7 +179,8 @@ def main(result: Path) -> None:
     found |= {"counted": counted()}
     with tempfile.TemporaryDirectory() as folder:
         source = data(Path(folder))
-        found |= {"once": trained(source, 1), "twice": trained(source, 2), "damaged": damaged(source)}
+        found |= {"once": trained(source, 1), "twice": trained(source, 2), "cut": trained(source, 1, 5)}
+        found |= {"damaged": damaged(source)}
     result.write_text(json.dumps(found))
 
 

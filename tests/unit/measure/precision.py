@@ -29,11 +29,11 @@ import tensorflow as tf
 from train import strategy as strategies
 from train.config import Optimizer, TrainConfig
 from train.data import sources
-from train.elastic.train_step import ElasticTrainee
+from train.elastic.train_step import ElasticTrainStep
 from train.elastic.virtual_shards import VirtualShards
 from train.loops import outer, steps
-from train.model import gradients as descent
-from train.model import keras_compat, optimizers
+from train.loops.train_step import TrainStep
+from train.model import gradients, keras_compat, optimizers
 
 SHARDS, STEPS, CLIP = 4, 4, 0.05
 OTHERS = ("central-2", "mirrored-3")
@@ -47,12 +47,12 @@ STEEP = dataclasses.replace(OBJECTIVE, loss=lambda labels, outputs: 1e7 * OBJECT
 class Trained:
     """A training and what it trains."""
 
-    trainee: steps.Trainee
+    train_step: TrainStep
     run: Any
 
     @property
-    def scale(self) -> descent.LossScale | None:
-        return descent.loss_scale(self.trainee.optimizer)
+    def scale(self) -> gradients.LossScale | None:
+        return self.train_step.policy.loss_scale
 
 
 def training(
@@ -71,17 +71,18 @@ def training(
         model = new_model(0.05)
         built = optimizers.build(config)
         built.build(model.trainable_variables)
+        policy = optimizers.policy(config, built)
     replicas = strategy.num_replicas_in_sync
-    what = (model, built, more.get("objective", OBJECTIVE), GLOBAL_BATCH)
+    what = (model, policy, more.get("objective", OBJECTIVE), GLOBAL_BATCH)
     shards = VirtualShards(SHARDS, replicas)
-    trainee = ElasticTrainee(*what, SHARDS, shards) if elastic else steps.Trainee(*what, replicas)
+    train_step = ElasticTrainStep(*what, SHARDS, shards=shards) if elastic else TrainStep(*what, replicas)
     feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED, shards if elastic else None)
-    return Trained(trainee, descent.watched(steps.synchronous(strategy, trainee, feed, STEPS), built))
+    return Trained(train_step, policy.around(steps.synchronous(strategy, train_step, feed, STEPS)))
 
 
 def described(done: Trained, result: steps.LoopResult) -> dict[str, Any]:
     """Return what came out."""
-    model = done.trainee.model
+    model = done.train_step.model
     return {
         "losses": result.losses.tolist(),
         "weights": weights_of(model),
@@ -100,14 +101,14 @@ def trained(*asked: Any, **options: Any) -> dict[str, Any]:
 def clipped_by_hand(source: sources.Source) -> list[float]:
     """Return the weights that plain TensorFlow reaches on the whole batches of `CLIPPED`."""
     done = training("one", source, PLAIN)
-    model, feed = done.trainee.model, sources.train_feed(strategy_called("one"), source, 0, GLOBAL_BATCH, SEED)
+    model, feed = done.train_step.model, sources.train_feed(strategy_called("one"), source, 0, GLOBAL_BATCH, SEED)
     variables = [variable.value for variable in model.trainable_variables]
     for step in range(STEPS):
         with tf.GradientTape() as tape:
-            loss, _ = done.trainee.shares(feed.batch((), tf.constant(step, tf.int64), tf.constant(0, tf.int64)))
-        gradients = tape.gradient(loss, variables)
-        norm = np.sqrt(sum(float(tf.reduce_sum(gradient**2)) for gradient in gradients))
-        for variable, gradient in zip(variables, gradients, strict=True):
+            loss, _ = done.train_step.shares(feed.batch((), tf.constant(step, tf.int64), tf.constant(0, tf.int64)))
+        slopes = tape.gradient(loss, variables)
+        norm = np.sqrt(sum(float(tf.reduce_sum(gradient**2)) for gradient in slopes))
+        for variable, gradient in zip(variables, slopes, strict=True):
             variable.assign_sub(PLAIN.learning_rate * gradient * min(1, CLIP / norm))
     return weights_of(model)
 
@@ -118,20 +119,20 @@ def overflowing(where: str, source: sources.Source, *, elastic: bool = False) ->
     assert done.scale is not None
     done.scale.scale.assign(2.0**40)
     done.scale.good_steps.assign(7)
-    before = weights_of(done.trainee.model)
+    before = weights_of(done.train_step.model)
     found = {}
     for step, name in enumerate(("first", "second")):
         if step:
             done.scale.scale.assign(2.0**10)
         losses = done.run(step, 1, False).losses.tolist()
-        slots = [np.abs(variable.numpy()).max().item() for variable in done.trainee.optimizer.variables[2:]]
+        slots = [np.abs(variable.numpy()).max().item() for variable in done.train_step.policy.optimizer.variables[2:]]
         found[name] = {
             "losses": losses,
-            "moved": bool(weights_of(done.trainee.model) != before),
+            "moved": bool(weights_of(done.train_step.model) != before),
             "slots": max(slots),
-            "iterations": int(done.trainee.optimizer.iterations.numpy()),
+            "iterations": int(done.train_step.policy.optimizer.iterations.numpy()),
             "good": int(done.scale.good_steps.numpy()),
-            **done.scale.shown(),
+            **done.scale.metrics(),
         }
     return found
 
@@ -141,19 +142,19 @@ def exhausted(where: str, source: sources.Source, *, elastic: bool = False) -> d
     done = training(where, source, PLAIN, "fp16", elastic=elastic, objective=STEEP)
     assert done.scale is not None
     done.scale.scale.assign(2.0)
-    before = weights_of(done.trainee.model)
+    before = weights_of(done.train_step.model)
     try:
         done.run(0, STEPS, False)
     except Exception as error:  # whatever it is
         told = f"{type(error).__name__}: {error}"
-    return {"told": told, "moved": weights_of(done.trainee.model) != before}
+    return {"told": told, "moved": weights_of(done.train_step.model) != before}
 
 
 def grown(source: sources.Source) -> list[float]:
     """Return the loss scale after each of three steps, the second of which is the last before it grows."""
     done = training("one", source, PLAIN, "fp16")
     assert done.scale is not None
-    done.scale.good_steps.assign(descent.GROWS_AFTER - 2)
+    done.scale.good_steps.assign(gradients.GROWS_AFTER - 2)
     scales = []
     for step in range(3):
         done.run(step, 1, False)
@@ -169,8 +170,10 @@ def fitted(where: str, optimizer: Optimizer, precision: str) -> list[float]:
     labels_B = random.integers(0, CLASSES, GLOBAL_BATCH)
     with strategy.scope(), strategies.policy(precision):
         model = new_model(0)
-        built = optimizers.build(TrainConfig(optimizer=optimizer, precision=precision))
+        config = TrainConfig(optimizer=optimizer, precision=precision)
+        built = optimizers.build(config)
         built.build(model.trainable_variables)
+        optimizers.policy(config, built).install()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(built, loss, jit_compile=False)
         model.optimizer = built

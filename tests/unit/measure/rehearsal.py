@@ -15,7 +15,9 @@ from train.config import TrainConfig
 from train.data import memory
 from train.data.sources import Feed
 from train.loops import outer, steps
+from train.loops.train_step import TrainStep
 from train.model import keras_compat, models, objectives, optimizers
+from train.model.gradients import GradientPolicy
 from train.startup import rehearsal
 
 
@@ -44,8 +46,8 @@ def main(result: Path, rehearses: bool) -> None:
     def batch(_given: object, step: tf.Tensor, replica: tf.Tensor) -> memory.Batch:
         return memory.train_batch(examples, step, replica, replica_batch=16, num_replicas=1, seed=7)
 
-    trainee = steps.Trainee(model, optimizer, objective, 16, 1)
-    losses = steps.synchronous(strategy, trainee, Feed(lambda: (), batch), 2)(0, 2, False).losses
+    train_step = TrainStep(model, GradientPolicy(optimizer), objective, 16, 1)
+    losses = steps.synchronous(strategy, train_step, Feed(lambda: (), batch), 2)(0, 2, False).losses
     told = {
         "losses": losses.tolist(),
         "weights_sha256": outer.weights_sha256(model),

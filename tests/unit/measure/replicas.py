@@ -32,7 +32,9 @@ from train.data import (  # noqa: E402
 )
 from train.data.prepare import sharding  # noqa: E402
 from train.loops import steps  # noqa: E402
+from train.loops.train_step import TrainStep  # noqa: E402
 from train.model import keras_compat, objectives  # noqa: E402
+from train.model.gradients import GradientPolicy  # noqa: E402
 
 SEED, GLOBAL_BATCH, STEPS, RATE = 7, 12, 3, 0.1
 NUM_TRAIN, NUM_TEST = 40, 1003  # neither a multiple of the global batch
@@ -118,9 +120,9 @@ def trained(name: str, source: sources.Source, l2: float) -> dict[str, Any]:
         optimizer = keras.optimizers.SGD(RATE)
         optimizer.build(model.trainable_variables)
     replicas = strategy.num_replicas_in_sync
-    trainee = steps.Trainee(model, optimizer, OBJECTIVE, GLOBAL_BATCH, replicas)
+    train_step = TrainStep(model, GradientPolicy(optimizer), OBJECTIVE, GLOBAL_BATCH, replicas)
     feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED)
-    result = steps.synchronous(strategy, trainee, feed, STEPS)(0, STEPS, False)
+    result = steps.synchronous(strategy, train_step, feed, STEPS)(0, STEPS, False)
     return {"losses": result.losses.tolist(), "scores": result.scores.tolist(), "weights": weights_of(model)}
 
 
@@ -134,11 +136,11 @@ def signalled(name: str, source: sources.Source) -> dict[str, list[list[Any]]]:
         model = new_model(0)
         optimizer = keras.optimizers.SGD(RATE)
         optimizer.build(model.trainable_variables)
-    trainee = steps.Trainee(model, optimizer, OBJECTIVE, GLOBAL_BATCH, strategy.num_replicas_in_sync)
+    train_step = TrainStep(model, GradientPolicy(optimizer), OBJECTIVE, GLOBAL_BATCH, strategy.num_replicas_in_sync)
     feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED)
     wanted = [steps.Signals(*signals) for signals in SIGNALS]
     due = iter(SIGNALS)
-    run = steps.synchronous(strategy, trainee, feed, STEPS, lambda stop, _: steps.Signals(stop, *next(due)[1:]))
+    run = steps.synchronous(strategy, train_step, feed, STEPS, lambda stop, _: steps.Signals(stop, *next(due)[1:]))
     agree = steps.agreement(strategy)
     return {
         "steps": [dataclasses.astuple(run(step, 1, one.stop).signals) for step, one in enumerate(wanted)],
@@ -282,10 +284,10 @@ def normalized(name: str, guarded: bool, found: dict[str, sources.Source]) -> di
         changed = keras_compat.synchronize_batch_normalization(model, strategy.num_replicas_in_sync) if guarded else 0
         optimizer = keras.optimizers.SGD(RATE)
         optimizer.build(model.trainable_variables)
-    trainee = steps.Trainee(model, optimizer, OBJECTIVE, GLOBAL_BATCH, strategy.num_replicas_in_sync)
+    train_step = TrainStep(model, GradientPolicy(optimizer), OBJECTIVE, GLOBAL_BATCH, strategy.num_replicas_in_sync)
     feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED)
     try:
-        result = steps.synchronous(strategy, trainee, feed, STEPS)(0, STEPS, False)
+        result = steps.synchronous(strategy, train_step, feed, STEPS)(0, STEPS, False)
     except ValueError as error:
         return {"error": str(error)}
     averages = [variable.numpy().tolist() for variable in model.non_trainable_variables]
@@ -316,7 +318,7 @@ def dropped(name: str) -> dict[str, Any]:
     return {"kept": kept, "state": state, "state_after": after}
 
 
-def trainee_dropped() -> list[list[float]]:
+def step_dropped() -> list[list[float]]:
     """Return the loss of two replicas that see the same example with dropout, at the steps 5, 6 and 5 again."""
     strategy = strategy_called("mirrored-2")
     with strategy.scope():
@@ -324,10 +326,12 @@ def trainee_dropped() -> list[list[float]]:
         model = keras.Sequential([keras.Input((32,)), keras.layers.Dropout(0.5), keras.layers.Dense(CLASSES)])
         optimizer = keras.optimizers.SGD(0.0)
         optimizer.build(model.trainable_variables)
-    trainee = steps.Trainee(model, optimizer, OBJECTIVE, 2, 2)
+    train_step = TrainStep(model, GradientPolicy(optimizer), OBJECTIVE, 2, 2)
     batch = memory.Batch(tf.ones([1, 32]), tf.zeros([1], tf.int64), tf.ones([1]))
 
-    run = per_replica(strategy, lambda replica, step: trainee.update(batch, step, replica)[0])
+    run = per_replica(
+        strategy, lambda replica, step: train_step.update(train_step.compute(lambda _: batch, step, replica))[0, 0]
+    )
     return [run(step) for step in (5, 6, 5)]
 
 
@@ -381,7 +385,7 @@ def guarded(found: dict[str, sources.Source]) -> dict[str, Any]:
         "counters": counters(),
         "dropout": {name: dropped(name) for name in ("one", "mirrored-2", "central-2")},
         "normalized": {name: normalized(name, True, found) for name in ("one", "mirrored-2", "central-2")},
-        "trainee_dropout": trainee_dropped(),
+        "step_dropout": step_dropped(),
     }
     return {"traps": traps, "held": held}
 

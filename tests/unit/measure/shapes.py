@@ -7,6 +7,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +40,28 @@ from train.data import (  # noqa: E402
     sources,
 )
 from train.loops import steps  # noqa: E402
+from train.loops.train_step import Computed, TrainStep  # noqa: E402
 from train.model import keras_compat, models, objectives  # noqa: E402
+from train.model.gradients import GradientPolicy  # noqa: E402
 
 GLOBAL_BATCH, REPLICAS = 8, 2
 OBJECTIVE = objectives.build("sparse_categorical_crossentropy", classifies=True)
 
 
-class Watched(steps.Trainee):
-    """A trainee that keeps the shape of every tensor that an update is given and makes."""
+class Watched(TrainStep):
+    """A step that keeps the shape of every tensor that it is given and makes."""
 
-    def update(self, batch: memory.Batch, step: tf.Tensor, replica: tf.Tensor, *watch: Any) -> tf.Tensor:
+    def compute(self, batch_of: Any, step: tf.Tensor, replica: tf.Tensor, micro_batch: Any = None) -> Computed:
+        batch = batch_of(replica)
         given.extend([one.shape.as_list() if one.shape.rank is not None else None for one in (*batch, step, replica)])
+        return self._watched(lambda: super(Watched, self).compute(batch_of, step, replica, micro_batch))
+
+    def update(self, computed: Computed) -> tf.Tensor:
+        return self._watched(lambda: super(Watched, self).update(computed))
+
+    def _watched(self, call: Callable[[], Any]) -> Any:
         before = len(tf.compat.v1.get_default_graph().get_operations())
-        result = super().update(batch, step, replica, *watch)
+        result = call()
         for operation in tf.compat.v1.get_default_graph().get_operations()[before:]:
             for output in operation.outputs:
                 made.append(output.name)
@@ -75,20 +85,20 @@ def prepare(data_dir: Path) -> sources.Source:
     return dataclasses.replace(sources.find(TrainConfig(dataset="own:images"), data_dir), arrays=None)
 
 
-def new_trainee(strategy: tf.distribute.Strategy, kind: type[steps.Trainee] = steps.Trainee) -> steps.Trainee:
+def new_step(strategy: tf.distribute.Strategy, kind: type[TrainStep] = TrainStep) -> TrainStep:
     """Return the usual model and optimizer."""
     with strategy.scope():
         model = models.build("two_conv_cnn", (12, 12, 1), 10)
         optimizer = keras.optimizers.Adam(0.001)
         optimizer.build(model.trainable_variables)
-    return kind(model, optimizer, OBJECTIVE, GLOBAL_BATCH, strategy.num_replicas_in_sync)
+    return kind(model, GradientPolicy(optimizer), OBJECTIVE, GLOBAL_BATCH, strategy.num_replicas_in_sync)
 
 
 def shapes(source: sources.Source) -> dict[str, Any]:
     """Return the shapes of what the updates of two replicas work on, and of what evaluation does."""
     strategy = tf.distribute.MirroredStrategy([f"/CPU:{index}" for index in range(REPLICAS)])
     feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, 7)
-    losses = steps.synchronous(strategy, new_trainee(strategy, Watched), feed, 2)(0, 2, False).losses
+    losses = steps.synchronous(strategy, new_step(strategy, Watched), feed, 2)(0, 2, False).losses
     evaluation: list[list[int | None]] = []
 
     @tf.function
@@ -111,11 +121,14 @@ def compiled(source: sources.Source) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, jit in (("plain", False), ("xla", True)):
         keras.utils.set_random_seed(7)
-        trainee = new_trainee(tf.distribute.get_strategy())
-        update = tf.function(trainee.update, jit_compile=jit)
-        replica = tf.constant(0, tf.int64)
-        found[name] = [float(update(batch, tf.constant(step, tf.int64), replica)[0]) for step in range(3)]
-        found[f"{name} iterations"] = int(trainee.optimizer.iterations.numpy())
+        train_step = new_step(tf.distribute.get_strategy())
+
+        @tf.function(jit_compile=jit)
+        def update(batch: memory.Batch, step: tf.Tensor, train_step: TrainStep = train_step) -> tf.Tensor:
+            return train_step.update(train_step.compute(lambda _: batch, step, tf.zeros([], tf.int64)))
+
+        found[name] = [float(update(batch, tf.constant(step, tf.int64))[0, 0]) for step in range(3)]
+        found[f"{name} iterations"] = int(train_step.policy.optimizer.iterations.numpy())
     return found
 
 
@@ -123,14 +136,16 @@ def in_bfloat16(source: sources.Source) -> dict[str, Any]:
     """Return the types in which a TPU's model keeps its weights, computes, and gives its logits."""
     strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
     with strategies.policy(spec.precision_of("tpu", "fp32")):
-        trainee = new_trainee(strategy)
+        train_step = new_step(strategy)
     feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, 7)
-    losses = steps.synchronous(strategy, trainee, feed, 2)(0, 2, False).losses
+    losses = steps.synchronous(strategy, train_step, feed, 2)(0, 2, False).losses
     found = {
-        "computes": sorted({layer.compute_dtype for layer in trainee.model.layers if layer.weights}),
-        "variables": sorted({keras.backend.standardize_dtype(one.dtype) for one in trainee.model.variables}),
-        "optimizer": sorted({keras.backend.standardize_dtype(one.dtype) for one in trainee.optimizer.variables}),
-        "logits": trainee.model(tf.zeros([1, 12, 12, 1])).dtype.name,
+        "computes": sorted({layer.compute_dtype for layer in train_step.model.layers if layer.weights}),
+        "variables": sorted({keras.backend.standardize_dtype(one.dtype) for one in train_step.model.variables}),
+        "optimizer": sorted(
+            {keras.backend.standardize_dtype(one.dtype) for one in train_step.policy.optimizer.variables}
+        ),
+        "logits": train_step.model(tf.zeros([1, 12, 12, 1])).dtype.name,
         "losses": losses.tolist(),
     }
     return {**found, "elsewhere": keras.mixed_precision.global_policy().name}

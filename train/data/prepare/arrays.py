@@ -38,7 +38,7 @@ FETCHERS: Mapping[str, Fetch] = {"TFDS download": download.fetch, "Debian packag
 
 
 class Dataset(Protocol):
-    """What this module asks of `train.data.prepare.tfds_dataset.TfdsDataset`."""
+    """What this module needs of `train.data.prepare.tfds_dataset.TfdsDataset`."""
 
     def source_files(self) -> tuple[SourceFile, ...]: ...
     def build(self, sources: Path, scratch: Path) -> None: ...
@@ -69,7 +69,7 @@ def prepare(
         UsageError: no dataset of this name is known, the function of the user's own fails or returns what cannot be
             trained on, or `data_dir` cannot be written.
         PrerequisiteError: no source has it; says why each failed.
-        RunFailed: arrays that are there are damaged and `fresh` was not asked for, or the disk is full.
+        RunFailed: arrays that are there are damaged and `fresh` was not requested, or the disk is full.
     """
     if arrays.is_own(name):
         return _prepare_own(name, data_dir, fresh)

@@ -56,7 +56,7 @@ def shard(
     fresh: bool = False,
     open_source: Callable[[str, Path, int | None], Source] | None = None,
 ) -> shards.ShardSet:
-    """Return the shards of the dataset `name` in `data_dir`, writing them unless they are there as asked.
+    """Return the shards of the dataset `name` in `data_dir`, writing them unless they are there as requested.
 
     They appear under their name in one rename, and replace those that were there before.
 
@@ -159,8 +159,8 @@ class _Layout:
         self.parts = self.parts or parts
         for part, first, one in zip(arrays.DTYPES, self.parts, parts, strict=False):
             if (first.shape, first.dtype) != (one.shape, one.dtype):
-                told = " and ".join(f"{list(array.shape)} {array.dtype.name}" for array in (first, one))
-                raise UsageError(f"{what}: {part} of the first example and of this one are {told}; expected the same")
+                given = " and ".join(f"{list(array.shape)} {array.dtype.name}" for array in (first, one))
+                raise UsageError(f"{what}: {part} of the first example and of this one are {given}; expected the same")
         label = parts[1]
         if label.ndim > 1 or (label.dtype == np.int64 and label.min() < 0):
             raise UsageError(f"{what}: label {label.tolist()}; expected a number or a list of them, classes from 0")
@@ -181,7 +181,7 @@ class _Layout:
 
 
 def resized(what: str, image: Any, size: int | None) -> np.ndarray:
-    """Return an image `[H, W, C] uint8` of `size` times `size` pixels, or as it is where no size is asked for."""
+    """Return an image `[H, W, C] uint8` of `size` times `size` pixels, or as it is where no size is requested."""
     image = np.asarray(image)
     if size is None or image.shape[:2] == (size, size):
         return image

@@ -60,7 +60,7 @@ def without_blocks(indexes: Iterable[Path]) -> list[Path]:
 
 
 def verify(expected: Mapping[Path, str], again: str, say: Callable[[str], None]) -> None:
-    """Recompute the sha256 of files and say a line for each. A file that is gone is told, and no fault.
+    """Recompute the sha256 of files and say a line for each. A file that is gone is reported, and no fault.
 
     Raises:
         RunFailed: naming the files whose bytes differ, and `again`, what to do.

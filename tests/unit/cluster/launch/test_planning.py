@@ -95,6 +95,8 @@ def test_a_request_that_makes_no_sense_is_refused(
         (Request(overrides=("--global-batch", "100")), "-- --global-batch 102"),
         (Request(bitwise_elastic="six"), "--bitwise-elastic six"),
         (Request(bitwise_elastic="2"), "--bitwise-elastic 2"),
+        (Request(micro_batches="5"), "--micro-batches 5"),
+        (Request(micro_batches="5", bitwise_elastic="6"), "--micro-batches 5"),
     ],
 )
 def test_a_configuration_that_makes_no_sense_is_refused(tmp_path: Path, request_: Request, named: str) -> None:
@@ -255,6 +257,12 @@ def test_a_plan_as_json_shows_what_every_task_gets(resolved: None) -> None:
 def test_the_replica_batch_is_the_global_batch_divided(resolved: None) -> None:
     value = planning.plan(Request(workers="1", devices="3", runtime="local")).to_json()
     assert (6, 32) == (value["replicas"], value["replica_batch"])
+
+
+def test_the_micro_batch_is_a_part_of_the_replica_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configuration, "resolve", lambda *_: (CONFIG | {"micro_batches": 4}, (), ""))
+    value = planning.plan(Request(workers="1", runtime="local")).to_json()
+    assert (96, 4, 24) == (value["replica_batch"], value["micro_batches"], value["micro_batch"])
 
 
 @pytest.mark.parametrize(("workers", "batch"), [("0", 192), ("2", 64), ("3", 64), ("5", 32)])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cluster.results import stragglers
-from train.telemetry.pace import KEPT, RECENT, Pace, Times, from_marks
+from train.telemetry.timing import KEPT, RECENT, StepTiming, Times, from_marks
 
 
 def told(busy_ms: float, input_ms: float = 0.0, step_ms: float = 200.0) -> dict[str, Any]:
@@ -96,34 +96,34 @@ def test_a_batch_that_is_asked_for_one_step_early_keeps_the_task_busy() -> None:
 
 
 def test_before_any_step_there_is_nothing_to_tell() -> None:
-    assert ({}, {}, {}) == (Pace().recent(), Pace().life(), Pace().histograms())
+    assert ({}, {}, {}) == (StepTiming().recent(), StepTiming().generation(), StepTiming().histograms())
 
 
 def test_the_heartbeat_tells_of_the_newest_steps_and_the_summary_of_all() -> None:
-    seen = Pace()
+    seen = StepTiming()
     seen.add(Times(np.array([9.0]), np.array([3.0]), np.array([6.0])))
     for _ in range(RECENT):
         seen.add(Times(np.array([0.1]), np.array([0.01]), np.array([0.05])))
     assert {"mean": 100.0, "median": 100.0, "p90": 100.0, "max": 100.0} == seen.recent()["step_ms"]
     assert (0.1, 0.5) == (seen.recent()["input_share"], seen.recent()["busy_share"])
-    life = seen.life()
-    assert (RECENT + 1, 9000.0, 100.0) == (life["steps"], life["step_ms"]["max"], life["step_ms"]["p50"])
-    assert life["input_share"] > 0.15
+    whole = seen.generation()
+    assert (RECENT + 1, 9000.0, 100.0) == (whole["steps"], whole["step_ms"]["max"], whole["step_ms"]["p50"])
+    assert whole["input_share"] > 0.15
 
 
 def test_however_many_steps_a_life_has_a_spread_over_all_of_it_is_kept() -> None:
-    seen, total = Pace(), 3 * KEPT
+    seen, total = StepTiming(), 3 * KEPT
     for first in range(0, total, 7):
         numbers = np.arange(first, min(first + 7, total)) / 1000
         seen.add(Times(numbers))
     (kept,) = seen.histograms().values()
     assert KEPT / 2 <= len(kept) <= KEPT
     np.testing.assert_allclose(np.diff(kept), 4)  # every fourth, none left out
-    assert (total, total - 1) == (seen.steps, seen.life()["step_ms"]["max"])
+    assert (total, total - 1) == (seen.steps, seen.generation()["step_ms"]["max"])
 
 
 def test_what_a_task_cannot_tell_apart_is_none() -> None:
-    seen = Pace()
+    seen = StepTiming()
     seen.add(Times(np.array([0.1, 0.3])))
-    assert (None, None) == (seen.recent()["input_share"], seen.life()["busy_share"])
+    assert (None, None) == (seen.recent()["input_share"], seen.generation()["busy_share"])
     assert ["step_ms"] == list(seen.histograms())

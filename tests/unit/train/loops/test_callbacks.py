@@ -22,7 +22,7 @@ from cluster.run.heartbeat import Heartbeat
 from cluster.system.journal import read_json_lines
 from cluster.system.json_files import read_json
 from train.config import Optimizer, TrainConfig
-from train.context import Assignment
+from train.context import TaskContext
 from train.data import arrays, sources
 from train.loops import callbacks, custom, fit
 from train.model import objectives
@@ -146,7 +146,7 @@ def train(own_parts: types.ModuleType, make_run: Callable[..., RunFolder], tmp_p
         with strategy.scope():
             model = new_model()
         spec = run.load_cluster()
-        assignment = Assignment(
+        assignment = TaskContext(
             run=run,
             task=spec.task("chief"),
             spec=spec,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from tests.unit.measured import measured
 
 
@@ -23,3 +25,12 @@ def test_damaged_data_must_be_told_of_by_the_worker_that_reads_it() -> None:
     told = found("damaged")
     assert told.startswith("RunFailed: ")
     assert "train_features.bin is damaged in block 0 " in told
+
+
+def test_a_worker_must_accumulate_micro_batches() -> None:
+    """One slice after the other, so that the numbers are those of whole batches."""
+    once, cut = found("once"), found("cut")
+    np.testing.assert_allclose(cut["losses"], once["losses"], rtol=1e-5)
+    for of, whole in zip(cut["weights"], once["weights"], strict=True):
+        np.testing.assert_allclose(of, whole, rtol=1e-5, atol=1e-6)
+    assert once["updates"] == cut["updates"]

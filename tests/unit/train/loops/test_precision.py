@@ -44,9 +44,12 @@ def test_fit_clips_and_scales_as_the_custom_loop_does() -> None:
 
 
 def test_without_clipping_and_fp16_keras_is_left_alone() -> None:
-    """So a training from before these options has the bits that it had."""
-    assert gradients.of(optimizers.build(TrainConfig())) is None
-    assert gradients.seed(optimizers.build(TrainConfig(precision="bf16"))) is None
+    config = TrainConfig(precision="bf16")
+    optimizer = optimizers.build(config)
+    policy = optimizers.policy(config, optimizer)
+    policy.install()
+    assert "apply" not in vars(optimizer)
+    assert policy.loss_gradient is None
 
 
 # Precision
@@ -102,17 +105,17 @@ def test_the_scale_doubles_after_many_good_steps() -> None:
     assert [2.0**15, 2.0**16, 2.0**16] == numbers("grown")
 
 
-def governed(name: str, **settings: Any) -> tuple[Any, tf.Variable]:
-    """Return an optimizer of tf_keras as `--loop fit` on several tasks has it, and a weight."""
-    optimizer = getattr(tf_keras.optimizers, name)(0.5)
-    gradients.govern(optimizer, **settings)
+def installed(name: str, clip_norm: float) -> tuple[Any, tf.Variable, gradients.LossScale]:
+    """Return an optimizer of tf_keras as `--loop fit` on several tasks has it in float16, and a weight."""
+    optimizer, scale = getattr(tf_keras.optimizers, name)(0.5), gradients.LossScale()
+    gradients.GradientPolicy(optimizer, clip_norm, scale).install()
     weight = tf.Variable([3.0, 4.0])
     optimizer.build([weight])
-    return optimizer, weight
+    return optimizer, weight, scale
 
 
 def test_tf_keras_takes_scaled_and_clipped_gradients() -> None:
-    optimizer, weight = governed("SGD", clip_norm=1.0, scaled=True)
+    optimizer, weight, _ = installed("SGD", 1.0)
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(weight**2) / 2  # its gradient is the weight, of norm 5
     optimizer.minimize(loss, [weight], tape=tape)
@@ -121,12 +124,10 @@ def test_tf_keras_takes_scaled_and_clipped_gradients() -> None:
 
 
 def test_tf_keras_skips_a_step_that_overflows() -> None:
-    optimizer, weight = governed("Adam", clip_norm=0.0, scaled=True)
+    optimizer, weight, scale = installed("Adam", 0.0)
     optimizer.apply_gradients([(tf.constant([np.inf, 1.0]), weight)])
     assert ([3, 4], 0) == (weight.numpy().tolist(), int(optimizer.iterations))
-    scale = gradients.loss_scale(optimizer)
-    assert scale is not None
-    assert {"loss_scale": gradients.FIRST_SCALE / 2, "skipped_steps": 1} == scale.shown()
+    assert {"loss_scale": gradients.FIRST_SCALE / 2, "skipped_steps": 1} == scale.metrics()
 
 
 # Learning rates

@@ -101,7 +101,7 @@ def test_replicas_drop_different_units_which_follow_from_seed_step_and_replica(w
 
 def test_a_training_step_draws_by_its_place() -> None:
     """Two replicas on the same example, at the steps 5, 6 and 5 again."""
-    five, six, again = held("trainee_dropout")
+    five, six, again = held("step_dropout")
     assert five == again
     assert 4 == len({*five, *six})
 

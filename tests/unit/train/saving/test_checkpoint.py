@@ -73,7 +73,7 @@ def test_a_loss_scale_is_restored_and_missed_by_nobody(tmp_path: Path) -> None:
     saves.wait()
     again = LossScale()
     assert 1 == saving(tmp_path, parts(1), loss_scale=again).restore()
-    assert {"loss_scale": 4.0, "skipped_steps": 3} == again.shown()
+    assert {"loss_scale": 4.0, "skipped_steps": 3} == again.metrics()
     other = parts(2)
     assert 1 == saving(tmp_path, other).restore()
     np.testing.assert_array_equal(own[0].get_weights()[0], other[0].get_weights()[0])
@@ -82,7 +82,7 @@ def test_a_loss_scale_is_restored_and_missed_by_nobody(tmp_path: Path) -> None:
 def test_a_training_that_becomes_one_in_float16_begins_with_the_first_scale(tmp_path: Path, three: Parts) -> None:
     other, scale = parts(1), LossScale()
     assert 3 == saving(tmp_path, other, loss_scale=scale).restore()
-    assert FIRST_SCALE == scale.shown()["loss_scale"]
+    assert FIRST_SCALE == scale.metrics()["loss_scale"]
     np.testing.assert_array_equal(three[0].get_weights()[0], other[0].get_weights()[0])
 
 

@@ -12,11 +12,13 @@ import tensorflow as tf
 
 from train.data.memory import Batch
 from train.data.sources import Feed
-from train.elastic.train_step import ElasticTrainee
+from train.elastic.train_step import ElasticTrainStep
 from train.elastic.virtual_shards import VirtualShards
 from train.loops import steps
+from train.loops.train_step import TrainStep
 from train.model import objectives
-from train.telemetry import pace, stopwatch
+from train.model.gradients import GradientPolicy
+from train.telemetry import step_timer, timing
 
 STEPS = 4
 BATCH = 4
@@ -27,11 +29,11 @@ def marks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
     """What is marked in the calls of the test, and when the batches were made."""
     seen: list[tuple[str, float]] = []
 
-    def keep(taken: list[tuple[str, float]]) -> pace.Times:
+    def keep(taken: list[tuple[str, float]]) -> timing.Times:
         seen.extend(taken)
-        return pace.from_marks(taken)
+        return timing.from_marks(taken)
 
-    monkeypatch.setattr(stopwatch, "from_marks", keep)
+    monkeypatch.setattr(step_timer, "from_marks", keep)
     return seen
 
 
@@ -53,8 +55,8 @@ def train(
         optimizer = keras.optimizers.SGD()
         optimizer.build(model.trainable_variables)
     objective = objectives.build("sparse_categorical_crossentropy", classifies=True)
-    what = (model, optimizer, objective, BATCH)
-    trainee = ElasticTrainee(*what, shards, VirtualShards(shards, 1)) if shards else steps.Trainee(*what, 1)
+    what = (model, GradientPolicy(optimizer), objective, BATCH)
+    train_step = ElasticTrainStep(*what, shards, shards=VirtualShards(shards, 1)) if shards else TrainStep(*what, 1)
 
     size = BATCH // (shards or 1)
 
@@ -71,7 +73,7 @@ def train(
     if streams:
         iterator = iter(tf.data.Dataset.range(1000).map(lambda number: batch((), number, number)))
         feed = Feed(iterator.get_next, lambda given, _step, _replica: given, ahead=True)
-    inner = steps.synchronous(strategy, trainee, feed, STEPS)
+    inner = steps.synchronous(strategy, train_step, feed, STEPS)
     for call in range(calls):
         result = inner(call * STEPS, STEPS, False)
     return result
@@ -94,7 +96,7 @@ def test_each_step_is_marked_when_its_batch_and_its_gradients_are_there(marks: l
 def test_every_virtual_shard_s_part_of_the_batch_is_waited_for(marks: list[tuple[str, float]]) -> None:
     made: list[tuple[str, float]] = []
     train(made, shards=2)
-    step = ["begin", "batch", *["asks", "made", "batch"] * 2, "computed"]
+    step = ["begin", *["asks", "made", "batch"] * 2, "computed"]
     assert [*step * STEPS, "begin"] == order(marks, made)
 
 
@@ -119,7 +121,7 @@ def test_what_a_step_waits_for_the_next_one_s_batch_is_input(marks: list[tuple[s
 
 def test_of_short_steps_a_sample_is_marked(marks: list[tuple[str, float]], monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second call on; a step more is marked to know when the sampled one ended."""
-    monkeypatch.setattr(stopwatch, "COST_SHARE", 1e-12)
+    monkeypatch.setattr(step_timer, "COST_SHARE", 1e-12)
     result = train([], calls=2)
     assert 1 == len(result.times.steps)
     assert ["begin", "batch", "computed", "begin", "begin"] == [what for what, _ in marks[4 * 3 + 1 :]]
@@ -133,9 +135,9 @@ def test_only_a_cpu_knows_when_a_step_is_done(devices: tuple[str, ...], works: b
     class Strategy:
         extended = Extended()
 
-    watch = stopwatch.Stopwatch(Strategy())
+    watch = step_timer.StepTimer(Strategy())
     assert works == watch.works
     if not works:
         assert () == watch.begin(tf.constant(0), tf.constant(1))
         assert watch.take(5, 1.0) is None
-        assert watch.lap().watch is None
+        assert watch.replica(()).timer is None

@@ -20,29 +20,32 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from train.telemetry.pace import Times, from_marks
+from train.telemetry.timing import Times, from_marks
 
 STEP_COST_S = 200e-6
 """What the marks of one step cost at most."""
 COST_SHARE = 0.004
 """Of the time, for marks: that of a step decides how many steps there are to a marked one."""
 
+Marked = tuple[tf.Tensor, ...]
+"""Whether a step is marked, a bool scalar; empty where no step can be."""
 
-class Stopwatch:
+
+class StepTimer:
     """Takes the times of the steps of one loop."""
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        self._strategy = strategy
         devices = [tf.DeviceSpec.from_string(name).device_type for name in strategy.extended.worker_devices]
         self.works = set(devices) == {"CPU"}
         """Whether marks can be taken and are true: a TPU has no clock, a GPU only knows by then what it shall do."""
         self.every = 1
         """Steps to a marked one."""
         self._marks: list[tuple[str, float]] = []
-        self._laps = 0
+        self._replicas = 0
 
-    def begin(self, done: tf.Tensor, every: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        """Mark, inside the graph, that a step begins; return what `lap` takes."""
-        self._laps = 0
+    def begin(self, done: tf.Tensor, every: tf.Tensor) -> Marked:
+        """Mark, inside the graph, that a step begins; return what `replica` takes."""
         if not self.works:
             return ()
         phase = done % every
@@ -50,15 +53,20 @@ class Stopwatch:
         with tf.control_dependencies([begun]):  # so that no other mark of the step, whose batch may be there, is before
             return (tf.equal(phase, 0),)
 
-    def lap(self, *marked: tf.Tensor) -> Lap:
-        """Return what marks a replica's step; it does so for the first replica of this task alone.
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run a part of a step on every replica, each of which calls `replica` once."""
+        self._replicas = 0
+        return self._strategy.run(function, args=args)
+
+    def replica(self, marked: Marked) -> ReplicaTimer:
+        """Return what marks a replica's part of a step; it does so for the first replica of this task alone.
 
         The marks of another would come after those, in the order in which they were traced.
         """
-        self._laps += 1
-        return Lap(self, marked[0]) if marked and self._laps == 1 else Lap()
+        self._replicas += 1
+        return ReplicaTimer(self, marked[0]) if marked and self._replicas == 1 else ReplicaTimer()
 
-    def has_next(self, results: Any, batch: Any, *marked: tf.Tensor) -> Any:
+    def next_batch(self, results: Any, batch: Any, marked: Marked) -> Any:
         """Mark, inside the graph, since when all but the next step's batch is there, and when that is; return it.
 
         The next step begins with what is returned, after both marks: it may otherwise be marked before.
@@ -102,24 +110,29 @@ class Stopwatch:
 
 
 @dataclass(frozen=True)
-class Lap:
-    """One optimizer step of one replica, to be marked inside its graph; without a watch it is not."""
+class ReplicaTimer:
+    """Marks one replica's part of a step inside its graph; without a timer it does not."""
 
-    watch: Stopwatch | None = None
+    timer: StepTimer | None = None
     marked: tf.Tensor | None = None
 
-    def asks(self, *after: Any) -> None:
-        """Mark that a part of the batch is asked for, where there are several."""
-        self._mark("asks", after)
+    def feed(self, batch: Callable[[tf.Tensor], Any], *, in_parts: bool) -> Callable[[tf.Tensor], Any]:
+        """Return a feed's function that marks when the batch is there; in parts also when each is requested."""
 
-    def has_batch(self, batch: Any) -> None:
-        """Mark that the batch is there, or the part that was asked for."""
-        self._mark("batch", batch)
+        def marked(part: tf.Tensor) -> Any:
+            if in_parts:
+                self._mark("asks", part)
+            given = batch(part)
+            self._mark("batch", given)
+            return given
 
-    def has_gradients(self, gradients: Any) -> None:
+        return marked
+
+    def computed(self, gradients: Any) -> None:
         """Mark that the replica's own gradients are computed."""
         self._mark("computed", gradients)
 
     def _mark(self, what: str, after: Any) -> None:
-        if self.watch is not None:
-            self.watch.mark(what, self.marked, after)
+        if self.timer is not None:
+            assert self.marked is not None
+            self.timer.mark(what, self.marked, after)

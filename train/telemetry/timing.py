@@ -1,4 +1,4 @@
-"""How fast one life of a task goes: a few numbers of its steps, bounded however many they are.
+"""How fast the steps of one generation of a task are: a few numbers, bounded however many steps there are.
 
 Shapes: S steps; columns: whole step, input, busy.
 """
@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 
 RECENT = 200
-"""Steps that the heartbeat tells of."""
+"""Steps that the heartbeat reports."""
 KEPT = 4096
-"""Most steps of a life that are kept: then every second one goes, and of the later ones as many."""
+"""Most steps that are kept: then every second one goes, and of the later ones as many."""
 PERCENTILES = (10, 50, 90, 99)
 
 
 @dataclass(frozen=True)
 class Times:
-    """What some optimizer steps of one task took, or a sample of them, in seconds. None: cannot be told apart there."""
+    """What some optimizer steps of one task took, or a sample of them, in seconds. None: unknown there."""
 
     steps: np.ndarray
     """`[S] float64`: whole steps, waiting for other tasks included."""
@@ -30,12 +30,12 @@ class Times:
 
     @property
     def input_share(self) -> float:
-        """Which part of the time the batches were waited for; 0 where that cannot be told."""
+        """Which part of the time the batches were waited for; 0 where that is unknown."""
         return 0.0 if self.inputs is None or not self.steps.any() else float(self.inputs.sum() / self.steps.sum())
 
 
-class Pace:
-    """Collects what the steps of one life take."""
+class StepTiming:
+    """Collects what the steps of one generation take."""
 
     def __init__(self) -> None:
         self._recent_S3 = np.zeros((0, 3))
@@ -65,23 +65,23 @@ class Pace:
         if not self.steps:
             return {}
         ms_S = self._recent_S3[:, 0] * 1000
-        told = {"mean": ms_S.mean(), "median": np.median(ms_S), "p90": np.percentile(ms_S, 90), "max": ms_S.max()}
-        return {"step_ms": _rounded(told), **_shares(self._recent_S3)}
+        found = {"mean": ms_S.mean(), "median": np.median(ms_S), "p90": np.percentile(ms_S, 90), "max": ms_S.max()}
+        return {"step_ms": _rounded(found), **_shares(self._recent_S3)}
 
-    def life(self) -> dict[str, Any]:
-        """Return what the summary says of all steps of this life; nothing before there are any."""
+    def generation(self) -> dict[str, Any]:
+        """Return what the summary says of all steps of this generation; nothing before there are any."""
         if not self.steps:
             return {}
         ms_S = self._kept_S3[:, 0] * 1000
-        told = {
+        found = {
             "mean": ms_S.mean(),
             **{f"p{p}": np.percentile(ms_S, p) for p in PERCENTILES},
             "max": self._max_s * 1000,
         }
-        return {"steps": self.steps, "step_ms": _rounded(told), **_shares(self._kept_S3)}
+        return {"steps": self.steps, "step_ms": _rounded(found), **_shares(self._kept_S3)}
 
     def histograms(self) -> dict[str, np.ndarray]:
-        """Return the milliseconds of the steps of this life, and of their parts where these are known: `[S]` each."""
+        """Return the milliseconds of the steps, and of their parts where these are known: `[S]` each."""
         parts = dict(zip(("step_ms", "input_ms", "busy_ms"), self._kept_S3.T * 1000, strict=True))
         return {name: ms_S for name, ms_S in parts.items() if len(ms_S) and not np.isnan(ms_S).any()}
 
@@ -103,7 +103,7 @@ def _rounded(values: dict[str, Any]) -> dict[str, float]:
 def from_marks(marks: list[tuple[str, float]]) -> Times:
     """Return the times of the steps that were marked whole, by the marks in their order.
 
-    A batch that is asked for after the gradients is the next step's; to wait for it is work of this task, too.
+    A batch that is requested after the gradients is the next step's; to wait for it is work of this task, too.
     """
     rows, begun, asked, waited, computed = [], 0.0, 0.0, 0.0, None
     for what, moment in marks:

@@ -1,0 +1,217 @@
+"""What training in micro-batches gives on 1, 2 and 3 replicas: `python -m ... RESULT 3`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.unit.measure.replicas import (
+    CLASSES,
+    FEATURES,
+    GLOBAL_BATCH,
+    OBJECTIVE,
+    SEED,
+    new_model,
+    per_replica,
+    prepare,
+    strategy_called,
+    weights_of,
+)
+
+# isort: split
+import keras
+import numpy as np
+import tensorflow as tf
+
+from train import strategy as strategies
+from train.config import Optimizer, TrainConfig
+from train.data import memory, sources
+from train.elastic.train_step import ElasticTrainStep
+from train.elastic.virtual_shards import VirtualShards
+from train.loops import outer, steps
+from train.loops.train_step import TrainStep, exact_order
+from train.model import keras_compat, optimizers
+
+STEPS, SHARDS = 4, 4
+PLAIN = Optimizer(name="sgd", learning_rate=0.5, momentum=0.0, warmup_steps=0, clip_norm=0.05)
+WIDE, ROWS = 512, 384
+"""Of a model whose activations are most of its memory."""
+
+
+def whole_model() -> keras.Model:
+    """Return a model with what is done anew for each micro-batch."""
+    keras.utils.set_random_seed(SEED)
+    layers = keras.layers
+    hidden = [layers.Dense(8, activation="tanh"), layers.BatchNormalization(momentum=0.5), layers.Dropout(0.5)]
+    return keras.Sequential([keras.Input((FEATURES,)), *hidden, layers.Dense(CLASSES)])
+
+
+def trained(
+    where: str,
+    source: sources.Source,
+    micro_batches: int,
+    precision: str = "fp32",
+    *,
+    elastic: bool = False,
+    whole: bool = False,
+) -> dict[str, Any]:
+    """Train the small model, clipped and regularised; return what came out."""
+    strategy = strategy_called(where)
+    replicas = strategy.num_replicas_in_sync
+    config = TrainConfig(optimizer=PLAIN, precision=precision)
+    with strategy.scope(), strategies.policy(precision):
+        model = whole_model() if whole else new_model(0.05)
+        if not elastic:
+            keras_compat.synchronize_batch_normalization(model, replicas)
+        optimizer = optimizers.build(config)
+        optimizer.build(model.trainable_variables)
+        policy = optimizers.policy(config, optimizer)
+    cut = VirtualShards(SHARDS, replicas) if elastic else None
+    what = (model, policy, OBJECTIVE, GLOBAL_BATCH)
+    train_step = (
+        ElasticTrainStep(*what, SHARDS, micro_batches, shards=cut) if cut else TrainStep(*what, replicas, micro_batches)
+    )
+    feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED, cut, micro_batches)
+    result = steps.synchronous(strategy, train_step, feed, STEPS)(0, STEPS, False)
+    return {
+        "losses": result.losses.tolist(),
+        "scores": result.scores.tolist(),
+        "weights": weights_of(model),
+        "weights_sha256": outer.weights_sha256(model),
+        "averages": [one.numpy().tolist() for one in model.non_trainable_variables if "moving" in one.path],
+        "skipped": int(policy.loss_scale.skipped_steps) if policy.loss_scale else 0,
+    }
+
+
+def calculated(source: sources.Source, micro_batches: int) -> list[float]:
+    """Return one step's gradient of the first kernel as the documentation says it is added up, in plain TensorFlow."""
+    model = new_model(0.0)
+    examples = memory.load(source.arrays.train)
+    at_B = memory.train_indices(0, 0, replica_batch=GLOBAL_BATCH, num_replicas=1, num_examples=40, seed=SEED)
+    kernel = model.trainable_variables[0].value
+
+    @tf.function(autograph=False)
+    def gradient(features_BF: tf.Tensor, labels_B: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            losses_B = OBJECTIVE.loss(labels_B, model(features_BF, training=True))
+            loss = tf.nn.compute_average_loss(losses_B, global_batch_size=GLOBAL_BATCH)
+        return tape.gradient(loss, kernel)
+
+    total = tf.zeros(kernel.shape)
+    for part in np.split(at_B.numpy(), micro_batches):
+        total += gradient(tf.gather(examples.features, part), tf.gather(examples.labels, part))
+    return total.numpy().ravel().tolist()
+
+
+def accumulated(source: sources.Source, micro_batches: int) -> list[float]:
+    """Return the same gradient as the training has it: the weights' change at a learning rate of 1, and no clipping."""
+    strategy = strategy_called("one")
+    model = new_model(0.0)
+    before = model.trainable_variables[0].numpy()
+    optimizer = keras.optimizers.SGD(1.0)
+    optimizer.build(model.trainable_variables)
+    kept: list[tf.Variable] = [tf.Variable(tf.zeros(before.shape))]
+
+    class Keeping(TrainStep):
+        def update(self, computed: Any) -> tf.Tensor:
+            kept[0].assign(computed.gradients[0])
+            return super().update(computed)
+
+    train_step = Keeping(
+        model, optimizers.GradientPolicy(optimizer), OBJECTIVE, GLOBAL_BATCH, 1, micro_batches=micro_batches
+    )
+    feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED, None, micro_batches)
+    steps.synchronous(strategy, train_step, feed, 1)(0, 1, False)
+    return kept[0].numpy().ravel().tolist()
+
+
+def dropped() -> list[list[float]]:
+    """Return the losses of the same example by replica, at the micro-batches 0 and 1 and without one."""
+    strategy = strategy_called("mirrored-3")
+    with strategy.scope():
+        keras.utils.set_random_seed(SEED)
+        model = keras.Sequential([keras.Input((32,)), keras.layers.Dropout(0.5), keras.layers.Dense(CLASSES)])
+        optimizer = keras.optimizers.SGD(0.0)
+        optimizer.build(model.trainable_variables)
+    train_step = TrainStep(model, optimizers.GradientPolicy(optimizer), OBJECTIVE, 3, 3)
+    batch = memory.Batch(tf.ones([1, 32]), tf.zeros([1], tf.int64), tf.ones([1]))
+    numbers = [None if number is None else tf.constant(number, tf.int64) for number in (0, 1, None)]
+    return [
+        per_replica(strategy, lambda replica, step, m=m: train_step.compute(lambda _: batch, step, replica, m).loss)(5)
+        for m in numbers
+    ]
+
+
+def largest_temporary(micro_batches: int) -> int:
+    """Return the bytes of the largest activation in the graph of a step, and so of what memory holds of each layer."""
+    keras.utils.set_random_seed(SEED)
+    model = keras.Sequential([keras.Input((8,)), *(keras.layers.Dense(WIDE, "relu") for _ in range(3))])
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(model.trainable_variables)
+    train_step = TrainStep(model, optimizers.GradientPolicy(optimizer), OBJECTIVE, ROWS, 1, micro_batches=micro_batches)
+    strategy = strategy_called("one")
+    examples = memory.Examples(tf.ones([ROWS, 8]), tf.zeros([ROWS], tf.int64), None)
+
+    def batch(_given: Any, step: tf.Tensor, part: tf.Tensor) -> memory.Batch:
+        size = ROWS // micro_batches
+        return memory.train_batch(examples, step, part, replica_batch=size, num_replicas=micro_batches, seed=SEED)
+
+    made: list[int] = []
+    compute = TrainStep.compute
+
+    def watched(*args: Any) -> Any:
+        before = len(tf.compat.v1.get_default_graph().get_operations())
+        computed = compute(*args)
+        weights = {tuple(weight.shape) for weight in train_step.weights}
+        for operation in tf.compat.v1.get_default_graph().get_operations()[before:]:
+            made.extend(
+                output.shape.num_elements() * output.dtype.size
+                for output in operation.outputs
+                if output.shape.is_fully_defined() and tuple(output.shape) not in weights
+            )
+        return computed
+
+    TrainStep.compute = watched  # type: ignore[method-assign]
+    try:
+        steps.synchronous(strategy, train_step, sources.Feed(lambda: (), batch), 1)(0, 1, False)
+    finally:
+        TrainStep.compute = compute  # type: ignore[method-assign]
+    return max(made)
+
+
+def main(result: Path) -> None:
+    """Measure."""
+    tf.config.experimental.enable_op_determinism()
+    keras_compat.install()
+    exact_order(2)
+    with tempfile.TemporaryDirectory() as folder:
+        found = prepare(Path(folder))
+        source = found["own:weighted"]
+        measured: dict[str, Any] = {
+            "one": {m: trained("one", source, m) for m in (1, 2, 4, 12)},
+            "again": trained("one", source, 4),
+            "read": trained("one", dataclasses.replace(source, arrays=None), 4),
+            "mirrored-3": {m: trained("mirrored-3", source, m) for m in (1, 2)},
+            "mirrored-3, read": trained("mirrored-3", dataclasses.replace(source, arrays=None), 2),
+            "fp16": trained("one", source, 4, "fp16"),
+            "elastic": {w: trained(w, source, 3, elastic=True, whole=True) for w in ("one", "mirrored-3")},
+            "elastic, read": trained(
+                "mirrored-3", dataclasses.replace(source, arrays=None), 3, elastic=True, whole=True
+            ),
+            "elastic, 1": trained("one", source, 1, elastic=True),
+            "elastic, 3": trained("one", source, 3, elastic=True),
+            "whole": trained("mirrored-3", source, 2, whole=True),
+            "calculated": calculated(found["own:plain"], 4),
+            "accumulated": accumulated(found["own:plain"], 4),
+            "dropped": dropped(),
+            "largest": {m: largest_temporary(m) for m in (1, 4)},
+        }
+    result.write_text(json.dumps(measured))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,86 @@
+"""The `train_step` of `--loop fit`: Keras's own, or one of micro-batches, which Keras has none of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+from tensorflow import keras
+
+from cluster.errors import UsageError
+from train.context import TaskContext
+from train.data.memory import Batch
+from train.loops.train_step import Computed, TrainStep, part_of, repeat
+from train.model import keras_compat
+from train.model.gradients import GradientPolicy
+
+
+def draw_by_place(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:
+    """Have random layers draw by the step and the replica, see `keras_compat.random_place`."""
+    train_step = model.train_step
+
+    def placed(data: Any) -> Any:
+        with keras_compat.random_place(tf.cast(optimizer.iterations, tf.int64), _replica()):
+            return train_step(data)
+
+    model.train_step = placed
+
+
+class MicroBatches:
+    """Replaces a model's `train_step` by the one of the custom loop, and keeps its metrics."""
+
+    def __init__(self, context: TaskContext, policy: GradientPolicy) -> None:
+        """Replace it. Call inside the strategy's scope.
+
+        Raises:
+            UsageError: the model cannot be trained so in this loop.
+        """
+        config, model = context.config, context.model
+        replicas = context.strategy.num_replicas_in_sync
+        _check(model, replicas, config.micro_batches)
+        replicas = 1 if context.asynchronous else replicas
+        self._step = TrainStep(
+            model, policy, context.objective, config.global_batch, replicas, micro_batches=config.micro_batches
+        )
+        self._means = [keras.metrics.Mean(name) for name in ("loss", context.objective.score_name)]
+        model.train_step = self._train
+
+    def reset(self) -> None:
+        """Begin the metrics anew."""
+        for mean in self._means:
+            mean.reset_state()
+
+    def _train(self, data: Any) -> dict[str, tf.Tensor]:
+        step, replica = tf.cast(self._step.policy.optimizer.iterations, tf.int64), _replica()
+        examples = self._step.global_batch // self._step.num_replicas
+        features, labels, *weights = (tf.ensure_shape(of, [examples, *of.shape[1:]]) for of in data)
+        batch = Batch(features, labels, weights[0] if weights else tf.ones([examples]))
+
+        def add(micro_batch: tf.Tensor, total: Computed) -> Computed:
+            def batch_of(_part: tf.Tensor) -> Batch:
+                return part_of(batch, micro_batch, self._step.micro_batches)
+
+            return self._step.add(total, self._step.compute(batch_of, step, replica, micro_batch))
+
+        count = tf.constant(self._step.micro_batches, tf.int64)
+        shares_12 = self._step.update(repeat(count, add, self._step.zeros(), parallel=1))
+        for mean, share in zip(self._means, tf.unstack(shares_12[0]), strict=True):
+            mean.update_state(share * self._step.num_replicas, sample_weight=examples)
+        return {mean.name: mean.result() for mean in self._means}
+
+
+def _replica() -> tf.Tensor:
+    return tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
+
+
+def _check(model: keras.Model, replicas: int, micro_batches: int) -> None:
+    if type(model).train_step is not keras.Model.train_step:
+        raise UsageError(
+            f"--micro-batches {micro_batches} with --loop fit: {type(model).__name__} has a train_step of its own; use "
+            "--loop custom"
+        )
+    if replicas > 1 and any(isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers()):
+        raise UsageError(
+            f"--micro-batches {micro_batches} with --loop fit: BatchNormalization over {replicas} replicas needs "
+            "--loop custom"
+        )

@@ -1,0 +1,186 @@
+"""One optimizer step as a replica does it, which is also the reference of gradient accumulation.
+
+A replica's batch is cut into M micro-batches, 0 to M - 1. With M = 1 their gradient is taken as it is. With more, the
+gradients are added up in float32, one after the other, beginning from zeros: ((0 + g0) + g1) + ... + g(M-1). Loss and
+score are added up likewise. A micro-batch is computed only once the one before was added, so memory holds the
+activations of one; the loop is traced once whatever M is.
+
+What of a step happens how often:
+    once a micro-batch   forward, loss, backward; BatchNormalization, over its examples; masks of Dropout, each its own
+    once a step          the sum over replicas, unscaling and the check that it is finite, clipping, the update
+
+The loss of each example is divided by the global batch. The model's own losses, such as regularisation, are divided by
+the number of replicas and of micro-batches, each of which adds them: so they count once a step.
+
+TensorFlow's Grappler may add in another order where sums meet: `exact_order` keeps it from that.
+
+Shapes: B micro-batch, K outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from train.data.memory import Batch
+from train.model import keras_compat
+from train.model.gradients import GradientPolicy
+from train.model.objectives import Objective, global_mean
+
+
+class Computed(NamedTuple):
+    """What a replica has computed of a step before it exchanges anything."""
+
+    gradients: list[Any]
+    """Of each trainable variable, of its share of the loss: a tensor, slices of one, or None."""
+    loss: tf.Tensor
+    """Its share of the loss, a scalar."""
+    score: tf.Tensor
+    """Its share of the score, a scalar."""
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """What is trained, and how."""
+
+    model: keras.Model
+    policy: GradientPolicy
+    objective: Objective
+    global_batch: int
+    num_replicas: int
+    micro_batches: int = 1
+    """Parts of a replica's batch, computed one after the other."""
+
+    def __post_init__(self) -> None:
+        keras_compat.take_summed_gradients(self.policy.optimizer)
+
+    @property
+    def parts(self) -> int:
+        """How many shares of each step's loss `update` returns."""
+        return 1
+
+    @property
+    def weights(self) -> list[tf.Variable]:
+        """TensorFlow's variables of a model of either Keras."""
+        return [one if isinstance(one, tf.Variable) else one.value for one in self.model.trainable_variables]
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether `accumulated` is to be called instead of `compute`."""
+        return self.micro_batches > 1
+
+    def compute(
+        self, batch_of: Callable[[tf.Tensor], Batch], step: tf.Tensor, replica: tf.Tensor, micro_batch: Any = None
+    ) -> Computed:
+        """Compute the gradients of this replica's batch, or of one of its micro-batches.
+
+        Args:
+            batch_of: the number of a part of the global batch -> its examples.
+            step: int64 scalar, optimizer steps done before this one.
+            replica: int64 scalar, this replica's place in the global batch.
+            micro_batch: int64 scalar; None: the batch is not cut.
+        """
+        batch = batch_of(replica if micro_batch is None else replica * self.micro_batches + micro_batch)
+        with keras_compat.random_place(step, replica, micro_batch), tf.GradientTape() as tape:
+            loss, score = self.shares(batch)
+        return Computed(tape.gradient(loss, self.weights, output_gradients=self.policy.loss_gradient), loss, score)
+
+    def update(self, computed: Computed) -> tf.Tensor:
+        """Change the weights by the gradient of the global batch, the sum over all replicas.
+
+        Returns:
+            `[parts, 2] float32`: this replica's share of the loss, NaN where training must end, and of the score.
+        """
+        gradients = computed.gradients
+        if self.accumulates:  # a loop outside of the replicas gives tensors without the device that they are summed on
+            gradients = [tf.identity(gradient) for gradient in gradients]
+        total = self.policy.sum(gradients)
+        self.policy.apply(total, self.model.trainable_variables)
+        loss = self.policy.checked(computed.loss, gradients)
+        return tf.stack([loss, computed.score])[tf.newaxis]
+
+    def shares(self, batch: Batch) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return a batch's share of the loss and of the score.
+
+        The shares of the loss add up to what one device would compute for the whole batch.
+        """
+        outputs_BK = full_precision(self.model(tf.cast(batch.features, tf.float32), training=True))
+        losses_B = self.objective.loss(batch.labels, outputs_BK)
+        loss = global_mean(losses_B, batch.weights, self.global_batch)
+        if self.model.losses:
+            own = tf.add_n([tf.cast(term, tf.float32) for term in self.model.losses])
+            loss += own / (self.num_replicas * self.micro_batches)
+        scores_B = self.objective.score(batch.labels, outputs_BK)
+        return loss, global_mean(scores_B, tf.ones_like(batch.weights), self.global_batch)
+
+    def zeros(self) -> Computed:
+        """Return what accumulation begins from."""
+        return Computed([tf.zeros(weight.shape) for weight in self.weights], tf.zeros([]), tf.zeros([]))
+
+    def add(self, total: Computed, part: Computed) -> Computed:
+        """Return the sum of what was accumulated and of a micro-batch."""
+        gradients = [
+            old if new is None else old + tf.cast(new, tf.float32)
+            for old, new in zip(total.gradients, part.gradients, strict=True)
+        ]
+        return Computed(gradients, total.loss + part.loss, total.score + part.score)
+
+    def accumulated(
+        self, compute: Callable[..., Computed], run: Callable[[Callable[..., Any], tuple[Any, ...]], Any], args: Any
+    ) -> Any:
+        """Return the sum over the micro-batches, on every replica. Call outside of the replicas.
+
+        Outside, because replicas cannot exchange anything, as for BatchNormalization, in a loop of their own.
+
+        Args:
+            compute: called on a replica with `args` and the number of a micro-batch.
+            run: calls a function with arguments on every replica, such as `strategy.run`.
+            args: of each replica.
+        """
+
+        def add(total: Computed, micro_batch: tf.Tensor, *args: Any) -> Computed:
+            return self.add(total, compute(*args, micro_batch))
+
+        def body(micro_batch: tf.Tensor, total: Any) -> Any:
+            return run(add, (total, micro_batch, *args))
+
+        return repeat(tf.constant(self.micro_batches, tf.int64), body, run(self.zeros, ()), parallel=1)
+
+
+def exact_order(micro_batches: int) -> None:
+    """Have sums added up in the order that they are written in, where there are micro-batches. Call before any graph.
+
+    Grappler's arithmetic optimization makes one sum of several that meet, in an order of its own.
+    """
+    if micro_batches > 1:
+        tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
+
+
+def full_precision(outputs_BK: tf.Tensor) -> tf.Tensor:
+    """Return a model's outputs in float32, whatever its layers compute in: losses are computed in that."""
+    return tf.cast(outputs_BK, tf.float32)
+
+
+def part_of(batch: Batch, part: tf.Tensor, parts: int) -> Batch:
+    """Return one of the equal parts of a batch."""
+    return Batch(*(tf.reshape(of, [parts, of.shape[0] // parts, *of.shape[1:]])[part] for of in batch))
+
+
+def repeat(count: tf.Tensor, body: Callable[[tf.Tensor, Any], Any], state: Any, *, parallel: int = 10) -> Any:
+    """Return what `body` makes of `state` when it is called `count` times, with how often it was called before.
+
+    Autograph would make the same of a `for`, but to convert all that is called in it takes longer than to trace it.
+
+    Args:
+        parallel: most calls that run at a time, as far as they do not depend on each other.
+    """
+
+    def step(done: tf.Tensor, state: Any) -> tuple[tf.Tensor, Any]:
+        return done + 1, body(done, state)
+
+    start = (tf.zeros([], count.dtype), state)
+    return tf.while_loop(lambda done, _: done < count, step, start, parallel_iterations=parallel)[1]
