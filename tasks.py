@@ -36,9 +36,10 @@ def bench(c, only="", rounds="5", runtime="auto", peers=False, quick=False, writ
     raise Exit(code=code)
 
 
-PARTS = {"not alone": ("--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder"), "alone": ()}
-"""The two parts of the suite, by their markers: tests that run two files at a time, and those that measure times."""
-FAST = ("tests", "--ignore=tests/e2e", "-p", "tests.fast", "-r", "fE", "--numprocesses=2", "--dist=loadfile")
+TWO_FILES_AT_A_TIME = ("--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder")
+TESTS = (("tests", "-m", "not long", *TWO_FILES_AT_A_TIME),)
+ALL_TESTS = (("tests", "-m", "not alone", *TWO_FILES_AT_A_TIME), ("tests", "-m", "alone"))
+FAST_TESTS = (("tests", "--ignore=tests/e2e", "-p", "tests.fast", "-r", "fE", *TWO_FILES_AT_A_TIME),)
 """Tests that start neither TensorFlow nor containers nor clusters; see `tests/fast.py`."""
 
 
@@ -51,10 +52,9 @@ def test(c, all=False, fast=False, select=""):
     """Run the tests on this machine's CPU; container tests are skipped where no Docker Engine answers."""
     if all and fast:
         raise UsageError("--all and --fast: choose one of them")
-    parts = [["tests", "-m", mark if all else f"{mark} and not long", *how] for mark, how in PARTS.items()]
     with in_checkout(c):
         codes: list[int] = []
-        for part in [[*FAST]] if fast else parts:
+        for part in FAST_TESTS if fast else ALL_TESTS if all else TESTS:
             command = [sys.executable, "-m", "pytest", *part, *(["-k", select] if select else [])]
             codes.append(c.run(shlex.join(command), warn=True).exited)
             if codes[-1] == 2:  # Ctrl-C, or tests that cannot be imported

@@ -149,6 +149,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         _unavailable(_engine().detail)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Count what must run alone as long: `make test` runs two files at a time."""
+    for item in items:
+        if item.get_closest_marker("alone"):
+            item.add_marker("long")
+
+
 # What is shown of a failure
 
 

@@ -16,7 +16,7 @@ from cluster.system import user_code
 
 
 def resolve(
-    request: Request, base: Path | None, packages: Path | None, data_dir: Path
+    request: Request, base: Path | None, packages: Path | None, data_dir: Path, code_dirs: Sequence[str] = ()
 ) -> tuple[dict[str, Any], tuple[Path, ...], str]:
     """Return the checked configuration, the folders of the user's modules that it names, and its prepared data.
 
@@ -27,12 +27,13 @@ def resolve(
         base: the `config.json` of a run that is resumed, instead of the preset.
         packages: extra packages that those modules import.
         data_dir: where prepared data lies.
+        code_dirs: where a run that is resumed had the user's modules, in case they are found nowhere else.
 
     Raises:
         UsageError: a preset, an option or a value is wrong.
     """
     command = [f"--data-dir={data_dir}", *([f"--base={base}"] if base else [])]
-    value: dict[str, Any] = _ask(request, [*command, "--", *request.training()], packages)
+    value: dict[str, Any] = _ask(request, [*command, "--", *request.training()], packages, code_dirs)
     return value["config"], tuple(Path(folder) for folder in value["code_dirs"]), value["data"]
 
 
@@ -72,12 +73,12 @@ def options(request: Request) -> str:
     return str(_ask(request, ["--", "-h"], None))
 
 
-def _ask(request: Request, words: list[str], packages: Path | None) -> Any:
+def _ask(request: Request, words: list[str], packages: Path | None, code_dirs: Sequence[str] = ()) -> Any:
     preset = request.preset or PRESET
     # The caller's modules are found beside the run file and where the caller is, although the program runs in the
     # checkout.
     here = [folder for folder in (request.code_dir, str(Path.cwd())) if folder and folder != str(ROOT)]
-    path = [*here, *inherited.python_path(), *([str(packages)] if packages else [])]
+    path = [*here, *inherited.python_path(), *code_dirs, *([str(packages)] if packages else [])]
     return user_code.run(
         [sys.executable, "-m", "train", "--print-config", f"--preset={preset}", *words],
         f"--preset {preset!r}",

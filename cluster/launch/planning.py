@@ -282,9 +282,9 @@ def _resolve(
         payload = Payload(path, tuple(arguments), (), requirements, found, _separate_chief(request, previous), env)
         return payload.to_json(), payload, ""
     with packages.importable(requirements, installs=installs) if requirements else nullcontext() as here:
-        resolved = configuration.resolve(request, previous.run.config if previous.run else None, here, data_dir())
+        base, code_dirs = previous.run.config if previous.run else None, started.get("code_dirs", ())
+        config, code_dirs, data = configuration.resolve(request, base, here, data_dir(), code_dirs)
     found = _packages(requirements, runtime.python, installs=installs)
-    config, code_dirs, data = resolved
     if requirements and here in code_dirs:  # the preset is in one of the packages
         kept = packages.folder(requirements, packages.host_python())
         code_dirs = tuple(kept if folder == here else folder for folder in code_dirs)

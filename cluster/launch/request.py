@@ -15,7 +15,7 @@ from cluster.agent.watchdog import HANG_TIMEOUT_S
 from cluster.errors import PrerequisiteError, UsageError
 from cluster.launch.options import Group, Needs, check_choices, declared, option, switch
 from cluster.recovery.attempts import MAX_RESTARTS
-from cluster.runtime import tensorboard
+from cluster.runtime import registry, tensorboard
 from cluster.spec import ClusterSpec, Role, parse_count
 
 PRESET = "fashion_mnist"
@@ -23,6 +23,7 @@ LOOPS = ("custom", "fit")
 WORKERS = "2"
 DEVICE_FILES = {"tpu": ("/dev/accel*", "/dev/vfio/[0-9]*")}
 """The files of the hardware that some strategies need, where this machine has it."""
+_ONE_OF_RUNTIMES = f"{', '.join([registry.AUTO, *list(registry.RUNTIMES)[:-1]])} or {list(registry.RUNTIMES)[-1]}"
 _ONE_OF_STRATEGIES = ", ".join([strategies.AUTO, *list(strategies.STRATEGIES)[:-1]])
 
 
@@ -53,12 +54,15 @@ class Request:
         PRESET,
         needs=Needs.TRAINER,
     )
-    loop: str = option(Group.TRAINS, "custom, or fit for Keras's own", LOOPS[0], choices=LOOPS, needs=Needs.TRAINER)
+    loop: str = option(
+        Group.TRAINS, "custom, or fit for Keras's own", LOOPS[0], choices=LOOPS, needs=Needs.TRAINER, is_override=True
+    )
     precision: str = option(
         Group.TRAINS,
         "fp32, bf16 or fp16: what layers compute in; weights stay in float32",
         "fp32",
         needs=Needs.TRAINER,
+        is_override=True,
     )
     bitwise_elastic: str = option(
         Group.TRAINS,
@@ -66,6 +70,7 @@ class Request:
         "0, none",
         kinds=(int,),
         needs=Needs.TRAINER,
+        is_override=True,
     )
     micro_batches: str = option(
         Group.TRAINS,
@@ -73,6 +78,7 @@ class Request:
         1,
         kinds=(int,),
         needs=Needs.TRAINER,
+        is_override=True,
     )
     script: str = option(
         Group.TRAINS,
@@ -95,7 +101,7 @@ class Request:
         empty=(),
         kinds=(list,),
     )
-    runtime: str = option(Group.RUNS, "auto, docker, local or slurm", "auto: containers where a Docker Engine answers")
+    runtime: str = option(Group.RUNS, _ONE_OF_RUNTIMES, "auto: containers where a Docker Engine answers")
     network: str = option(
         Group.RUNS,
         "local tasks' network: private, or host, the machine's",
@@ -142,6 +148,7 @@ class Request:
         "auto",
         kinds=(int, str),
         needs=Needs.TRAINER,
+        is_override=True,
     )
     hang_timeout: str = option(
         Group.KEPT,
@@ -190,9 +197,9 @@ class Request:
 
     def training(self) -> list[str]:
         """Return the overrides of the training configuration, those that are options of `up` first."""
-        names = ("loop", "bitwise_elastic", "micro_batches", "precision", "checkpoint_every")
-        given = [(f"--{OPTIONS[name].key}", value) for name in names if (value := getattr(self, name))]
-        return [*(word for pair in given for word in pair), *self.train, *self.overrides]
+        ours = [each for each in OPTIONS.values() if each.is_override and getattr(self, each.name)]
+        words = [word for each in ours for word in (f"--{each.key}", getattr(self, each.name))]
+        return [*words, *self.train, *self.overrides]
 
     def number(self, name: str) -> int:
         """Return an option as a number, or its default.

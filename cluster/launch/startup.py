@@ -219,7 +219,8 @@ def _write_records(plan: Plan, began: float) -> None:
     started = {"time": began, "runtime": plan.runtime.name, "requirements": requirements}
     started |= {"hang_timeout_s": plan.hang_timeout_s, "max_restarts": plan.max_restarts}
     started |= {"gpus": plan.gpus.to_json(), "memory": plan.memory.requested, "network": plan.network.requested}
-    started |= {"env": list(plan.payload.env), "job": asdict(plan.job)}
+    started |= {"env": list(plan.payload.env), "code_dirs": [str(folder) for folder in plan.payload.code_dirs]}
+    started["job"] = asdict(plan.job)
     json_files.write_json(plan.run.control / "started.json", started)
     _begin_life(plan)
 

@@ -61,9 +61,9 @@ def config(compose_cli: None, tmp_path: Path) -> Config:
     ) -> dict[str, Any]:
         run_dir, image = tmp_path / "runs" / "a-run", "tf-cluster/train:cpu"
         containers = Containers(run_dir, tmp_path / data_dir, image, "1000:1000", MEMORY_BYTES, **(brought or {}))
-        overlay = tmp_path / "compose.json"
-        overlay.write_text(json.dumps(overlay.overlay(spec.build(**topology), containers, command or [])))
-        return read_config(compose.command(overlay, "config", "--format", "json"))
+        path = tmp_path / "compose.json"
+        path.write_text(json.dumps(overlay.overlay(spec.build(**topology), containers, command or [])))
+        return read_config(compose.command(path, "config", "--format", "json"))
 
     return read
 

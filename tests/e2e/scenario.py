@@ -18,8 +18,13 @@ IMAGES = {"IMAGE_NAMESPACE": "tf-cluster-tests"}
 """Images of the tests' own, so that none which a user's run may use is replaced."""
 TRAIN_IMAGE, TENSORBOARD_IMAGE = (f"tf-cluster-tests/{name}" for name in ("train:cpu", "tensorboard:latest"))
 STEPS = 40
-TRAINING = ("--max-steps", str(STEPS), "--log-every", "1", "--steps-per-loop", "5", "--evaluate-every", "1000")
-"""A short training whose every step is logged and that comes back to Python every 5 steps."""
+TRAINING = (
+    *("--max-steps", str(STEPS), "--global-batch", "48", "--log-every", "1"),
+    *("--steps-per-loop", "5", "--evaluate-every", "1000"),
+)
+"""A short training whose every step is logged and that comes back to Python every 5 steps, in small batches."""
+ENDLESS = ("--max-steps", "100000", "--epochs", "1000")
+"""For a run that is stopped once it has done what a test needs: on a slow machine, too, it does not end before."""
 
 
 @dataclass

@@ -26,7 +26,7 @@ from cluster.system.json_files import read_json
 from tests.e2e.scenario import TRAIN_IMAGE, Clusters
 from tests.e2e.test_containers import containers
 
-pytestmark = [pytest.mark.alone, pytest.mark.docker, pytest.mark.usefixtures("require_engine", "images")]
+pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("require_engine", "images")]
 
 FAKE = "FAKE_GPU_"
 """What the stand-in's CDI devices put into a container's environment begins with it."""

@@ -10,7 +10,7 @@ from cluster.runtime import supervisor
 from cluster.system import namespaces
 from cluster.system.json_files import read_json
 from tests import doors
-from tests.e2e.scenario import TRAINING, Clusters, step_of
+from tests.e2e.scenario import ENDLESS, TRAINING, Clusters, step_of
 from tests.waiting import wait_for
 
 LISTENS = "0A"
@@ -34,7 +34,7 @@ def test_servers_must_be_reached_in_the_machine_s_network_alone(clusters: Cluste
     if network == "private" and (refused := namespaces.refusal()):
         pytest.skip(refused.why)
     options = (f"--name={network}", "--runtime=local", "--tensorboard-port=0", f"--network={network}", "--workers=1")
-    told = clusters.invoke("up", *options, "--detach", "--", *TRAINING, "--max-steps=5000", "--epochs=100")
+    told = clusters.invoke("up", *options, "--detach", "--", *TRAINING, *ENDLESS)
     assert (network == "host") == ("warning: TensorFlow's servers ask for no password" in told)
     run = clusters.run(network)
     assert network == read_json(run.manifest)["network"]

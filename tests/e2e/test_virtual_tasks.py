@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from cluster.run.folder import RunFolder
-from tests.e2e.scenario import Clusters, losses, step_of, summary
+from tests.e2e.scenario import ENDLESS, Clusters, losses, step_of, summary
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("data")
 
 ELASTIC = "--bitwise-elastic=6"
 STEPS = 140
-LONGER = f"-- --max-steps {STEPS}"
+LONGER = f"-- --max-steps {STEPS} --global-batch 192"
 
 
 @pytest.fixture(scope="module")
@@ -29,25 +29,34 @@ def check_same(run: RunFolder, alone: RunFolder) -> None:
         assert summary(alone)[key] == summary(run)[key]
 
 
-def scaled(clusters: Clusters, name: str, *sizes: int, runtime: str = "local") -> RunFolder:
-    """Train, and go on with other numbers of workers some steps after each change."""
+def scaled(clusters: Clusters, name: str, *sizes: int, runtime: str = "local", ending: str = "wait") -> RunFolder:
+    """Train, and go on with other numbers of workers some steps after each change; `stop` or `wait` for the end."""
     first, *others = sizes
-    words = f"--workers={first} {ELASTIC} --detach {LONGER}"
-    run = clusters.up(name, words, runtime=runtime)
-    for size in others:
+    training = LONGER if ending == "wait" else f"-- {' '.join(ENDLESS)}"
+    run = clusters.up(name, f"--workers={first} {ELASTIC} --detach {training}", runtime=runtime)
+
+    def some_steps() -> None:
         began = step_of(run)
-        wait_for(lambda began=began: step_of(run) > began + 5, "some steps")
+        wait_for(lambda: step_of(run) > began + 5, "some steps")
+
+    for size in others:
+        some_steps()
         clusters.invoke("scale", f"--run={name}", f"--workers={size}")
-    clusters.invoke("wait", name)
+    if ending == "stop":
+        some_steps()
+    clusters.invoke(ending, name)
     assert len(others) == len([event for event in run.events() if event["event"] == "scaled"])
     return run
 
 
-def test_a_run_scaled_to_an_uneven_number_of_tasks_must_give_the_bits_of_one(
-    clusters: Clusters, alone: RunFolder
-) -> None:
-    """6 shards on 2 tasks, then on 1, then on 4, of which two have one shard more."""
-    check_same(scaled(clusters, "uneven", 1, 0, 3), alone)
+def test_a_run_scaled_to_an_uneven_number_of_tasks_must_give_the_bits_of_one(clusters: Clusters) -> None:
+    """6 shards on 2 tasks, then on 4, of which two have one shard more."""
+    run = scaled(clusters, "uneven", 1, 3, ending="stop")
+    steps = summary(run)["steps"]
+    alone = clusters.up("as-long", f"--workers=0 {ELASTIC} -- --max-steps {steps}")
+    assert losses(alone) == losses(run)
+    assert steps == len(losses(run))
+    assert summary(alone)["weights_sha256"] == summary(run)["weights_sha256"]
 
 
 @pytest.mark.long

@@ -25,7 +25,7 @@ STEPS, THREADS = 20, 2
 
 def train(clusters: Clusters, preset: str) -> RunFolder:
     """Train a preset's first steps on the chief alone, with as many threads on any machine."""
-    words = f"--preset={preset} --workers=0 -- --max-steps {STEPS} --threads {THREADS}"
+    words = f"--preset={preset} --workers=0 -- --global-batch 192 --max-steps {STEPS} --threads {THREADS}"
     return clusters.up(f"golden-{preset}", words)
 
 

@@ -208,7 +208,7 @@ def test_an_evaluator_that_never_begins_is_found_by_its_own_agent(
     assert found is not None
     assert "evaluator" == found.task
     beats(run, evaluator={"state": "evaluating", "step": 0})  # it may wait for a checkpoint for as long as none comes
-    assert hang(watch(run, "evaluator"), run, clock, 20 * watchdog.HANG_TIMEOUT_S) is None
+    assert hang(watch(run, "evaluator"), run, clock, 11 * watchdog.HANG_TIMEOUT_S) is None
 
 
 def test_time_in_which_an_agent_was_stopped_does_not_count(make_run: Callable[..., RunFolder], clock: Clock) -> None:
@@ -243,6 +243,6 @@ def elapse_alive(
     while clock.now < end:
         for name in alive or ("chief",):
             write_json(run.status(name), read_json(run.status(name)) | {"updated_at": clock.now}, durable=False)
-        if found := elapse(dog, clock, min(3.0, end - clock.now)):
+        if found := elapse(dog, clock, min(4.0, end - clock.now)):
             return found
     return None

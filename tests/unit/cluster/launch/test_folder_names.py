@@ -14,7 +14,7 @@ import pytest
 from tests.unit.launching import WORKING_ENGINE
 
 ROOT = Path(__file__).resolve().parents[4]
-NAMES = ["$(touch PWNED)", "a;touch PWNED; R&D", "tf-cluster (1) `touch PWNED`", '-x \\ bob\'s "tf" a$b ü']
+NAMES = ["a;touch PWNED; R&D", "tf-cluster (1) $(touch PWNED) `touch PWNED`", '-x \\ bob\'s "tf" a$b ü']
 PYTHON = """#!/bin/sh
 echo "$*" >>"$CALLS"
 case "$*" in

@@ -127,6 +127,21 @@ def test_the_caller_s_modules_are_found_where_the_caller_is(tmp_path: Path, monk
         assert (6, (folder,)) == (planned.config["global_batch"], planned.payload.code_dirs)
 
 
+def test_a_resumed_run_finds_its_modules_where_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
+    (folder := tmp_path / "model").mkdir()
+    (folder / "own_cnn.py").write_text("def build(shape, outputs):\n    raise NotImplementedError\n")
+    monkeypatch.chdir(folder)
+    overrides = ("--model", "own_cnn:build", "--no-deterministic")
+    asked = Request(name="one", overrides=overrides, runtime="local", workers="0", tensorboard_port="0")
+    monkeypatch.setattr(configuration, "check", lambda *_: None)
+    startup.start(planning.plan(asked), Commands(), began=time.time())
+    write_json(planning.find_run("one").summary, {"state": "stopped"})
+    monkeypatch.chdir(tmp_path)
+    resumed = planning.plan(Request(resume="one", runtime="local", tensorboard_port="0"))
+    assert (folder,) == resumed.payload.code_dirs
+
+
 def test_extra_packages_are_got_before_anything_is_started(
     resolved: None, theirs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, docker: Callable[[str], Path]
 ) -> None:

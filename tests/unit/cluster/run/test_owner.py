@@ -107,7 +107,7 @@ def test_a_run_is_found_through_a_link_to_its_folder(start_gang: StartGang, tmp_
         "[]",
         "x",
         '{"runtime": "local"}',
-        '{"runtime": "podman", "token": "t"}',
+        '{"runtime": 5, "token": "t"}',
         json.dumps({"runtime": "local", "token": "", "supervisor": {"pid": 1, "start_ticks": 1}}),
         json.dumps({"runtime": "local", "token": 7, "supervisor": None}),
     ],
@@ -121,12 +121,12 @@ def test_a_damaged_record_owns_nothing(make_run: Callable[..., RunFolder], recor
     assert 0 == supervisor.kill(run)
 
 
-@pytest.mark.parametrize("supervisor", [{"pid": 1}, {"pid": "1", "start_ticks": 1}, {"pid": 1, "start_ticks": None}, 1])
+@pytest.mark.parametrize("recorded", [{"pid": 1}, {"pid": "1", "start_ticks": 1}, {"pid": 1, "start_ticks": None}, 1])
 def test_a_supervisor_that_is_not_identified_is_no_process(
-    make_run: Callable[..., RunFolder], supervisor: object
+    make_run: Callable[..., RunFolder], recorded: object
 ) -> None:
     run = make_run(workers=0)
     owner.record_path(run).parent.mkdir(exist_ok=True)
-    owner.record_path(run).write_text(json.dumps({"runtime": "local", "token": "t", "supervisor": supervisor}))
+    owner.record_path(run).write_text(json.dumps({"runtime": "local", "token": "t", "supervisor": recorded}))
     assert [] == supervisor.processes_left(run)
     assert not supervisor.running(run)
