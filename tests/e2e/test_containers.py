@@ -216,7 +216,7 @@ def test_a_neighbour_must_not_reach_tensorboard(
     open_server, closed_server = beside(), beside("--sysctl={}={}".format(*setting))
     for address in (open_server, closed_server):
         wait_for(lambda address=address: answers(address), "the server to answer this machine")
-    wait_for(lambda: answers(open_server, *neighbour), "the neighbour to have a route to containers", timeout_s=20)
+    wait_for(lambda: answers(open_server, *neighbour), "the neighbour to have a route to containers", timeout_s=300)
     assert not answers(closed_server, *neighbour)
     assert answers(address_of(board))
     assert not answers(address_of(board), *neighbour)

@@ -160,5 +160,5 @@ def test_watching_asks_no_engine_and_reads_no_event(
             monkeypatch.undo()
             end(run, "succeeded")
 
-    assert "succeeded" == watch.follow(run, end_after_three, timeout_s=20)["state"]
+    assert "succeeded" == watch.follow(run, end_after_three, timeout_s=300)["state"]
     assert [7, 7, 7] == looks
