@@ -31,11 +31,31 @@ def port() -> int:
     return local.free_ports(1)[0]
 
 
+LAZY = """
+import time
+
+from tensorflow import keras
+
+
+class Pauses(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        time.sleep(0.3)
+
+
+def callbacks(run_dir, task):
+    return [Pauses()]
+"""
+"""Has a training leave the processor to the tests: nobody needs its steps."""
+
+
 @pytest.fixture(scope="module")
-def training(clusters: Clusters, port: int) -> Iterator[RunFolder]:
+def training(clusters: Clusters, port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunFolder]:
     """Chief and two workers in containers, training for longer than any test looks at them."""
+    (folder := tmp_path_factory.mktemp("theirs") / "lazy").mkdir(mode=0o755)
+    (folder / "lazy.py").write_text(LAZY)
+    theirs = Clusters(clusters.runs_dir, {"PYTHONPATH": str(folder)})
     words = ["up", "--name=contained", "--runtime=docker", f"--tensorboard-port={port}", "--detach"]
-    clusters.invoke(*words, "--", *TRAINING, *ENDLESS, timeout_s=400)
+    theirs.invoke(*words, "--", *TRAINING, *ENDLESS, "--callbacks=lazy:callbacks", timeout_s=400)
     yield clusters.run("contained")
     clusters.invoke("down")
 
