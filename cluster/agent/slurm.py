@@ -3,6 +3,7 @@
     python -m cluster.agent.slurm task [ARGUMENT ...]   a task of `srun`; the arguments are the agent's
     python -m cluster.agent.slurm stop                  the job's time is running out: every task saves and ends
     python -m cluster.agent.slurm result                exit code 75 if the job is to be queued again, else how it ended
+    python -m cluster.agent.slurm check                 says as JSON what this node has; `invoke doctor --runtime slurm`
 
 Where the tasks run is known only when the job has its nodes, and again elsewhere after each requeue. So every task
 records the address of its node and a port that is free there, and the chief's makes the cluster of all of them.
@@ -11,6 +12,7 @@ records the address of its node and a port that is free there, and the chief's m
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -21,8 +23,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from cluster import settings, tf_config
+from cluster.agent import rendezvous
 from cluster.agent.pod import exit_code, go_on
 from cluster.errors import (
     EXIT_FAILED,
@@ -43,6 +47,8 @@ PORTS = range(20000, 32000)
 """Below the ports that Linux gives to outgoing connections."""
 POLL_S = 0.1
 SCONTROL_S = 30.0
+REACH_S = 20.0
+"""How long nodes that are checked get to reach each other."""
 TIME_LIMIT = "time limit"
 """Who asks for the stop that the end of the job's time makes necessary."""
 
@@ -58,6 +64,9 @@ def main(arguments: list[str]) -> int:
             return 0
         if arguments == ["result"]:
             return result(run)
+        if arguments == ["check"]:
+            print(json.dumps(check(run)), flush=True)
+            return 0
     except ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -89,6 +98,21 @@ def gpus(role: Role, each: str) -> dict[str, str]:
     if not each or role not in (Role.CHIEF, Role.WORKER):
         return {"CUDA_VISIBLE_DEVICES": "-1"}
     return {"GPUS_GIVEN": each, "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+
+
+def check(run: RunFolder) -> dict[str, Any]:
+    """Return this node's name and clock, whether it sees the data, and what keeps it from reaching other nodes."""
+    node, number = os.environ["SLURMD_NODENAME"], int(os.environ["SLURM_PROCID"])
+    found = {"node": node, "time": time.time(), "data": Path(os.environ["DATA_DIR"]).is_dir(), "unreached": ""}
+    name = run.load_cluster().tasks[number].name
+    host = node_address(node)
+    write_json(places(run) / f"{name}.json", {"node": node, "host": host, "port": free_port(host, number)})
+    cluster = assemble(run) if number == 0 else await_cluster(run)
+    try:
+        rendezvous.wait(cluster, cluster.task(name), token=run.name, timeout_s=REACH_S)
+    except ClusterError as error:
+        found["unreached"] = str(error)
+    return found
 
 
 def places(run: RunFolder) -> Path:

@@ -54,12 +54,15 @@ class Request:
         PRESET,
         needs=Needs.TRAINER,
     )
-    loop: str = option(Group.TRAINS, "custom, or fit for Keras's own", LOOPS[0], choices=LOOPS, needs=Needs.TRAINER)
+    loop: str = option(
+        Group.TRAINS, "custom, or fit for Keras's own", LOOPS[0], choices=LOOPS, needs=Needs.TRAINER, is_override=True
+    )
     precision: str = option(
         Group.TRAINS,
         "fp32, bf16 or fp16: what layers compute in; weights stay in float32",
         "fp32",
         needs=Needs.TRAINER,
+        is_override=True,
     )
     bitwise_elastic: str = option(
         Group.TRAINS,
@@ -67,6 +70,7 @@ class Request:
         "0, none",
         kinds=(int,),
         needs=Needs.TRAINER,
+        is_override=True,
     )
     micro_batches: str = option(
         Group.TRAINS,
@@ -74,6 +78,7 @@ class Request:
         1,
         kinds=(int,),
         needs=Needs.TRAINER,
+        is_override=True,
     )
     script: str = option(
         Group.TRAINS,
@@ -143,6 +148,7 @@ class Request:
         "auto",
         kinds=(int, str),
         needs=Needs.TRAINER,
+        is_override=True,
     )
     hang_timeout: str = option(
         Group.KEPT,
@@ -191,9 +197,9 @@ class Request:
 
     def training(self) -> list[str]:
         """Return the overrides of the training configuration, those that are options of `up` first."""
-        names = ("loop", "bitwise_elastic", "micro_batches", "precision", "checkpoint_every")
-        given = [(f"--{OPTIONS[name].key}", value) for name in names if (value := getattr(self, name))]
-        return [*(word for pair in given for word in pair), *self.train, *self.overrides]
+        ours = [each for each in OPTIONS.values() if each.is_override and getattr(self, each.name)]
+        words = [word for each in ours for word in (f"--{each.key}", getattr(self, each.name))]
+        return [*words, *self.train, *self.overrides]
 
     def number(self, name: str) -> int:
         """Return an option as a number, or its default.

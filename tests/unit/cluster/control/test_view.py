@@ -81,7 +81,7 @@ def test_status_holds_what_the_contract_lists(run: RunFolder, monkeypatch: pytes
     } == value
     assert ["chief", "worker-0"] == [task["task"] for task in tasks]
     assert {"step": 10, "every_s": None} == {name: checkpoint[name] for name in ("step", "every_s")}
-    assert 0 <= checkpoint["age_s"] < 5
+    assert 0 <= checkpoint["age_s"] < 60
 
 
 def test_a_run_that_ended_says_how_to_train_as_long_again(run: RunFolder) -> None:
@@ -359,6 +359,9 @@ def test_a_task_without_a_heartbeat_is_not_healthy(run: RunFolder) -> None:
     assert (False, "chief has no heartbeat yet") == health.check(run, "chief")
 
 
+BATCH = {"global_batch": 192, "replica_batch": 192, "micro_batches": 1, "micro_batch": 192}
+
+
 def test_a_plan_says_what_each_task_is_told(run: RunFolder) -> None:
     task = {"task": "chief", "address": "chief:2222", "tf_config": None}
     value = {"run": "demo", "strategy": "OneDeviceStrategy", "replicas": 1, "runtime": "local", "tasks": [task]}
@@ -366,7 +369,9 @@ def test_a_plan_says_what_each_task_is_told(run: RunFolder) -> None:
         "run demo: OneDeviceStrategy, 1 replica, runtime local",
         "global batch 192: 192 a replica and step",
         "chief  chief:2222  no TF_CONFIG: it trains alone",
-    ] == view.plan(value | {"global_batch": 192, "replica_batch": 192, "micro_batches": 1})
+    ] == view.plan(value | BATCH)
+    in_parts = view.plan(value | BATCH | {"micro_batches": 4, "micro_batch": 48})
+    assert "global batch 192: 192 a replica and step, in micro-batches of 48" == in_parts[1]
 
 
 TRAINING = {"precision": "fp32", "optimizer": "adam", "learning_rate": 0.002, "scaling": "none", "warmup_steps": 100}
@@ -393,12 +398,7 @@ SCALED = {"precision": "bf16", "optimizer": "sgd", "base_learning_rate": 0.1, "b
 def test_a_plan_says_in_one_line_how_gradients_become_updates(training: dict[str, Any], told: str) -> None:
     value = {"run": "demo", "strategy": "OneDeviceStrategy", "replicas": 1, "runtime": "local", "tasks": []}
     with_task = value | {"tasks": [{"task": "chief", "address": "chief:2222", "tf_config": None}]}
-    assert (
-        told
-        == view.plan(with_task | {"global_batch": 192, "replica_batch": 192, "micro_batches": 1, "training": training})[
-            2
-        ]
-    )
+    assert told == view.plan(with_task | BATCH | {"training": training})[2]
 
 
 def test_findings_end_with_their_fix(tmp_path: Path) -> None:
