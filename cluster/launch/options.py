@@ -54,6 +54,7 @@ class Option:
         choices: the only values it takes; empty: any that pass the checks of whoever uses them.
         bounds: the smallest and the largest number, of an option with a default that is a number.
         needs: what it can be combined with; None: anything.
+        is_override: whether it is a field of the training configuration, too.
         is_path: whether it names a file, which a run file names relative to itself.
     """
 
@@ -66,6 +67,7 @@ class Option:
     choices: tuple[str, ...] = ()
     bounds: tuple[int, int] = (0, 0)
     needs: Needs | None = None
+    is_override: bool = False
     is_path: bool = False
 
     @property

@@ -15,7 +15,7 @@ from cluster.agent.watchdog import HANG_TIMEOUT_S
 from cluster.errors import PrerequisiteError, UsageError
 from cluster.launch.options import Group, Needs, check_choices, declared, option, switch
 from cluster.recovery.attempts import MAX_RESTARTS
-from cluster.runtime import tensorboard
+from cluster.runtime import registry, tensorboard
 from cluster.spec import MAX_TASKS, ClusterSpec, Role, parse_count
 
 PRESET = "fashion_mnist"
@@ -24,6 +24,7 @@ SCHEDULES = ("gpipe", "1f1b", "pipedream")
 WORKERS = "2"
 DEVICE_FILES = {"tpu": ("/dev/accel*", "/dev/vfio/[0-9]*")}
 """The files of the hardware that some strategies need, where this machine has it."""
+_ONE_OF_RUNTIMES = f"{', '.join([registry.AUTO, *list(registry.RUNTIMES)[:-1]])} or {list(registry.RUNTIMES)[-1]}"
 _ONE_OF_STRATEGIES = ", ".join([strategies.AUTO, *list(strategies.STRATEGIES)[:-1]])
 
 
@@ -54,12 +55,15 @@ class Request:
         PRESET,
         needs=Needs.TRAINER,
     )
-    loop: str = option(Group.TRAINS, "custom, or fit for Keras's own", LOOPS[0], choices=LOOPS, needs=Needs.TRAINER)
+    loop: str = option(
+        Group.TRAINS, "custom, or fit for Keras's own", LOOPS[0], choices=LOOPS, needs=Needs.TRAINER, is_override=True
+    )
     precision: str = option(
         Group.TRAINS,
         "fp32, bf16 or fp16: what layers compute in; weights stay in float32",
         "fp32",
         needs=Needs.TRAINER,
+        is_override=True,
     )
     bitwise_elastic: str = option(
         Group.TRAINS,
@@ -67,6 +71,7 @@ class Request:
         "0, none",
         kinds=(int,),
         needs=Needs.TRAINER,
+        is_override=True,
     )
     stages: str = option(
         Group.TRAINS,
@@ -81,6 +86,7 @@ class Request:
         1,
         kinds=(int,),
         needs=Needs.TRAINER,
+        is_override=True,
     )
     schedule: str = option(
         Group.TRAINS,
@@ -121,7 +127,7 @@ class Request:
         empty=(),
         kinds=(list,),
     )
-    runtime: str = option(Group.RUNS, "auto, docker, local or slurm", "auto: containers where a Docker Engine answers")
+    runtime: str = option(Group.RUNS, _ONE_OF_RUNTIMES, "auto: containers where a Docker Engine answers")
     network: str = option(
         Group.RUNS,
         "local tasks' network: private, or host, the machine's",
@@ -168,6 +174,7 @@ class Request:
         "auto",
         kinds=(int, str),
         needs=Needs.TRAINER,
+        is_override=True,
     )
     hang_timeout: str = option(
         Group.KEPT,
@@ -216,11 +223,12 @@ class Request:
 
     def training(self) -> list[str]:
         """Return the overrides of the training configuration, those that are options of `up` first."""
-        names = ("loop", "bitwise_elastic", "precision", "checkpoint_every", "micro_batches")
-        given = {f"--{OPTIONS[name].key}": getattr(self, name) for name in names}
-        given |= {f"--pipeline.{name}": getattr(self, name) for name in ("schedule", "cut")}
-        words = [word for pair in given.items() if pair[1] for word in pair]
-        return [*words, *(["--pipeline.remat"] if self.remat else []), *self.train, *self.overrides]
+        ours = [each for each in OPTIONS.values() if each.is_override and getattr(self, each.name)]
+        words = [word for each in ours for word in (f"--{each.key}", getattr(self, each.name))]
+        stages = {f"--pipeline.{name}": getattr(self, name) for name in ("schedule", "cut")}
+        words += [word for pair in stages.items() if pair[1] for word in pair]
+        words += ["--pipeline.remat"] if self.remat else []
+        return [*words, *self.train, *self.overrides]
 
     def number(self, name: str) -> int:
         """Return an option as a number, or its default.

@@ -55,8 +55,13 @@ manifest = record({}, {"runtime": (text, ABSENT)})
 
 HOST = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,253}")
 
+
+def _strategy(value: Any) -> Any:
+    return one_of(*STRATEGIES)(value)  # those that are registered now
+
+
 _task = record({"role": one_of(*Role), "index": count, "host": text, "port": count})
-_cluster = record({"strategy": one_of(*STRATEGIES), "devices": count, "tasks": listing(_task, 3 * MAX_TASKS)})
+_cluster = record({"strategy": _strategy, "devices": count, "tasks": listing(_task, 3 * MAX_TASKS)})
 
 
 def cluster(value: Any) -> ClusterSpec:

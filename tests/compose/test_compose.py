@@ -61,16 +61,16 @@ def config(compose_cli: None, tmp_path: Path) -> Config:
     ) -> dict[str, Any]:
         run_dir, image = tmp_path / "runs" / "a-run", "tf-cluster/train:cpu"
         containers = Containers(run_dir, tmp_path / data_dir, image, "1000:1000", MEMORY_BYTES, **(brought or {}))
-        overlay = tmp_path / "compose.json"
-        overlay.write_text(json.dumps(overlay.overlay(spec.build(**topology), containers, command or [])))
-        return read_config(compose.command(overlay, "config", "--format", "json"))
+        path = tmp_path / "compose.json"
+        path.write_text(json.dumps(overlay.overlay(spec.build(**topology), containers, command or [])))
+        return read_config(compose.command(path, "config", "--format", "json"))
 
     return read
 
 
 def read_config(command: str) -> dict[str, Any]:
     """Run a `docker compose config` command; no warning may be among what it says."""
-    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (0, "") == (done.returncode, done.stderr)
     return json.loads(done.stdout)
 

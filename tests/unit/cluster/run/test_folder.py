@@ -35,7 +35,7 @@ def run(make_run: MakeRun) -> RunFolder:
 @pytest.mark.parametrize("parent", ["a file", "/proc"])
 def test_a_folder_that_cannot_be_written_is_a_missing_prerequisite(tmp_path: Path, parent: str) -> None:
     (tmp_path / "a file").touch()
-    with pytest.raises(PrerequisiteError, match="set RUNS_DIR to a folder that can be written"):
+    with pytest.raises(PrerequisiteError, match="RUNS_DIR"):
         RunFolder(tmp_path / parent / "run").create()
 
 
@@ -46,7 +46,7 @@ def test_a_heartbeat_holds_what_the_contract_lists(run: RunFolder) -> None:
     beat = Heartbeat(run, run.load_cluster().task("worker-0"), generation=2, restarts=1)
     beat.update(state="training", step=7, loss=0.5, examples_per_s=100.0)
     written = read_json(run.status("worker-0"))
-    assert abs(time.time() - written.pop("updated_at")) < 5
+    assert abs(time.time() - written.pop("updated_at")) < 60
     assert {
         "task": "worker-0",
         "role": "worker",
@@ -111,7 +111,7 @@ def test_events_carry_time_task_generation_and_detail(run: RunFolder) -> None:
     run.event("chief", "first step", step=1)
     run.event("worker-0", "restarted", generation=0, cause="exit code 137")
     first, second = run.events()
-    assert abs(time.time() - first.pop("time")) < 5
+    assert abs(time.time() - first.pop("time")) < 60
     assert {"task": "chief", "event": "first step", "generation": 1, "step": 1, "detail": {}} == first
     assert (0, None, {"cause": "exit code 137"}) == (second["generation"], second["step"], second["detail"])
 

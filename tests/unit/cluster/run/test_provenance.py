@@ -87,7 +87,7 @@ def test_nor_is_one_that_is_no_record_any_more(started: Callable[..., RunFolder]
         run.manifest.unlink()
     else:
         run.manifest.write_text({"broken": "{", "no object": "[]"}[how])
-    with pytest.raises(UsageError, match=r"manifest.json changed"):
+    with pytest.raises(UsageError, match="manifest.json"):
         provenance.check(run)
 
 
@@ -107,7 +107,7 @@ def test_a_run_that_was_copied_or_renamed_is_refused(started: Callable[..., RunF
     mine = started()
     theirs = RunFolder(mine.path.with_name("theirs"))
     shutil.copytree(mine.path, theirs.path)
-    with pytest.raises(UsageError, match="was not started by you"):
+    with pytest.raises(UsageError, match="--trust"):
         provenance.check(theirs)
 
 
@@ -204,7 +204,7 @@ def test_a_run_is_scaled_only_if_its_tasks_left_its_records_alone(
     planned = planning.plan(Request(resume="mine", runtime="local", tensorboard_port="0"))
     write_json(run.config, read_json(run.config) | {"preset": "theirs:preset"})  # before the last of them ended
     before = read_json(provenance._path(run.name))
-    with pytest.raises(UsageError, match="config.json changed"):
+    with pytest.raises(UsageError, match="config.json"):
         startup.go_on(planned, Commands())
     assert (before, 0) == (read_json(provenance._path(run.name)), run.generation)
 
@@ -212,7 +212,7 @@ def test_a_run_is_scaled_only_if_its_tasks_left_its_records_alone(
 def test_a_rerun_believes_no_runtime_but_the_one_it_was_started_with(ready: Callable[[str], RunFolder]) -> None:
     run = ready("rerun")
     write_json(run.manifest, read_json(run.manifest) | {"runtime": "docker"})
-    with pytest.raises(UsageError, match=r"manifest.json changed"):
+    with pytest.raises(UsageError, match="manifest.json"):
         rerun.rerun(run, "", 0.0, Commands())
 
 
@@ -305,5 +305,5 @@ def test_scaling_believes_the_records_as_little(ready: Callable[[str], RunFolder
     run = ready("scale")
     another = {"global_batch": 192, "preset": "theirs:preset"}
     write_json(run.config, another)
-    with pytest.raises(UsageError, match="config.json changed"):
+    with pytest.raises(UsageError, match="config.json"):
         scaling.plan(run, "2", "")

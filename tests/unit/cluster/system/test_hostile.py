@@ -24,7 +24,6 @@ import tasks
 from cluster import spec, tf_config
 from cluster.checks import rerun
 from cluster.cli.command_line import report_errors
-from cluster.control import faults
 from cluster.errors import EXIT_USAGE, UsageError
 from cluster.gpu import placement
 from cluster.gpu.placement import Placement
@@ -33,7 +32,7 @@ from cluster.launch import configuration, folders, planning, startup
 from cluster.launch.request import Request
 from cluster.launch.scripts import check_script
 from cluster.run.folder import RunFolder
-from cluster.runtime import compose, local, overlay, registry, supervisor
+from cluster.runtime import compose, faults, local, overlay, registry, supervisor
 from cluster.runtime.overlay import Containers
 from cluster.system import user_code
 from cluster.system.json_files import write_json

@@ -13,12 +13,12 @@ from invoke import Context, Exit
 
 import tasks
 from cluster import spec
-from cluster.control import chaos, view
+from cluster.control import view
 from cluster.launch import planning, startup
 from cluster.launch.request import Request
 from cluster.run.folder import RunFolder
 from cluster.run.heartbeat import Heartbeat
-from cluster.runtime import overlay, supervisor
+from cluster.runtime import compose, faults, overlay, supervisor
 from cluster.system import files, journal, json_files
 from tests.unit.launching import Commands
 
@@ -78,7 +78,7 @@ def test_no_file_of_a_run_is_read_through_a_link(
     run = make_run()
     swap(run.path / AT[what], outside / "secret")
     if what in ("logs", "hash"):
-        with pytest.raises(OSError, match="not followed") as refused:
+        with pytest.raises(files.LinkError) as refused:
             READS[what](run)
         assert str(run.path / AT[what]) == refused.value.filename
     else:
@@ -105,7 +105,7 @@ def test_nor_through_a_folder_that_is_one(
     run = make_run()
     swap((run.path / AT[what]).parent, outside)
     if what == "logs":
-        with pytest.raises(OSError, match="not followed"):
+        with pytest.raises(files.LinkError):
             READS[what](run)
     else:
         assert not READS[what](run)
@@ -117,9 +117,9 @@ def test_nor_through_a_folder_that_is_one(
 def test_what_is_no_plain_file_is_not_waited_for(make_run: MakeRun, make: Callable[[Path], None], at: str) -> None:
     run = make_run()
     make(run.path / at)
-    with pytest.raises(json_files.DamagedError, match="not followed"):
+    with pytest.raises(json_files.DamagedError):
         json_files.read_json(run.path / at)
-    with pytest.raises(OSError, match="not followed"):
+    with pytest.raises(files.LinkError):
         files.open_file(run.path / at, "rb")
 
 
@@ -139,7 +139,7 @@ def test_nothing_is_written_through_a_folder_that_is_a_link(
 ) -> None:
     run = make_run()
     swap(run.path / folder, outside)
-    with pytest.raises(OSError, match="not followed"):
+    with pytest.raises(files.LinkError):
         WRITES[folder](run)
     assert untouched()
 
@@ -150,11 +150,11 @@ def test_no_file_is_written_through_a_link(
 ) -> None:
     run = make_run()
     swap(run.events_log, outside / "secret")
-    with pytest.raises(OSError, match="not followed"):
+    with pytest.raises(files.LinkError):
         files.open_file(run.events_log, mode)
     run.event("chief", "told")  # never the end of whoever tells
     swap(run.control / "reserve", outside / "secret")
-    with pytest.raises(OSError, match="not followed"):
+    with pytest.raises(files.LinkError):
         files.open_file(run.control / "reserve", "wb")
     assert untouched()
 
@@ -182,7 +182,7 @@ def test_a_heartbeat_goes_nowhere_else(make_run: MakeRun, outside: Path, untouch
 def test_dots_lead_nowhere(make_run: MakeRun) -> None:
     run = make_run()
     for path in (run.path / "..", run.control / ".." / "config.json"):
-        with pytest.raises(OSError, match="not followed"):
+        with pytest.raises(files.LinkError):
             files.open_file(path, "rb")
 
 
@@ -198,7 +198,7 @@ def test_a_full_disk_makes_no_room_outside(make_run: MakeRun, outside: Path) -> 
     run = make_run()
     (outside / "reserve").touch()
     swap(run.control, outside)
-    with pytest.raises(OSError, match="not followed"):
+    with pytest.raises(files.LinkError):
         files.remove(run.path / json_files.RESERVE)
     assert (outside / "reserve").exists()
 
@@ -212,7 +212,7 @@ def test_logs_shows_nothing_but_the_run_s_own(
     run = make_run()
     monkeypatch.setenv("RUNS_DIR", str(run.path.parent))
     swap(run.log("chief"), outside / "secret")
-    with pytest.raises(Exit, match=r"^error: \S*/logs/chief.log: a link.* not followed; mend that") as refused:
+    with pytest.raises(Exit, match="/logs/chief.log") as refused:
         tasks.ns["logs"](Context(), "chief", run=run.name)
     assert (1, "") == (refused.value.code, capsys.readouterr().out)
 
@@ -224,7 +224,7 @@ def test_tensorflow_is_given_nothing_with_links_to_read_or_write(
     run = make_run()
     monkeypatch.setenv("RUNS_DIR", str(run.path.parent))
     swap(run.path / part, outside)
-    with pytest.raises(Exit, match="not followed"):
+    with pytest.raises(Exit, match=part):
         tasks.ns["export"](Context(), run.name)  # a context that would really run it
 
 
@@ -236,7 +236,7 @@ def test_corrupting_a_checkpoint_damages_no_other_file(
         json_files.write_json(run.checkpoints / "ckpt-1.json", {"files": {name: {"size_bytes": 1}}})
         swap(run.checkpoints / "link", outside / "secret")
         with pytest.raises(OSError):
-            chaos._damage_newest(run)
+            faults.ProcessFaults(run).corrupt("chief")
         (run.checkpoints / "link").unlink()
         assert untouched()
 
@@ -261,7 +261,7 @@ def test_what_goes_on_or_begins_again_touches_nothing_outside(
     json_files.write_json(planned.run.summary, {"state": "stopped"})
     resumed = planning.plan(Request(resume="one", runtime="local", tensorboard_port="0"))
     swap(planned.run.path / part, outside)
-    with pytest.raises(OSError, match="not followed"):
+    with pytest.raises(files.LinkError):
         startup.start(resumed, Commands(), began=time.time())
     assert untouched()
     if part == "control":
@@ -288,7 +288,7 @@ def test_nor_does_what_is_copied_or_kept_for_later(
     resumed = dataclasses.replace(resumed, payload=dataclasses.replace(resumed.payload, packages=tmp_path / "packages"))
     for name in ("requirements.txt", "control/reserve"):
         swap(planned.run.path / name, outside / "secret")
-        with pytest.raises(OSError, match=r"not followed.*" + name):
+        with pytest.raises(files.LinkError, match=name):
             startup.start(resumed, Commands(), began=time.time())
         (planned.run.path / name).unlink()
     assert untouched()
@@ -308,7 +308,7 @@ def test_handing_over_a_folder_hands_over_no_more(
         handed.append(Path(f"/proc/self/fd/{dir_fd}").readlink() / name)
 
     monkeypatch.setattr(os, "chown", chown)
-    startup._hand_over(run.path)
+    compose._give_to_tasks(run.path)
     assert {run.path, *run.path.rglob("*")} <= {*handed}
     assert all(path.is_relative_to(run.path) for path in handed)
 

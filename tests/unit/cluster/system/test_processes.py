@@ -58,7 +58,7 @@ def test_a_child_s_end_is_waited_for(
 ) -> None:
     if not told_by_the_kernel:
         monkeypatch.setattr(os, "pidfd_open", no_pidfd)
-    with pytest.raises(subprocess.TimeoutExpired, match=r"'sleep', '60'.*timed out after 0.05 s"):
+    with pytest.raises(subprocess.TimeoutExpired):
         processes.wait(child, 0.05)
     child.kill()
     assert -signal.SIGKILL == processes.wait(child, 30) == processes.wait(child)

@@ -80,11 +80,9 @@ def test_a_closed_port_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_server_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setattr(download, "PROBE_TIMEOUT_S", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        started = time.monotonic()
-        with pytest.raises(PrerequisiteError, match=r"^127\.0\.0\.1: (no answer within 0\.2 s|timed out)$"):
-            fetch(tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}/file.gz")
-        assert time.monotonic() - started < 4
+    given_up = pytest.raises(PrerequisiteError, match=r"^127\.0\.0\.1: (no answer within 0\.2 s|timed out)$")
+    with socket.create_server(("127.0.0.1", 0)) as silent, given_up:
+        fetch(tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}/file.gz")
 
 
 def test_a_resolver_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
