@@ -43,6 +43,7 @@ class Pipeline:
         self._tasks = max(1, len(spec.members))
         self._task = spec.members.index(context.task) if spec.members else 0
         self._parts = cut(context.model, config, spec.stages)
+        self._models = [blocks.stage_model(part, number) for number, part in enumerate(self._parts)]
         self._micro_batch = config.global_batch // config.micro_batches
         self._asynchronous = config.pipeline.schedule == "pipedream"
         arrays = context.source.arrays
@@ -70,7 +71,7 @@ class Pipeline:
 
     def _stage(self, number: int, carrier: edges.Edges) -> Stage:
         config, spec = self._context.config, self._context.spec
-        model = blocks.stage_model(self._parts[number], number)
+        model = self._models[number]
 
         def update(sums: Sequence[tf.Tensor], at: int) -> tf.Tensor:
             return self._update(model.trainable_variables, sums, at)
@@ -166,20 +167,17 @@ class Pipeline:
         halves = {
             id(variable): tf.nn.l2_loss(gradient)
             for number, stage in self._stages.items()
-            for variable, gradient in zip(self._variables(number), stage.sums, strict=True)
+            for variable, gradient in zip(self._models[number].trainable_variables, stage.sums, strict=True)
         }
         if self._tasks > 1:
             for owner in range(self._tasks):
-                variables = self._variables(owner)
+                variables = self._models[owner].trainable_variables
                 own = tf.stack([halves[id(each)] for each in variables]) if owner == self._task else None
                 spec = tf.TensorSpec([len(variables)], tf.float32)
                 (shared,) = edges.broadcast([own], [spec], owner, self._task, self._tasks, edges.NORMS)
                 halves |= {id(each): half for each, half in zip(variables, tf.unstack(shared), strict=True)}
         ordered = [halves[id(variable)] for variable in self._context.model.trainable_variables]
         return tf.sqrt(tf.reduce_sum(tf.stack(ordered)) * 2.0)
-
-    def _variables(self, number: int) -> list[keras.Variable]:
-        return [variable for block in self._parts[number] for variable in block.trainable_variables]
 
     def _trace_share(self) -> Callable[[], tf.Tensor]:
         shared = [self._state(number) for number in range(len(self._parts))]
@@ -202,8 +200,8 @@ class Pipeline:
 
     def _state(self, number: int) -> list[tf.Variable]:
         """Return what a stage changes as it trains: its layers' variables, and the optimizer's for each of them."""
-        own = [variable for block in self._parts[number] for layer in block.layers for variable in layer.variables]
-        trained = {id(variable) for variable in self._variables(number)}
+        own = list(self._models[number].variables)
+        trained = {id(variable) for variable in self._models[number].trainable_variables}
         count = len(self._context.model.trainable_variables)
         for slots in vars(self._policy.optimizer).values():
             if isinstance(slots, list) and len(slots) == count and isinstance(slots[0], keras.Variable):
