@@ -116,7 +116,7 @@ def rehearse(run: RunFolder) -> None:
 
 
 def configure_threads(config: TrainConfig) -> None:
-    """Have one operation use as many threads as the configuration says. Call before any device is used."""
+    """Set the number of threads of one operation. Call before any device is used."""
     tf.config.threading.set_intra_op_parallelism_threads(config.threads)
 
 

@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> int:
 
 @contextlib.contextmanager
 def _stdout_kept_free() -> Iterator[None]:
-    """Have what a model of the user's own prints go to stderr: programs read what is printed here."""
+    """Redirect what a user's model prints to stderr: programs read stdout."""
     sys.stdout.flush()
     own = os.dup(1)
     os.dup2(2, 1)

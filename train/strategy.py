@@ -143,7 +143,7 @@ POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"
 
 @contextlib.contextmanager
 def policy(precision: str) -> Iterator[None]:
-    """Have the layers that are built inside compute in a precision.
+    """Set the precision in which layers that are built inside compute.
 
     Their weights stay in float32. What is built outside, such as the model that is exported, computes in float32.
     """

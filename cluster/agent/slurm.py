@@ -3,6 +3,7 @@
     python -m cluster.agent.slurm task [ARGUMENT ...]   a task of `srun`; the arguments are the agent's
     python -m cluster.agent.slurm stop                  the job's time is running out: every task saves and ends
     python -m cluster.agent.slurm result                exit code 75 if the job is to be queued again, else how it ended
+    python -m cluster.agent.slurm check                 says as JSON what this node has; `invoke doctor --runtime slurm`
 
 Where the tasks run is known only when the job has its nodes, and again elsewhere after each requeue. So every task
 records the address of its node and a port that is free there, and the chief's makes the cluster of all of them.
@@ -11,6 +12,7 @@ records the address of its node and a port that is free there, and the chief's m
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -21,8 +23,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from cluster import settings, tf_config
+from cluster.agent import rendezvous
 from cluster.agent.pod import exit_code, go_on
 from cluster.errors import (
     EXIT_FAILED,
@@ -35,7 +39,7 @@ from cluster.errors import (
 )
 from cluster.run import launch_records, records
 from cluster.run.folder import REQUEUE, RunFolder
-from cluster.spec import ClusterSpec, Role
+from cluster.spec import ClusterSpec, Role, Task
 from cluster.system import processes
 from cluster.system.json_files import write_json
 
@@ -43,6 +47,8 @@ PORTS = range(20000, 32000)
 """Below the ports that Linux gives to outgoing connections."""
 POLL_S = 0.1
 SCONTROL_S = 30.0
+REACH_S = 20.0
+"""How long nodes that are checked get to reach each other."""
 TIME_LIMIT = "time limit"
 """Who asks for the stop that the end of the job's time makes necessary."""
 
@@ -58,6 +64,9 @@ def main(arguments: list[str]) -> int:
             return 0
         if arguments == ["result"]:
             return result(run)
+        if arguments == ["check"]:
+            print(json.dumps(check(run)), flush=True)
+            return 0
     except ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -66,22 +75,26 @@ def main(arguments: list[str]) -> int:
 
 
 def _task(run: RunFolder, words: list[str]) -> int:
-    """Be a task of the job: take a place in the cluster, and run the task's agent until it has ended by itself."""
+    """Be a task of the job: run the agent of one of the run's tasks until it has ended by itself."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_PEER_LOST))  # until the agent asks for a checkpoint
-    tasks = run.load_cluster().tasks
-    number = int(os.environ["SLURM_PROCID"])
+    cluster, task = _join(run)
+    os.environ |= {"TASK": task.name, "STOP_THEN": REQUEUE, "CLUSTER_JSON": str(places(run) / "cluster.json")}
+    if config := tf_config.dumps(cluster, task):
+        os.environ["TF_CONFIG"] = config
+    os.environ |= gpus(task.role, os.environ.get("GPUS_PER_TASK", ""))
+    return keep_agent([sys.executable, "-m", "cluster.agent", *words])
+
+
+def _join(run: RunFolder) -> tuple[ClusterSpec, Task]:
+    """Record where this task is; return the cluster of all and which of its tasks this one is."""
+    tasks, number = run.load_cluster().tasks, int(os.environ["SLURM_PROCID"])
     if number >= len(tasks):
         raise UsageError(f"the job has more tasks than the {len(tasks)} of {run.name}; start it with `invoke up`")
-    name = tasks[number].name
-    node = os.environ["SLURMD_NODENAME"]
+    name, node = tasks[number].name, os.environ["SLURMD_NODENAME"]
     host = node_address(node)
     write_json(places(run) / f"{name}.json", {"node": node, "host": host, "port": free_port(host, number)})
     cluster = assemble(run) if number == 0 else await_cluster(run)
-    os.environ |= {"TASK": name, "STOP_THEN": REQUEUE, "CLUSTER_JSON": str(places(run) / "cluster.json")}
-    if config := tf_config.dumps(cluster, cluster.task(name)):
-        os.environ["TF_CONFIG"] = config
-    os.environ |= gpus(cluster.task(name).role, os.environ.get("GPUS_PER_TASK", ""))
-    return keep_agent([sys.executable, "-m", "cluster.agent", *words])
+    return cluster, cluster.task(name)
 
 
 def gpus(role: Role, each: str) -> dict[str, str]:
@@ -89,6 +102,18 @@ def gpus(role: Role, each: str) -> dict[str, str]:
     if not each or role not in (Role.CHIEF, Role.WORKER):
         return {"CUDA_VISIBLE_DEVICES": "-1"}
     return {"GPUS_GIVEN": each, "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+
+
+def check(run: RunFolder) -> dict[str, Any]:
+    """Return this node's name and clock, whether it sees the data, and what keeps it from reaching other nodes."""
+    data = Path(os.environ["DATA_DIR"]).is_dir()
+    found = {"node": os.environ["SLURMD_NODENAME"], "time": time.time(), "data": data, "unreached": ""}
+    cluster, task = _join(run)
+    try:
+        rendezvous.wait(cluster, task, token=run.name, timeout_s=REACH_S)
+    except ClusterError as error:
+        found["unreached"] = str(error)
+    return found
 
 
 def places(run: RunFolder) -> Path:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cluster.checks import bandwidth as allreduce
-from cluster.checks import gpu_host
+from cluster.checks import gpu_host, nodes
 from cluster.errors import ClusterError, UsageError
 from cluster.findings import Finding
 from cluster.image import locks
@@ -28,10 +28,11 @@ def examine(port: int = tensorboard.PORT) -> list[Finding]:
     return [*machine, *found, *gpu_host.examine()]
 
 
-def look(*, bandwidth: bool = False, gpus: str = "") -> dict[str, Any]:
+def look(*, bandwidth: bool = False, gpus: str = "", runtime: str = "") -> dict[str, Any]:
     """Return what this machine has and lacks, as `invoke doctor --json` shows it.
 
     Args:
+        runtime: whose nodes are examined, too; empty for none.
         bandwidth: whether the all-reduce between GPUs is measured, too.
         gpus: between which; empty for all.
 
@@ -43,7 +44,8 @@ def look(*, bandwidth: bool = False, gpus: str = "") -> dict[str, Any]:
             f"--gpus {gpus} without --bandwidth: it says between which to measure; add it, or leave both out"
         )
     measured = [allreduce.examine(gpus)] if bandwidth else []
-    return report([*examine(), *measured])
+    remote = nodes.examine(runtime, folders.runs_dir(), folders.data_dir()) if runtime else []
+    return report([*examine(), *remote, *measured])
 
 
 def report(findings: list[Finding]) -> dict[str, Any]:

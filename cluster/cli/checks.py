@@ -24,11 +24,12 @@ from cluster.launch.request import OPTIONS
 @task(
     bandwidth="also measure the all-reduce between GPUs, which takes a minute (default: no)",
     gpus="with --bandwidth, which: all, how many, or ids such as 0,1 (default: all)",
+    runtime="slurm: also examine its nodes, in a step on all of them (default: this machine alone)",
     json=JSON_HELP,
 )
-def doctor(c, bandwidth=False, gpus="", json=False):
+def doctor(c, bandwidth=False, gpus="", runtime="", json=False):
     """Check what this machine has and lacks, each with its fix; exit code 3 where something must be mended."""
-    value = machine.look(bandwidth=bandwidth, gpus=gpus)
+    value = machine.look(bandwidth=bandwidth, gpus=gpus, runtime=runtime)
     show(value, view.findings, as_json=json)
     raise Exit(code=EXIT_DONE if value["ok"] else EXIT_PREREQUISITE)
 

@@ -96,8 +96,11 @@ def cmdline(pid: int) -> bytes:
 
 def end_time(run: RunFolder) -> None:
     """Have the job's time end in two minutes, by which it is warned at once."""
-    command = ["scontrol", "update", f"jobid={number_of(run)}", "TimeLimit=2"]
-    subprocess.run(command, check=True)
+    limit(run, 2)
+
+
+def limit(run: RunFolder, minutes: int) -> None:
+    subprocess.run(["scontrol", "update", f"jobid={number_of(run)}", f"TimeLimit={minutes}"], check=True)
 
 
 def preempt(run: RunFolder) -> None:
@@ -116,5 +119,6 @@ def test_a_job_that_loses_its_nodes_goes_on_elsewhere(
     try:
         wait_for(lambda: len(list((job.control / "slurm").iterdir())) > 1, "a second attempt", timeout_s=200)
     finally:
+        limit(job, 60)
         subprocess.run(["bash", ".ci/slurm"], cwd=ROOT, check=True)
     await_same_weights(clusters, job, local_hash)

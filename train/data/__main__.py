@@ -19,7 +19,7 @@ from train.startup import quiet
 
 
 class _Parser(argparse.ArgumentParser):
-    """Tells wrong usage like every other error here: one line."""
+    """Reports wrong usage like every other error here: in one line."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see `{self.prog} --help`")

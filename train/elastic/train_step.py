@@ -45,7 +45,7 @@ class ComputedShards(NamedTuple):
 
 @dataclass(frozen=True)
 class ElasticTrainStep(TrainStep):
-    """What is trained on virtual shards; `num_replicas` is their number.
+    """A training step on virtual shards; `num_replicas` is their number.
 
     A replica holds the gradients of all of its shards in memory: the grid of their sum follows from the largest.
     """

@@ -184,7 +184,7 @@ class Hooks:
         self._list.on_train_end(self._epoch_logs)
 
     def keep(self) -> None:
-        """Have the next checkpoint hold what callbacks have counted."""
+        """Store the state of the callbacks in the next checkpoint."""
         self._progress.ended_at = self._context.total_steps if self.enough else 0
         self._progress.classes = [type(callback).__name__ for callback in self._callbacks]
         pairs = zip(self._callbacks, self._made, strict=True)

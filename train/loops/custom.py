@@ -35,54 +35,48 @@ class Training:
         self._first = context.restore(self._checkpoint)
         self._report = Report(context, self._first, self._policy.loss_scale)
         self._save_timer = context.new_save_timer(self._checkpoint, self._first)
-        self._generation = context.heartbeat.values["generation"]
         names = [task.name for task in context.spec.of(Role.WORKER)] if context.asynchronous else []
-        self._worked = [step_record.StepRecord(context.run, name, self._generation) for name in names]
-        shards = config.bitwise_elastic
-        cut = VirtualShards(shards, strategy.num_replicas_in_sync) if shards else None
-        train_step = self._train_step(cut)
-        if context.asynchronous:
-            self._inner = parameter_server.asynchronous(
-                strategy,
-                train_step,
-                context.source,
-                seed=config.seed,
-                steps_per_loop=config.steps_per_loop,
-                workers=len(context.spec.of(Role.WORKER)),
-                signals=self._signals,
-                worked=self._record_work,
-            )
-            self._agree: Callable[[steps.Signals], steps.Signals] = lambda signals: signals  # the chief decides alone
-        else:
-            feed = train_feed(
-                strategy,
-                context.source,
-                self._first,
-                config.global_batch,
-                config.seed,
-                cut,
-                config.micro_batches,
-            )
-            self._inner = steps.synchronous(strategy, train_step, feed, config.steps_per_loop, self._signals)
-            self._agree = steps.agreement(strategy)
+        self._worked = [step_record.StepRecord(context.run, name, context.generation) for name in names]
+        self._inner = self._asynchronous() if context.asynchronous else self._synchronous()
+        # Under parameter servers the chief decides alone.
+        self._agree = (lambda signals: signals) if context.asynchronous else steps.agreement(strategy)
         self._evaluated_at: int | None = None
         self._saved_at: int | None = None
         self._hooks: callbacks.Hooks | None = None
         if state is not None:
-            with strategy.scope():
-                context.model.compile(
-                    optimizer=self._policy.optimizer, jit_compile=False
-                )  # callbacks ask the model for it
+            with strategy.scope():  # callbacks ask the model for its optimizer
+                context.model.compile(optimizer=self._policy.optimizer, jit_compile=False)
             self._hooks = callbacks.Hooks(context, state)
 
-    def _train_step(self, cut: VirtualShards | None) -> TrainStep:
-        context = self._context
-        what = context.model, self._policy, context.objective, context.config.global_batch
-        micro_batches = context.config.micro_batches
-        if cut:
-            return ElasticTrainStep(*what, cut.total, micro_batches, shards=cut)
-        replicas = 1 if context.asynchronous else context.strategy.num_replicas_in_sync
-        return TrainStep(*what, replicas, micro_batches)
+    def _synchronous(self) -> outer.Inner:
+        """Return the inner loop in which all replicas take part in every step."""
+        context, config = self._context, self._context.config
+        replicas = context.strategy.num_replicas_in_sync
+        what = context.model, self._policy, context.objective, config.global_batch
+        cut, train_step = None, TrainStep(*what, replicas, config.micro_batches)
+        if shards := config.bitwise_elastic:
+            cut = VirtualShards(shards, replicas)
+            train_step = ElasticTrainStep(*what, shards, config.micro_batches, shards=cut)
+        data = context.source, self._first, config.global_batch, config.seed
+        feed = train_feed(context.strategy, *data, cut, config.micro_batches)
+        return steps.synchronous(context.strategy, train_step, feed, config.steps_per_loop, self._signals)
+
+    def _asynchronous(self) -> outer.Inner:
+        """Return the inner loop in which each worker does steps of its own."""
+        context, config = self._context, self._context.config
+        train_step = TrainStep(
+            context.model, self._policy, context.objective, config.global_batch, 1, config.micro_batches
+        )
+        return parameter_server.asynchronous(
+            context.strategy,
+            train_step,
+            context.source,
+            seed=config.seed,
+            steps_per_loop=config.steps_per_loop,
+            workers=len(self._worked),
+            signals=self._signals,
+            worked=self._record_work,
+        )
 
     def run(self) -> None:
         """Train, and end well."""
@@ -106,7 +100,7 @@ class Training:
             report=self._report_steps,
             stop=lambda: context.stop.is_set() or self._enough,
             save=self._save,
-            single=step_record.single_steps(context.run, self._generation, config.steps_per_loop),
+            single=step_record.single_steps(context.run, context.generation, config.steps_per_loop),
         )
         stopped = stopped and not self._any_enough()
         if self._saved_at != step and (stopped or not self._hooks):

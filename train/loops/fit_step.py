@@ -1,4 +1,4 @@
-"""The `train_step` of `--loop fit`: Keras's own, or one of micro-batches, which Keras has none of."""
+"""The `train_step` of `--loop fit`: Keras's own, or that of the custom loop where there are micro-batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from train.model.gradients import GradientPolicy
 
 
 def draw_by_place(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:
-    """Have random layers draw by the step and the replica, see `keras_compat.random_place`."""
+    """Draw random numbers by the step and the replica, see `keras_compat.random_place`."""
     train_step = model.train_step
 
     def placed(data: Any) -> Any:

@@ -45,7 +45,7 @@ class Computed(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainStep:
-    """What is trained, and how."""
+    """Computes the gradients of a replica's batch and applies those of the global batch."""
 
     model: keras.Model
     policy: GradientPolicy
@@ -152,7 +152,7 @@ class TrainStep:
 
 
 def exact_order(micro_batches: int) -> None:
-    """Have sums added up in the order that they are written in, where there are micro-batches. Call before any graph.
+    """Keep the order of sums as written, if there are micro-batches. Call before any graph is built.
 
     Grappler's arithmetic optimization makes one sum of several that meet, in an order of its own.
     """

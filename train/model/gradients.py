@@ -1,4 +1,4 @@
-"""What is done with gradients before they change the weights: summed over replicas, scaled back, clipped, or skipped.
+"""From gradients to an update: sum over replicas, unscale, clip, apply, or skip the step.
 
 Keras clips what each replica has before the sum, and each replica checks for itself whether its gradients are finite:
 so its own clipping depends on the number of replicas, and its loss scaling can leave them with different weights.
@@ -115,7 +115,7 @@ class GradientPolicy:
         return tf.where(tf.convert_to_tensor(self.loss_scale.scale) < 1, tf.constant(float("nan"), loss.dtype), loss)
 
     def install(self) -> None:
-        """Have the optimizer itself sum, unscale and clip, and scale the loss, where there is anything to do.
+        """Patch the optimizer to sum, unscale and clip, and to scale the loss, if there is anything to do.
 
         For `Model.fit`: between the gradients and the update Keras's `train_step`, or a model's own, calls nothing
         but these methods of the optimizer.

@@ -1,4 +1,4 @@
-"""What Keras 3 needs to be right under tf.distribute. Each guard has a test that fails without it."""
+"""Fixes for Keras 3 under tf.distribute. Each has a test that fails without it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _place: contextvars.ContextVar[Place | None] = contextvars.ContextVar("place", d
 
 
 def install() -> None:
-    """Put the guards on Keras's classes. Call before a model is built; calling again changes nothing."""
+    """Patch Keras's classes. Call before a model is built. Idempotent."""
     keras.Variable.assign_add = _assign_add
     keras.Variable.assign_sub = _assign_sub
     keras.random.SeedGenerator.next = _next_seed
@@ -65,7 +65,7 @@ def _own(variable: keras.Variable) -> tf.Variable:
 
 @contextlib.contextmanager
 def random_place(step: tf.Tensor, replica: tf.Tensor, micro_batch: tf.Tensor | None = None) -> Iterator[None]:
-    """Have every random layer called inside draw from (its seed, step, replica, micro-batch), and keep no state.
+    """Draw random numbers of the layers called inside from (seed, step, replica, micro-batch), without state.
 
     Keras's own generators count their calls in a variable that all replicas share: every replica then drops the same
     units. Drawn from the place, masks differ on every replica and come out the same again after a resume.
@@ -128,7 +128,7 @@ def nan_if_broken(loss: tf.Tensor, gradients: Sequence[tf.Tensor | tf.IndexedSli
 
 
 def take_summed_gradients(optimizer: keras.optimizers.Optimizer) -> None:
-    """Have an optimizer take gradients as they are: summed over all replicas already. Calling again changes nothing.
+    """Stop an optimizer from summing gradients over replicas: they are summed already. Idempotent.
 
     Keras 3 adds them up itself, which for R replicas would give R times each; divided by R first, some bits are lost.
     tf_keras has an argument for it.
@@ -137,7 +137,7 @@ def take_summed_gradients(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def synchronize_batch_normalization(model: keras.Model, replicas: int) -> int:
-    """Have every BatchNormalization layer normalise over the global batch; return how many were changed.
+    """Normalise over the global batch in every BatchNormalization layer; return how many were changed.
 
     Each replica would otherwise keep moving averages of its own part of the data, and the one whose task saves the
     checkpoint would win.

@@ -16,7 +16,7 @@ from train.model import keras_compat
 
 
 def install(model: Any, seed: int) -> None:
-    """Have the random layers of a model of tf_keras draw by their place wherever there is one.
+    """Draw random numbers of a tf_keras model's layers by their place, wherever there is one.
 
     Args:
         model: built.

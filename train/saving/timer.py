@@ -109,7 +109,7 @@ def following_steps(steps: int, steps_per_loop: int, *, brief: bool) -> int:
 
 
 class SaveTimer:
-    """Says when the next checkpoint is due by the clock: by the chief's alone, since those of the tasks differ."""
+    """Decides when the next checkpoint is due, by the chief's clock alone, since those of the tasks differ."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class SaveTimer:
         return {"every_s": interval_s, "cost_s": round(self._cost_s, 4), "writing_s": writing_s}
 
     def stepped(self, steps: int, seconds: float, *, compiled: bool) -> None:
-        """Take note of steps that were just done, and of what they took.
+        """Record steps that were just done, and how long they took.
 
         Args:
             steps: how many.
@@ -187,11 +187,11 @@ class SaveTimer:
             self._step_s = seconds / steps
 
     def saved(self, cost_s: float = 0.0, writing_s: float | None = None) -> None:
-        """Begin to count anew: a checkpoint was saved, for whatever reason.
+        """Restart the interval: a checkpoint was saved, for whatever reason.
 
         Args:
-            cost_s: what the training waited for it.
-            writing_s: what writing the last finished one took beside the training.
+            cost_s: how long training waited for it.
+            writing_s: how long writing the last finished one took beside the training.
         """
         if self._costs_s is None:
             self._costs_s = deque(maxlen=RECENT)  # the first save of a generation also makes the copy that is written

@@ -1,8 +1,8 @@
 """What the steps of one task take, by marks inside their graph: only there can a task tell its own work from waiting.
 
 Under a synchronous strategy the steps of all tasks take equally long, that of the slowest; what tells them apart is how
-much of it each is busy. A mark waits for what it is the time of, and no computation of its step waits for a mark, so
-that the step is done in the order and with the bits of one without. A step begins once all of the one before is done:
+much of it each is busy. A mark waits for what it times, and no computation waits for a mark, so a step
+is computed in the same order and with the same bits as without marks. A step begins once all of the one before is done:
 its update, and the waiting for the others in it.
 
 A mark reads Python's clock, because TensorFlow's own refuses to be read in a deterministic process, and leaves the time
@@ -83,7 +83,7 @@ class StepTimer:
             self.mark("begin", tf.constant(True), results)
 
     def mark(self, what: str, marked: tf.Tensor, after: Any = ()) -> tf.Tensor:
-        """Have the time taken once `after` is there, if it is `marked`; return what is there when that is done."""
+        """Take the time once `after` is computed, if `marked`; return a tensor to wait for."""
         there = [tensor for tensor in tf.nest.flatten(after, expand_composites=True) if tensor is not None]
         with tf.control_dependencies(there):
             return tf.cond(marked, lambda: self._noted(what), lambda: tf.constant(0))

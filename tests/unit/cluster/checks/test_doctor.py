@@ -41,9 +41,9 @@ def examine(port: int | None = None) -> dict[str, Finding]:
 
 
 def test_a_machine_that_lacks_nothing_is_ok() -> None:
-    found = examine()
-    machine = ["python", "packages", "processor", "memory", "disk", "data", "tensorboard port", "task network"]
-    assert [*machine, "docker", "gpus"] == list(found)
+    found = {check: finding for check, finding in examine().items() if check != "slurm"}  # which some machines have
+    machine = ["python", "packages", "processor", "disk", "data", "tensorboard port"]
+    assert [*machine, "docker", "memory", "task network", "gpus"] == list(found)
     assert {"ok"} == {finding.state for finding in found.values()}
     assert {""} == {finding.fix for finding in found.values()}
     assert "mnist-3.0.1" == found["data"].detail

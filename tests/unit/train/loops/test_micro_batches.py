@@ -75,7 +75,8 @@ def test_fit_must_accumulate_as_the_custom_loop_does(legacy: bool) -> None:
     """On tf_keras, as on several tasks, and on Keras 3: on one device and on two."""
     found = measured("fit", *([] if legacy else ["keras3"]))["micro_batches"]
     for where in ("one", "two"):
-        np.testing.assert_allclose(found[where]["weights"], found["whole"]["weights"], rtol=1e-4, atol=1e-5)
+        for cut, whole in zip(found[where]["weights"], found["whole"]["weights"], strict=True):
+            np.testing.assert_allclose(cut, whole, rtol=1e-4, atol=1e-5)
         losses = [[row["loss"] for row in found[which]["rows"]] for which in (where, "whole")]
         np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
         scores = [[row["accuracy"] for row in found[which]["rows"]] for which in (where, "whole")]
