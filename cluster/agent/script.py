@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 
 from cluster import settings
-from cluster.agent.agent import PEER_LOST_PATIENCE_S, Agent
+from cluster.agent.agent import Agent
+from cluster.agent.decisions import PEER_LOST_PATIENCE_S
 from cluster.agent.program import Program, Script
 from cluster.errors import EXIT_FAILED
 from cluster.paths import ROOT
