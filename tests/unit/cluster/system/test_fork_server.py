@@ -183,7 +183,7 @@ def parent(tmp_path: Path) -> Callable[[str], Any]:
 
     def run(lines: str) -> Any:
         done = subprocess.run(
-            [sys.executable, "-c", f"{PARENT}\n{lines}"], capture_output=True, text=True, timeout=60, check=True
+            [sys.executable, "-c", f"{PARENT}\n{lines}"], capture_output=True, text=True, timeout=300, check=True
         )
         assert not done.stderr
         return json.loads(done.stdout)
