@@ -200,29 +200,29 @@ def _place(request: Request, run: RunFolder, previous: _Previous, cluster: Clust
         PrerequisiteError: this machine has no GPU.
     """
     recorded = previous.started.get("gpus", {})
-    wanted = placement.wish(request.gpus, request.gpus_per_task, recorded, cluster.devices)
-    check_needs(request, {Needs.GPUS: wanted is not None})
-    if wanted is None:
+    requested = placement.requested(request.gpus, request.gpus_per_task, recorded, cluster.devices)
+    check_needs(request, {Needs.GPUS: requested is not None})
+    if requested is None:
         return Placement()
     if cluster.kind.hardware:
         hardware = cluster.kind.hardware.upper()
         raise UsageError(
-            f"{wanted.told} with --strategy {cluster.strategy}: one run trains on GPUs or on a {hardware}; leave "
+            f"{requested.text} with --strategy {cluster.strategy}: one run trains on GPUs or on a {hardware}; leave "
             "one of them out"
         )
-    handover, level = placement.handling(
+    way, level = placement.device_handling(
         request.gpu_runtime or recorded.get("runtime", ""), request.nccl_debug or recorded.get("nccl_debug", "")
     )
-    machine = devices.machine(wanted.told, with_instances=any(name.startswith("MIG-") for name in wanted.ids))
-    placed = placement.place(wanted, machine, cluster, busy(run))
+    machine = devices.machine(requested.text, with_instances=any(name.startswith("MIG-") for name in requested.ids))
+    placed = placement.place(requested, machine, cluster, busy(run))
     each = len(placed.of("chief"))
     if request.devices and cluster.devices != each:
         raise UsageError(
-            f"--devices {request.devices} with {wanted.told}: a task with {each} GPUs has as many replicas; leave "
+            f"--devices {request.devices} with {requested.text}: a task with {each} GPUs has as many replicas; leave "
             "--devices out, or ask for as many GPUs"
         )
-    typed = request.gpus or request.gpus_per_task
-    return replace(placed, asked=request.gpus if typed else recorded["gpus"], handover=handover, nccl_debug=level)
+    words = request.gpus if request.gpus or request.gpus_per_task else recorded["gpus"]
+    return replace(placed, requested=words, device_request=way, nccl_debug=level)
 
 
 def busy(run: RunFolder | None = None) -> dict[str, str]:

@@ -142,7 +142,7 @@ def _gpu_environment(gpus: Placement, task: str) -> dict[str, str]:
     if not gpus.of(task):  # an engine whose default runtime is NVIDIA's could hand over all of them
         return {"CUDA_VISIBLE_DEVICES": NO_DEVICE, "NVIDIA_VISIBLE_DEVICES": "void"}
     environment = gpus.environment(task) | {"NCCL_SOCKET_IFNAME": NETWORK_INTERFACE}
-    if gpus.handover == "nvidia":
+    if gpus.device_request == "nvidia":
         environment |= {"NVIDIA_VISIBLE_DEVICES": ",".join(gpus.of(task))}
         environment |= {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
     return environment
@@ -151,10 +151,10 @@ def _gpu_environment(gpus: Placement, task: str) -> dict[str, str]:
 def _hand_over(gpus: Placement, task: str) -> dict[str, Any]:
     """Return the part of a service that asks the engine for the task's GPUs."""
     ids = list(gpus.of(task))
-    if gpus.handover == "nvidia":
+    if gpus.device_request == "nvidia":
         return {"runtime": "nvidia"}  # which reads the ids in NVIDIA_VISIBLE_DEVICES
     driver = "nvidia"
-    if gpus.handover == "cdi":
+    if gpus.device_request == "cdi":
         driver, ids = "cdi", [f"nvidia.com/gpu={gpu}" for gpu in ids]
     device = {"driver": driver, "device_ids": ids, "capabilities": ["gpu"]}
     return {"deploy": {"resources": {"reservations": {"devices": [device]}}}}
