@@ -29,7 +29,7 @@ _COLOUR = re.compile(r"(\x1b\[[0-9;]*m)")
 
 
 def harmless(text: str) -> str:
-    """Return a line that somebody's program printed, with its colours and tabs, but nothing that moves or asks."""
+    """Return a line that somebody's program printed, with its colours and tabs, but nothing that steers a terminal."""
     parts = _COLOUR.split(text)
     return "".join(part if at % 2 else "\t".join(map(plain, part.split("\t"))) for at, part in enumerate(parts)) + (
         "\x1b[m" if len(parts) > 1 else ""
@@ -57,7 +57,7 @@ def status(
     Args:
         run: whose.
         beats: its heartbeats, with the state of silent tasks replaced, from whoever watches it; else they are read.
-        with_board: whether to look for TensorBoard, for which an engine may have to be asked.
+        with_board: whether to look for TensorBoard, which may need a call of the engine.
 
     Raises:
         DamagedError: the run's description is damaged.
@@ -87,11 +87,11 @@ def status(
 
 
 def _checkpoint(run: RunFolder) -> dict[str, Any] | None:
-    lives = (records.read(run.ledger(number), records.ledger, {}) for number in range(run.generation, -1, -1))
+    ledgers = (records.read(run.ledger(number), records.ledger, {}) for number in range(run.generation, -1, -1))
     for saved in reversed(run.saved_steps):
         with contextlib.suppress(FileNotFoundError):  # a newer one has just pushed it out
             age_s = time.time() - (run.checkpoints / f"ckpt-{saved}.json").stat().st_mtime
-            return {"step": saved, "age_s": round(age_s, 1), "every_s": goodput.checkpoint_every_s(lives)}
+            return {"step": saved, "age_s": round(age_s, 1), "every_s": goodput.checkpoint_every_s(ledgers)}
     return None
 
 
@@ -289,11 +289,11 @@ def ended(run: RunFolder, shown_path: str) -> list[str]:
         lines += _failure(run, summary)
     else:
         accuracy = summary["metrics"].get("eval_accuracy")
-        told = f", accuracy {accuracy:.4f} on the test set" if accuracy is not None else ""
+        accuracy_text = f", accuracy {accuracy:.4f} on the test set" if accuracy is not None else ""
         restarts = f", {counted(len(summary['restarts']), 'restart')}" if summary["restarts"] else ""
         start = f" (start {summary['startup_s']:.1f} s)" if summary["startup_s"] else ""
         work = _script_end(run, summary) if run.script else counted(summary["steps"], "step")
-        lines += [f"{summary['state']}: {work} in {summary['wall_s']:.1f} s{start}{told}{restarts}"]
+        lines += [f"{summary['state']}: {work} in {summary['wall_s']:.1f} s{start}{accuracy_text}{restarts}"]
     if summary.get("goodput_split"):
         lines += [f"time         {goodput.line(summary['goodput_split'])}"]
     if every_s := summary.get("checkpoint_every_s"):

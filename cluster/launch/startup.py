@@ -30,10 +30,10 @@ def begin(request: Request, sh: Shell, *, began: float, tell: Callable[[Plan], N
     A name that the run was not given is replaced by the next one where another command takes it meanwhile.
 
     Args:
-        request: what was asked for.
+        request: what is requested.
         sh: runs commands.
         began: when `up` was called, for the summary's times.
-        tell: is called with the plan before anything is started.
+        tell: called with the plan before anything is started.
     """
     while True:
         plan = planning.plan(request)
@@ -104,7 +104,7 @@ def _start_tasks(plan: Plan, sh: Shell) -> None:
 def announce(plan: Plan) -> None:
     """Print what a plan is."""
     tasks = counted(len(plan.cluster.tasks), "task")
-    data = [f"data: {plan.data}"] if plan.data else []  # otherwise the command that prepares it tells
+    data = [f"data: {plan.data}"] if plan.data else []  # otherwise the command that prepares it prints
     first = f"{plan.cluster.strategy_class} on {tasks} as {plan.why_runtime}"
     print("\n".join([first, *plan.notes, *data]), flush=True)
 
