@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import tensorflow as tf
 from tensorflow import keras  # Keras 3, or tf_keras where `--loop fit` needs that
 
 from cluster.errors import UsageError
@@ -65,7 +66,7 @@ class TokenAndPosition(keras.layers.Layer):
 
     def call(self, tokens_BT: Any) -> Any:
         values_BTD = self.tokens(tokens_BT)
-        return values_BTD + keras.ops.cast(self.positions, values_BTD.dtype)
+        return values_BTD + tf.cast(self.positions, values_BTD.dtype)
 
     def compute_output_shape(self, input_shape: tuple[int | None, int]) -> tuple[int | None, int, int]:
         return (*input_shape, self._width)
