@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def wait_for(condition: Callable[[], T], what: str, timeout_s: float = 90, pause_s: float = 0.01) -> T:
+def wait_for(condition: Callable[[], T], what: str, timeout_s: float = 300, pause_s: float = 0.01) -> T:
     """Return the condition's value once it is true; fail naming `what` where it never is."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):

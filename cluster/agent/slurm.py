@@ -39,7 +39,7 @@ from cluster.errors import (
 )
 from cluster.run import launch_records, records
 from cluster.run.folder import REQUEUE, RunFolder
-from cluster.spec import ClusterSpec, Role
+from cluster.spec import ClusterSpec, Role, Task
 from cluster.system import processes
 from cluster.system.json_files import write_json
 
@@ -75,22 +75,26 @@ def main(arguments: list[str]) -> int:
 
 
 def _task(run: RunFolder, words: list[str]) -> int:
-    """Be a task of the job: take a place in the cluster, and run the task's agent until it has ended by itself."""
+    """Be a task of the job: run the agent of one of the run's tasks until it has ended by itself."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_PEER_LOST))  # until the agent asks for a checkpoint
-    tasks = run.load_cluster().tasks
-    number = int(os.environ["SLURM_PROCID"])
+    cluster, task = _join(run)
+    os.environ |= {"TASK": task.name, "STOP_THEN": REQUEUE, "CLUSTER_JSON": str(places(run) / "cluster.json")}
+    if config := tf_config.dumps(cluster, task):
+        os.environ["TF_CONFIG"] = config
+    os.environ |= gpus(task.role, os.environ.get("GPUS_PER_TASK", ""))
+    return keep_agent([sys.executable, "-m", "cluster.agent", *words])
+
+
+def _join(run: RunFolder) -> tuple[ClusterSpec, Task]:
+    """Record where this task is; return the cluster of all and which of its tasks this one is."""
+    tasks, number = run.load_cluster().tasks, int(os.environ["SLURM_PROCID"])
     if number >= len(tasks):
         raise UsageError(f"the job has more tasks than the {len(tasks)} of {run.name}; start it with `invoke up`")
-    name = tasks[number].name
-    node = os.environ["SLURMD_NODENAME"]
+    name, node = tasks[number].name, os.environ["SLURMD_NODENAME"]
     host = node_address(node)
     write_json(places(run) / f"{name}.json", {"node": node, "host": host, "port": free_port(host, number)})
     cluster = assemble(run) if number == 0 else await_cluster(run)
-    os.environ |= {"TASK": name, "STOP_THEN": REQUEUE, "CLUSTER_JSON": str(places(run) / "cluster.json")}
-    if config := tf_config.dumps(cluster, cluster.task(name)):
-        os.environ["TF_CONFIG"] = config
-    os.environ |= gpus(cluster.task(name).role, os.environ.get("GPUS_PER_TASK", ""))
-    return keep_agent([sys.executable, "-m", "cluster.agent", *words])
+    return cluster, cluster.task(name)
 
 
 def gpus(role: Role, each: str) -> dict[str, str]:
@@ -102,14 +106,11 @@ def gpus(role: Role, each: str) -> dict[str, str]:
 
 def check(run: RunFolder) -> dict[str, Any]:
     """Return this node's name and clock, whether it sees the data, and what keeps it from reaching other nodes."""
-    node, number = os.environ["SLURMD_NODENAME"], int(os.environ["SLURM_PROCID"])
-    found = {"node": node, "time": time.time(), "data": Path(os.environ["DATA_DIR"]).is_dir(), "unreached": ""}
-    name = run.load_cluster().tasks[number].name
-    host = node_address(node)
-    write_json(places(run) / f"{name}.json", {"node": node, "host": host, "port": free_port(host, number)})
-    cluster = assemble(run) if number == 0 else await_cluster(run)
+    data = Path(os.environ["DATA_DIR"]).is_dir()
+    found = {"node": os.environ["SLURMD_NODENAME"], "time": time.time(), "data": data, "unreached": ""}
+    cluster, task = _join(run)
     try:
-        rendezvous.wait(cluster, cluster.task(name), token=run.name, timeout_s=REACH_S)
+        rendezvous.wait(cluster, task, token=run.name, timeout_s=REACH_S)
     except ClusterError as error:
         found["unreached"] = str(error)
     return found

@@ -48,9 +48,8 @@ def status(c, run="", watch=False, json=False):
     """Show every task's state, step, speed, loss and restarts."""
     folder = folders.find_run(run)
     if watch:
-        live = view.Live()
-        watching.follow(folder, live.show)
-        live.clear()
+        with view.Live() as live:
+            watching.follow(folder, live.show)
     show(view.status(folder), view.table, as_json=json)
 
 

@@ -6,12 +6,12 @@ import contextlib
 import functools
 import json
 import re
-import shutil
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
+from cluster.control.columns import columns
 from cluster.messages import counted, plain
 from cluster.results import goodput, reference, stragglers
 from cluster.run import records
@@ -20,6 +20,10 @@ from cluster.run.liveness import look_once
 from cluster.run.logs import Reader
 from cluster.runtime import tensorboard
 from cluster.system.processes import describe_exit
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live as Screen
 
 _COLOUR = re.compile(r"(\x1b\[[0-9;]*m)")
 
@@ -97,30 +101,38 @@ def table(value: dict[str, Any]) -> list[str]:
     if value["script"]:
         return _script_table(value)
     head = f"{value['run']}  {value['state']}  {value['strategy']}  {progress(value)}"
-    columns = (
-        f"{'STEP':>8}{'EXAMPLES/S':>12}{'LOSS':>10}{'RESTARTS':>10}{'AGE':>7}{'MS/STEP':>9}{'BUSY':>7}{'INPUT':>7}"
-    )
-    lines = [head, f"{'TASK':<12}{'STATE':<11}{columns}"]
-    for beat in value["tasks"]:
-        lines.append(
-            f"{beat['task']:<12}{beat['state']:<11}{beat['step']:>8}{_number(beat['examples_per_s'], 0):>12}"
-            f"{_number(beat['loss'], 4):>10}{beat['restarts']:>10}{time.time() - beat['updated_at']:>6.0f}s"
-            f"{_number((beat.get('step_ms') or {}).get('median'), 1):>9}{_share(beat.get('busy_share')):>7}"
-            f"{_share(beat.get('input_share')):>7}"
+    names = ("TASK", "STATE", "STEP", "EXAMPLES/S", "LOSS", "RESTARTS", "AGE", "MS/STEP", "BUSY", "INPUT")
+    rows = [
+        (
+            beat["task"],
+            beat["state"],
+            beat["step"],
+            _number(beat["examples_per_s"], 0),
+            _number(beat["loss"], 4),
+            beat["restarts"],
+            _age(beat),
+            _number((beat.get("step_ms") or {}).get("median"), 1),
+            _share(beat.get("busy_share")),
+            _share(beat.get("input_share")),
         )
+        for beat in value["tasks"]
+    ]
+    lines = [head, *columns([names, *rows], right=range(2, len(names)))]
     return [*lines, *stragglers.lines(value["pace"])]
 
 
 def _script_table(value: dict[str, Any]) -> list[str]:
     lines = [f"{value['run']}  {value['state']}  {value['script']}"]
-    lines.append(f"{'TASK':<12}{'STATE':<12}{'EXIT CODE':>10}{'RESTARTS':>10}{'AGE':>7}")
+    names = ("TASK", "STATE", "EXIT CODE", "RESTARTS", "AGE")
+    rows = []
     for beat in value["tasks"]:
         code = beat.get("exit_code")
-        lines.append(
-            f"{beat['task']:<12}{beat['state']:<12}{'-' if code is None else code:>10}{beat['restarts']:>10}"
-            f"{time.time() - beat['updated_at']:>6.0f}s"
-        )
-    return lines
+        rows.append((beat["task"], beat["state"], "-" if code is None else code, beat["restarts"], _age(beat)))
+    return [*lines, *columns([names, *rows], right=range(2, len(names)))]
+
+
+def _age(beat: dict[str, Any]) -> str:
+    return f"{time.time() - beat['updated_at']:.0f}s"
 
 
 @_plain
@@ -136,11 +148,16 @@ def plan(value: dict[str, Any]) -> list[str]:
     if training := value.get("training"):
         lines.append(_numerics(training, value["global_batch"]))
     given = [f"GPU {','.join(map(str, ids))}" if (ids := task.get("gpus")) else "no GPU" for task in value["tasks"]]
-    width = max(map(len, given)) + 2
-    for task, gpus in zip(value["tasks"], given, strict=True):
-        shown = json.dumps(task["tf_config"]) if task["tf_config"] else "no TF_CONFIG: it trains alone"
-        column = f"{gpus:<{width}}" if any(told != "no GPU" for told in given) else ""
-        lines.append(f"{task['task']:<12}{task['address']:<18}{column}{shown}")
+    rows = [
+        (
+            task["task"],
+            task["address"],
+            *([gpus] if set(given) != {"no GPU"} else []),
+            json.dumps(task["tf_config"]) if task["tf_config"] else "no TF_CONFIG: it trains alone",
+        )
+        for task, gpus in zip(value["tasks"], given, strict=True)
+    ]
+    lines += columns(rows)
     return [*lines, *value.get("notes", [])]
 
 
@@ -159,11 +176,10 @@ def _numerics(training: dict[str, Any], batch: int) -> str:
 @_plain
 def findings(value: dict[str, Any]) -> list[str]:
     """Return what the doctor found as lines of text."""
-    lines = []
-    for found in value["findings"]:
-        fix = f"; {found['fix']}" if found["fix"] else ""
-        lines.append(f"{found['state']:<9}{found['check']:<18}{found['detail']}{fix}")
-    return lines
+    return columns(
+        (found["state"], found["check"], "; ".join(filter(None, (found["detail"], found["fix"]))))
+        for found in value["findings"]
+    )
 
 
 def progress(value: dict[str, Any]) -> str:
@@ -186,42 +202,64 @@ def progress(value: dict[str, Any]) -> str:
 
 
 class Live:
-    """Shows a run while it trains: a table that redraws itself in a terminal, otherwise a line when there is news."""
+    """Shows a run while it trains: a table that redraws itself in a terminal, otherwise a line when there is news.
+
+    What is drawn goes with the end of the `with` block, or with `clear`, so that a line can follow.
+    """
 
     LINE_EVERY_S = 5.0
 
     def __init__(self) -> None:
-        self._drawn = 0
-        self._terminal = sys.stdout.isatty()
+        self._console: Console | None = None
+        self._screen: Screen | None = None
         self._states: dict[str, str] = {}
         self._line = ""
         self._told_at = 0.0
+        if sys.stdout.isatty():
+            from rich.console import Console
+
+            console = Console()
+            self._console = None if console.is_dumb_terminal else console
+
+    def __enter__(self) -> Live:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
 
     def show(self, value: dict[str, Any]) -> None:
         """Show the newest status."""
-        if self._terminal:
-            width = shutil.get_terminal_size().columns
-            lines = [line[: width - 1] for line in table(value)]
-            self.clear()
-            sys.stdout.write("".join(line + "\n" for line in lines))
-            self._drawn = len(lines)
-        else:
-            states = {beat["task"]: beat["state"] for beat in value["tasks"]}
-            settled = {name: state for name, state in states.items() if state not in ("saving", "evaluating")}
-            if any(self._states.get(name) != state for name, state in settled.items()):
-                print(plain("  ".join(f"{name} {state}" for name, state in states.items())), flush=True)
-                self._states |= settled
-            if value["step"] and time.monotonic() - self._told_at > self.LINE_EVERY_S:
-                if (line := plain(progress(value))) != self._line:
-                    print(line, flush=True)
-                self._line, self._told_at = line, time.monotonic()
+        if self._console:
+            self._draw(self._console, table(value))
+            return
+        states = {beat["task"]: beat["state"] for beat in value["tasks"]}
+        settled = {name: state for name, state in states.items() if state not in ("saving", "evaluating")}
+        if any(self._states.get(name) != state for name, state in settled.items()):
+            print(plain("  ".join(f"{name} {state}" for name, state in states.items())), flush=True)
+            self._states |= settled
+        if value["step"] and time.monotonic() - self._told_at > self.LINE_EVERY_S:
+            if (line := plain(progress(value))) != self._line:
+                print(line, flush=True)
+            self._line, self._told_at = line, time.monotonic()
         sys.stdout.flush()
 
+    def _draw(self, console: Console, lines: list[str]) -> None:
+        from rich.live import Live as Screen
+        from rich.text import Text
+
+        if self._screen is None:
+            # Nothing else is redirected: commands that run meanwhile print by themselves.
+            self._screen = Screen(
+                console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+            )
+            self._screen.start()
+        self._screen.update(Text("\n".join(lines), no_wrap=True, overflow="crop"), refresh=True)
+
     def clear(self) -> None:
-        """Take the table off the terminal, so that a line can follow."""
-        if self._drawn:
-            sys.stdout.write(f"\x1b[{self._drawn}F\x1b[J")
-            self._drawn = 0
+        """Take the table off the terminal."""
+        if self._screen:
+            self._screen.stop()
+            self._screen = None
 
 
 @_plain

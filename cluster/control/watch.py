@@ -141,12 +141,11 @@ def attend(run: RunFolder, board: str, port: int, detach: bool, sh: Shell) -> in
 
     However this is left, it says what becomes of the run.
     """
-    live = view.Live()
     try:
         try:
-            ended = _watch(run, board, port, detach, sh, live)
+            with view.Live() as live:
+                ended = _watch(run, board, port, detach, sh, live)
         except KeyboardInterrupt:
-            live.clear()
             how = "every script gets a SIGTERM" if run.script else "every task saves at the same step"
             print(f"stopping: {how}; Ctrl-C again kills", flush=True)
             ended = stop(run, "Ctrl-C")
@@ -161,7 +160,6 @@ def attend(run: RunFolder, board: str, port: int, detach: bool, sh: Shell) -> in
         raise
     if ended is None:
         return EXIT_DONE
-    live.clear()
     left = teardown.finish(run, sh)
     print("\n".join(view.ended(run, folders.shown(run.path))), flush=True)
     if left:

@@ -25,7 +25,7 @@ KEPT_LINES = 200
 """Enough for a traceback and its message."""
 KEPT_CHARACTERS = 2000
 
-GAP = b"... what was printed from here on was left out, until the log goes on ...\n"
+GAP = b"... some output was left out here ...\n"
 
 _appending = threading.Lock()
 """A task's program and its standby process share a log."""

@@ -50,7 +50,7 @@ def check(run: RunFolder) -> None:
     if not notes:
         raise UsageError(
             f"run {run.name!r} was not started by you on this machine: it was copied, renamed or made by somebody else "
-            "and could run any program here; add --trust if you trust whoever made it"
+            "and could run any program here; add --trust if you trust its author"
         )
     changed = min((_differences(records, note) for note in notes), key=len)
     raise UsageError(
@@ -68,8 +68,8 @@ def check_hidden(folders: Iterable[Path]) -> None:
     for folder in folders:
         if _folder().resolve().is_relative_to(folder.resolve()):
             raise UsageError(
-                f"containers would see {folder}, and in it {_folder()}, where it is noted which runs are yours; use a "
-                "folder of its own, or set XDG_STATE_HOME to one outside of it"
+                f"containers would see {folder}, and in it {_folder()}, the record of which runs are yours; use "
+                "another folder, or set XDG_STATE_HOME to one outside of it"
             )
 
 
@@ -85,13 +85,13 @@ def prepare() -> None:
         owner = folder.stat().st_uid
     except OSError as error:
         raise PrerequisiteError(
-            f"{folder}, where it is noted which runs are yours: {error.strerror}; set XDG_STATE_HOME to a folder that "
+            f"{folder}, the record of which runs are yours: {error.strerror}; set XDG_STATE_HOME to a folder that "
             "you own"
         ) from error
     if owner != os.geteuid():
         raise PrerequisiteError(
-            f"{folder}, where it is noted which runs are yours: expected a folder of user {os.geteuid()}, it is that "
-            f"of user {owner}; set XDG_STATE_HOME to a folder that you own"
+            f"{folder}, the record of which runs are yours: expected a folder of user {os.geteuid()}, it belongs "
+            f"to user {owner}; set XDG_STATE_HOME to a folder that you own"
         )
 
 
@@ -106,7 +106,7 @@ def _folder() -> Path:
         return Path(state) / "tf-cluster" / "runs"
     if (home := settings.home()) is None:
         raise PrerequisiteError(
-            "HOME is not set, and the system knows no home folder of this user, so there is no place to note which "
+            "HOME is not set and the system has no home folder for this user, so there is nowhere to record which "
             "runs are yours; set XDG_STATE_HOME to a folder that you own"
         )
     return home / ".local" / "state" / "tf-cluster" / "runs"

@@ -119,7 +119,7 @@ class ForkedProcess:
         """Return the code that it ended with.
 
         Raises:
-            subprocess.TimeoutExpired: it goes on.
+            subprocess.TimeoutExpired: it still runs.
         """
         return processes.wait(self, timeout)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 POLL_S = 0.02
-"""Between two looks at a child where the kernel offers no descriptor to wait on."""
+"""Interval for polling a child if the kernel offers no descriptor to wait on."""
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36

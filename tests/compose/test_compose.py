@@ -70,7 +70,7 @@ def config(compose_cli: None, tmp_path: Path) -> Config:
 
 def read_config(command: str) -> dict[str, Any]:
     """Run a `docker compose config` command; no warning may be among what it says."""
-    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (0, "") == (done.returncode, done.stderr)
     return json.loads(done.stdout)
 

@@ -227,7 +227,7 @@ def test_truncated_data_must_end_in_one_line(clusters: Clusters, tmp_path: Path)
         env=os.environ | {"RUNS_DIR": str(clusters.runs_dir), "DATA_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert 0 != done.returncode
     assert 1 == done.stderr.count("\n"), done.stderr

@@ -32,8 +32,8 @@ class Gang:
 
     def summary(self) -> dict[str, Any]:
         """Wait for the run's end and that of all of its processes; return the summary."""
-        wait_for(self.run.summary.exists, "the summary", timeout_s=60)
-        wait_for(lambda: not supervisor.processes_left(self.run), "the end of all processes", timeout_s=60)
+        wait_for(self.run.summary.exists, "the summary", timeout_s=300)
+        wait_for(lambda: not supervisor.processes_left(self.run), "the end of all processes", timeout_s=300)
         return read_json(self.run.summary)
 
     def outcome(self) -> dict[str, Any]:

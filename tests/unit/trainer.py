@@ -76,7 +76,7 @@ def serve() -> NoReturn:
     """Do what others ask for, like a parameter server: it never ends by itself, and has nothing to save."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _heartbeat.update(state="training")
-    until(lambda: False, timeout_s=60)
+    until(lambda: False, timeout_s=300)
     sys.exit("nobody ended this server")
 
 
@@ -108,7 +108,7 @@ def die(number: int = signal.SIGKILL) -> None:
     os.kill(os.getpid(), number)
 
 
-def until(condition: Callable[[], object], timeout_s: float = 20) -> None:
+def until(condition: Callable[[], object], timeout_s: float = 120) -> None:
     """Wait for something that other tasks do."""
     deadline = time.monotonic() + timeout_s
     while not condition():

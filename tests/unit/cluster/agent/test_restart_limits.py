@@ -147,7 +147,7 @@ def test_a_stop_brings_back_a_worker_that_the_chief_saves_with(start_gang: Start
     lines = """
 if NAME == 'worker-0' and not RESTARTS: until(lambda: run.heartbeats().get('chief', {}).get('step') == 3), sys.exit(70)
 if NAME != 'chief': serve()
-train(3), until(lambda: run.heartbeats()['worker-0']['state'] == 'training', timeout_s=60), work()
+train(3), until(lambda: run.heartbeats()['worker-0']['state'] == 'training', timeout_s=300), work()
 """
     gang = start_gang(lines, workers=1, ps=1)
     wait_for(lambda: pausing(gang, "worker-0") and gang.beat("chief")["step"] == 3, "the worker's pause")

@@ -81,7 +81,7 @@ def script_pid(gang: Gang, task: str) -> int:
                     return pid
         return 0
 
-    return wait_for(find, f"the script of {task}", timeout_s=20)
+    return wait_for(find, f"the script of {task}", timeout_s=300)
 
 
 # The end

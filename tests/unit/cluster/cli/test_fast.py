@@ -56,7 +56,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     options = ["-c", "pyproject.toml", f"--rootdir={folder}", "-p", "no:cacheprovider", f"--junitxml={report}"]
     outside = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-p", "tests.fast", *options, str(folder)]
-    subprocess.run(command, cwd=ROOT, env=outside, capture_output=True, timeout=60)
+    subprocess.run(command, cwd=ROOT, env=outside, capture_output=True, timeout=300)
     found: Ended = {}
     for case in ElementTree.parse(report).iter("testcase"):
         name, outcome = case.get("name", ""), next((part.tag for part in case), "passed")

@@ -62,7 +62,7 @@ def invoke(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `invoke` as a user does."""
     command = [sys.executable, "-m", "invoke", *words]
     environment = os.environ | environment
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def context(remainder: str = "", exited: int = 0) -> MockContext:
@@ -228,7 +228,7 @@ def test_a_command_whose_output_nobody_reads_ends_quietly(words: str, unbuffered
             stdout=output,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
+            timeout=300,
         )
     assert ends == (done.returncode, len(done.stderr.splitlines())), done.stderr
 

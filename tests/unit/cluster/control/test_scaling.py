@@ -301,7 +301,7 @@ def test_a_stop_for_another_size_is_not_the_end(start_gang: StartGang) -> None:
     gang = start_gang("train(3), work()", workers=1)
     gang.await_step("chief", 3)
     gang.run.request_stop("a test", then=SCALE)
-    wait_for(lambda: not supervisor.processes_left(gang.run), "the end of all processes", timeout_s=20)
+    wait_for(lambda: not supervisor.processes_left(gang.run), "the end of all processes", timeout_s=300)
     assert ("stopped", True, False) == (gang.outcome()["state"], gang.run.goes_on, gang.run.summary.exists())
     assert {"chief": "stopped", "worker-0": "stopped"} == {n: b["state"] for n, b in gang.run.heartbeats().items()}
 
@@ -420,7 +420,7 @@ def test_watchers_end_a_run_whose_scaling_was_given_up(training: Callable[..., R
     beats(run, age_s=LOST_AFTER_S + 5, state="stopped")
     scale_requested(run)
     run.end("stopped", task="chief")
-    ended = watch.follow(run, lambda value: None, timeout_s=30)
+    ended = watch.follow(run, lambda value: None, timeout_s=300)
     assert ("failed", 1) == (ended["state"], watch.exit_code(ended))
     assert (
         "every task saved and ended to be scaled, but `invoke scale` did not go on in 180 s" == ended["cause"]["error"]

@@ -82,7 +82,7 @@ def up(invoke: Up, folder: Path) -> Up:
 
 def finished(*commands: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
     """Wait for the ends of commands; return how each ended."""
-    told = [command.communicate(timeout=60) for command in commands]
+    told = [command.communicate(timeout=300) for command in commands]
     return [(command.returncode, *each) for command, each in zip(commands, told, strict=True)]
 
 

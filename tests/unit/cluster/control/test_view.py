@@ -134,6 +134,8 @@ def test_progress_says_what_is_known(run: RunFolder) -> None:
 
 # The live view
 
+HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+
 
 def test_without_a_terminal_only_news_are_printed(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     live = view.Live()
@@ -154,23 +156,38 @@ def test_a_step_that_takes_long_is_told_once(
     assert ["chief training", "step 5", "step 6"] == capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.parametrize("no_colour", [False, True])
 def test_in_a_terminal_the_table_redraws_itself(
-    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_colour: bool
 ) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "40")
-    live = view.Live()
+    monkeypatch.setenv("TERM", "xterm")
+    if no_colour:
+        monkeypatch.setenv("NO_COLOR", "1")
     beat(run, "chief", "training", step=1)
-    live.show(view.status(run))
-    first = capsys.readouterr().out
-    assert 3 == len(first.splitlines())
-    assert max(map(len, first.splitlines())) < 40  # a wrapped line could not be taken back
-    beat(run, "chief", "training", step=2)
-    live.show(view.status(run))
-    assert capsys.readouterr().out.startswith("\x1b[3F\x1b[J")
+    with view.Live() as live:
+        live.show(view.status(run))
+        first = capsys.readouterr().out.removeprefix(HIDE_CURSOR)
+        assert 3 == len(first.splitlines())
+        assert max(map(len, first.splitlines())) <= 40  # a wrapped line could not be taken back
+        beat(run, "chief", "training", step=2)
+        live.show(view.status(run))
+        assert capsys.readouterr().out.startswith("\r\x1b[2K\x1b[1A\x1b[2K\x1b[1A\x1b[2K")
+    assert SHOW_CURSOR in capsys.readouterr().out
     live.clear()
-    live.clear()
-    assert "\x1b[3F\x1b[J" == capsys.readouterr().out
+    assert "" == capsys.readouterr().out
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "dumb")
+    beat(run, "chief", "training", step=1)
+    with view.Live() as live:
+        live.show(view.status(run))
+    assert ["chief training", "step 1"] == capsys.readouterr().out.splitlines()
 
 
 # The end
@@ -351,7 +368,7 @@ def test_a_plan_says_what_each_task_is_told(run: RunFolder) -> None:
     assert [
         "run demo: OneDeviceStrategy, 1 replica, runtime local",
         "global batch 192: 192 a replica and step",
-        "chief       chief:2222        no TF_CONFIG: it trains alone",
+        "chief  chief:2222  no TF_CONFIG: it trains alone",
     ] == view.plan(value | BATCH)
     in_parts = view.plan(value | BATCH | {"micro_batches": 4, "micro_batch": 48})
     assert "global batch 192: 192 a replica and step, in micro-batches of 48" == in_parts[1]
@@ -390,8 +407,8 @@ def test_findings_end_with_their_fix(tmp_path: Path) -> None:
         {"check": "data", "state": "warning", "detail": "none", "fix": "invoke data.prepare"},
     ]
     assert [
-        "ok       python            3.11.2",
-        "warning  data              none; invoke data.prepare",
+        "ok       python  3.11.2",
+        "warning  data    none; invoke data.prepare",
     ] == view.findings({"ok": True, "findings": found})
 
 

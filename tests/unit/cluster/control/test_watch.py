@@ -6,18 +6,21 @@ import itertools
 import os
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cluster.control import watch
 from cluster.image import engine
+from cluster.launch.request import Request
 from cluster.run import liveness, owner
 from cluster.run.folder import LOST_AFTER_S, RunFolder
 from cluster.run.liveness import LONGEST_LOOK_S, Pulse, look_once, silent
 from cluster.system import processes
 from cluster.system.json_files import write_json
 from tests.unit.ending import end
+from tests.unit.launching import Commands
 
 
 def beat(run: RunFolder, task: str, age_s: float, state: str = "training") -> None:
@@ -160,5 +163,26 @@ def test_watching_asks_no_engine_and_reads_no_event(
             monkeypatch.undo()
             end(run, "succeeded")
 
-    assert "succeeded" == watch.follow(run, end_after_three, timeout_s=20)["state"]
+    assert "succeeded" == watch.follow(run, end_after_three, timeout_s=300)["state"]
     assert [7, 7, 7] == looks
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_an_interrupt_before_the_run_is_watched_says_whether_it_goes_on(
+    make_run: Callable[..., RunFolder],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    goes_on: bool,
+) -> None:
+    run = make_run()
+
+    def begin(request: Request, sh: object, *, began: float, tell: Callable[[Any], None]) -> None:
+        tell(SimpleNamespace(run=run))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(watch.startup, "begin", begin)
+    monkeypatch.setattr(watch.startup, "announce", lambda plan: None)
+    monkeypatch.setattr(watch.teardown, "in_progress", lambda run: goes_on)
+    with pytest.raises(KeyboardInterrupt):
+        watch.up(Request(), Commands(), began=0.0)
+    assert goes_on is (run.name in capsys.readouterr().err)

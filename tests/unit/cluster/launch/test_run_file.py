@@ -188,7 +188,7 @@ def invoke(*words: str, folder: Path, code: int = 0) -> str:
     """Run `invoke` as a user does who has run files in a folder; return what it prints, or the error."""
     command = [sys.executable, "-m", "invoke", *words]
     environment = os.environ | {"RUNS_DIR": str(folder / "runs")}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert code == done.returncode, done.stderr
     return done.stderr if code else done.stdout
 

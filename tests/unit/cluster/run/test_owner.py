@@ -51,7 +51,7 @@ def test_a_daemon_that_hides_ends_with_a_run_that_ends_by_itself(start_gang: Sta
     daemon = daemon_of(gang)
     (gang.run.path / "go").touch()
     assert "succeeded" == gang.summary()["state"]
-    wait_for(lambda: not processes.alive(daemon), "the daemon's end", timeout_s=20)
+    wait_for(lambda: not processes.alive(daemon), "the daemon's end", timeout_s=300)
 
 
 def test_a_daemon_that_hides_ends_when_the_supervisor_is_killed(start_gang: StartGang) -> None:
@@ -61,8 +61,8 @@ def test_a_daemon_that_hides_ends_when_the_supervisor_is_killed(start_gang: Star
     children = map(int, Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split())
     (supervisor,) = (child for child in children if child != daemon["pid"])
     os.kill(supervisor, signal.SIGKILL)
-    wait_for(lambda: not processes.alive(daemon), "the daemon's end", timeout_s=20)
-    wait_for(lambda: not supervisor.running(gang.run), "the keeper's end", timeout_s=20)
+    wait_for(lambda: not processes.alive(daemon), "the daemon's end", timeout_s=300)
+    wait_for(lambda: not supervisor.running(gang.run), "the keeper's end", timeout_s=300)
 
 
 def test_what_outlives_a_killed_keeper_is_known_by_its_environment(start_gang: StartGang) -> None:
@@ -76,7 +76,7 @@ def test_what_outlives_a_killed_keeper_is_known_by_its_environment(start_gang: S
     gang = start_gang("\n".join(line.strip() for line in lines.splitlines()), workers=0)
     child = daemon_of(gang)
     processes.kill(gang.keeper, signal.SIGKILL)
-    wait_for(lambda: [child["pid"]] == supervisor.processes_left(gang.run), "the end of all others", timeout_s=20)
+    wait_for(lambda: [child["pid"]] == supervisor.processes_left(gang.run), "the end of all others", timeout_s=300)
     assert 1 == supervisor.kill(gang.run)
     assert not processes.alive(child)
 

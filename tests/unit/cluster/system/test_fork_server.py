@@ -1,4 +1,4 @@
-"""Tasks that begin as copies of their supervisor: to everybody else they are like any others."""
+"""Tasks that are forked from their supervisor: to everything else they are like any other process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def loaded_by(gang: Gang, generation: int = 0) -> dict[str, str]:
     return {path.name.split(".")[0]: path.read_text() for path in gang.run.path.glob(f"*.{generation}.loaded")}
 
 
-def test_every_program_is_a_copy_of_the_supervisor(start: StartGang) -> None:
+def test_every_program_is_forked_from_the_supervisor(start: StartGang) -> None:
     gang = start(f"{LOADED}\ntrain(2), meet(), finish()", workers=1)
     loader = supervisor_of(gang)
     summary = gang.summary()
@@ -54,7 +54,7 @@ def test_every_program_is_a_copy_of_the_supervisor(start: StartGang) -> None:
     assert not gang.run.log("supervisor").read_text()
 
 
-def test_a_killed_program_begins_again_as_a_copy(start: StartGang) -> None:
+def test_a_killed_program_is_forked_again(start: StartGang) -> None:
     gang = start(f"{LOADED}\ntrain(3)\nif not GENERATION: work()\ntrain(4), meet(), finish()", workers=1)
     loader = supervisor_of(gang)
     gang.await_step("worker-0", 3)
@@ -93,19 +93,19 @@ def test_everything_dies_with_the_supervisor(start: StartGang) -> None:
         ("print('error: the value', file=sys.stderr), sys.exit(3)", 3, "the value"),
     ],
 )
-def test_how_a_copy_ended_is_told(start: StartGang, line: str, code: int, error: str) -> None:
+def test_the_end_of_a_forked_process_is_reported(start: StartGang, line: str, code: int, error: str) -> None:
     gang = start(f"train(2), print('about to end', flush=True), {line}", workers=0)
     cause = gang.summary()["cause"]
     assert ("failed", code, error) == (gang.summary()["state"], cause["exit_code"], cause["error"])
 
 
-def test_an_error_that_nobody_knows_ends_a_copy_with_its_traceback(start: StartGang) -> None:
+def test_an_unknown_error_ends_a_forked_process_with_its_traceback(start: StartGang) -> None:
     gang = start("train(2), [][1]", workers=0)
     assert "IndexError: list index out of range" == gang.summary()["cause"]["error"]
     assert "Traceback (most recent call last)" in gang.run.log("chief").read_text()
 
 
-def test_stop_reaches_a_copy(start: StartGang) -> None:
+def test_a_stop_reaches_a_forked_process(start: StartGang) -> None:
     gang = start("train(2), work()", workers=1)
     for task in ("chief", "worker-0"):
         gang.await_step(task, 2)
@@ -133,9 +133,7 @@ def test_a_run_is_under_way_while_it_imports_and_can_be_stopped(
     assert ("stopped", []) == (gang.summary()["state"], gang.summary()["restarts"])
 
 
-def test_where_the_import_fails_each_task_meets_the_error_by_itself(
-    start: StartGang, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_if_the_import_fails_each_task_reports_it(start: StartGang, monkeypatch: pytest.MonkeyPatch) -> None:
     begin = supervisor.start
 
     def begin_badly(run: RunFolder) -> None:
@@ -149,7 +147,7 @@ def test_where_the_import_fails_each_task_meets_the_error_by_itself(
     assert gang.run.log("supervisor").read_text().endswith("ImportError: no such library\n")
 
 
-def test_only_tasks_of_the_built_in_trainer_without_accelerator_are_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_tasks_of_the_training_program_without_accelerator_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     def plan(command: list[str], gpus: Placement | None = None, **topology: Any) -> str | None:
         cluster = spec.build(workers=0, ports=(7001,), **topology)
         return local.processes_of(cluster, Path("/runs/r"), Path("/data"), command, gpus=gpus).get("preload")
@@ -162,30 +160,30 @@ def test_only_tasks_of_the_built_in_trainer_without_accelerator_are_copies(monke
     assert plan([]) is None
 
 
-# A copy by itself. The process that is copied is a new one: the one that runs the tests has threads.
+# A forked process by itself. Its parent is a new process: the one that runs the tests has threads.
 
-COPY = """
+PARENT = """
 import json, os, signal, subprocess, sys, threading
-from cluster.system import fork_server as nursery
+from cluster.system import fork_server
 import types
 sys.modules["nothing"] = types.SimpleNamespace(load=lambda: None)
-nursery.preload("nothing")
+fork_server.preload("nothing")
 signal.signal(signal.SIGTERM, lambda *_: print("the parent's handler"))
 os.environ["ONLY_THE_PARENTS"] = "1"
 kept, other = os.pipe(), os.pipe()
 def begin(code, **more):
     how = dict(env={"GIVEN": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) | more
-    return nursery.start([sys.executable, "-c", code, "word"], **how)
+    return fork_server.start([sys.executable, "-c", code, "word"], **how)
 """
 
 
 @pytest.fixture
 def parent(tmp_path: Path) -> Callable[[str], Any]:
-    """Runs lines in a process that may be copied; returns what they printed, as JSON."""
+    """Runs lines in a process that may fork; returns their output, as JSON."""
 
     def run(lines: str) -> Any:
         done = subprocess.run(
-            [sys.executable, "-c", f"{COPY}\n{lines}"], capture_output=True, text=True, timeout=60, check=True
+            [sys.executable, "-c", f"{PARENT}\n{lines}"], capture_output=True, text=True, timeout=300, check=True
         )
         assert not done.stderr
         return json.loads(done.stdout)
@@ -193,7 +191,7 @@ def parent(tmp_path: Path) -> Callable[[str], Any]:
     return run
 
 
-def test_a_copy_has_the_environment_files_and_words_it_was_given(parent: Callable[[str], Any]) -> None:
+def test_a_forked_process_has_the_environment_files_and_arguments_it_was_given(parent: Callable[[str], Any]) -> None:
     told = parent('''
 code = """
 import json, os, sys
@@ -201,9 +199,9 @@ files = sorted(int(name) for name in os.listdir("/proc/self/fd"))
 open_ones = [number for number in files if os.path.exists(f"/proc/self/fd/{number}")]
 print(json.dumps([dict(os.environ), open_ones, sys.argv, os.readlink("/proc/self/fd/0"), __name__, os.getsid(0)]))
 """
-copy = begin(code, pass_fds=(kept[0],), start_new_session=True)
-said = json.loads(copy.stdout.read())
-print(json.dumps([said, kept[0], copy.pid, copy.wait(10), type(copy).__name__]))
+forked = begin(code, pass_fds=(kept[0],), start_new_session=True)
+said = json.loads(forked.stdout.read())
+print(json.dumps([said, kept[0], forked.pid, forked.wait(10), type(forked).__name__]))
 ''')
     (environment, files, words, standard_input, name, session), kept, pid, code, kind = told
     assert ({"GIVEN": "1"}, ["-c", "word"], "/dev/null") == (environment, words, standard_input)
@@ -220,41 +218,41 @@ print(json.dumps([said, kept[0], copy.pid, copy.wait(10), type(copy).__name__]))
         ("import os; os._exit(5)", 5),
     ],
 )
-def test_a_copy_ends_as_a_new_process_would(parent: Callable[[str], Any], code: str, ended: int) -> None:
+def test_a_forked_process_ends_as_a_new_one_would(parent: Callable[[str], Any], code: str, ended: int) -> None:
     assert ended == parent(f"print(begin({code!r}).wait(10))")
 
 
-def test_a_copy_leaves_its_files_in_the_temporary_folder_that_it_is_given(
+def test_a_forked_process_uses_the_temporary_folder_that_it_is_given(
     parent: Callable[[str], Any], tmp_path: Path
 ) -> None:
     """Where an agent deletes them after its program, however that ended."""
     told = parent(f"""
 import tempfile
 before = tempfile.gettempdir()
-copy = begin("import tempfile; print(tempfile.gettempdir())", env={{"TMPDIR": {str(tmp_path)!r}}})
-print(json.dumps([before, copy.stdout.read().decode().strip()]))
+forked = begin("import tempfile; print(tempfile.gettempdir())", env={{"TMPDIR": {str(tmp_path)!r}}})
+print(json.dumps([before, forked.stdout.read().decode().strip()]))
 """)
     assert str(tmp_path) == told[1] != told[0]
 
 
-def test_a_copy_that_goes_on_is_waited_for_no_longer_than_said(parent: Callable[[str], Any]) -> None:
+def test_waiting_for_a_forked_process_has_a_timeout(parent: Callable[[str], Any]) -> None:
     told = parent("""
-copy = begin("import signal; signal.pause()", process_group=0)
+forked = begin("import signal; signal.pause()", process_group=0)
 try:
-    copy.wait(0.05)
+    forked.wait(0.05)
 except subprocess.TimeoutExpired as error:
     late = error.timeout
-before = copy.poll()
-assert os.getpgid(copy.pid) == copy.pid
-copy.send_signal(signal.SIGTERM)
-print(json.dumps([late, before, copy.wait(10), copy.poll()]))
+before = forked.poll()
+assert os.getpgid(forked.pid) == forked.pid
+forked.send_signal(signal.SIGTERM)
+print(json.dumps([late, before, forked.wait(10), forked.poll()]))
 """)
     assert [0.05, None, -signal.SIGTERM, -signal.SIGTERM] == told
 
 
-def test_what_is_no_python_is_a_new_process(parent: Callable[[str], Any]) -> None:
+def test_a_command_other_than_python_is_a_new_process(parent: Callable[[str], Any]) -> None:
     assert "Popen" == parent("""
-new = nursery.start(["true"], env={}, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+new = fork_server.start(["true"], env={}, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
 new.wait(10)
 print(json.dumps(type(new).__name__))
 """)

@@ -76,7 +76,7 @@ def as_user(user: int, program: str, *words: str) -> subprocess.CompletedProcess
     for python in (sys.executable, "/usr/bin/python3"):
         with contextlib.suppress(FileNotFoundError, PermissionError):
             command = [python, "-B", "-c", program, *words]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, **other)
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, **other)
             if "No module named 'cluster'" not in done.stderr:
                 return done
     pytest.skip("no other user can start a Python here, or read this checkout")

@@ -188,7 +188,7 @@ def test_the_command_imports_from_where_it_is_run(tmp_path: Path, monkeypatch: p
     (tmp_path / "my_data.py").write_text(textwrap.dedent(module))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     command = [sys.executable, "-m", "train.data", "prepare", "--name", "my_data:sums", "--data-dir", "data"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert 0 == done.returncode, done.stderr
     told = r"data: my_data:sums [0-9a-f]{12}: 6 examples to train, 2 to test, each \[2\] float32, 1 output"
     assert re.fullmatch(told, done.stdout.splitlines()[-1])
@@ -202,7 +202,9 @@ def prepare_command(folder: Path, lines: str, **settings: str) -> subprocess.Com
     (folder / "my_data.py").write_text(DATA + textwrap.dedent(lines))
     command = [sys.executable, "-m", "train.data", "prepare", "--name", "my_data:data", "--data-dir", "data"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), **settings}
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=300, check=False, env=environment
+    )
 
 
 def test_what_the_function_prints_stays_out_of_the_way(tmp_path: Path) -> None:

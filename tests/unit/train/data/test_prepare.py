@@ -162,7 +162,7 @@ def test_a_killed_prepare_leaves_nothing_half_and_the_next_one_works(tmp_path: P
         test_prepare.run(Path({str(tmp_path)!r}), web=test_prepare.Fetcher())
     """
     killed = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, capture_output=True, timeout=60, check=False
+        [sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, capture_output=True, timeout=300, check=False
     )
     assert -signal.SIGKILL == killed.returncode, killed.stderr
     assert (tmp_path / ".mnist.partial" / "arrays" / "arrays.json").exists()
@@ -202,7 +202,7 @@ def command_line(*arguments: str) -> subprocess.CompletedProcess[str]:
         sys.exit(code)
     """
     command = [sys.executable, "-c", textwrap.dedent(script), *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_the_command_finds_and_verifies_without_tensorflow(tmp_path: Path) -> None:

@@ -358,5 +358,5 @@ assert "tensorflow" not in sys.modules and "numpy" not in sys.modules
 sys.exit(code)
 """
     command = [sys.executable, "-c", script, "verify", "--name", "things", "--data-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert (0, 7) == (done.returncode, len(done.stdout.splitlines())), done.stderr
