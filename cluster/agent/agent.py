@@ -22,20 +22,16 @@ import signal
 import subprocess
 import time
 from functools import partial
-from pathlib import Path
 
 from cluster.agent import ports, rendezvous
-from cluster.agent.diagnosis import MemoryKills, describe, explain_missing
+from cluster.agent.decisions import POLL_S, Decisions
+from cluster.agent.diagnosis import MemoryKills, explain_missing
 from cluster.agent.program import Program, Trainer
 from cluster.agent.standby import Standby
-from cluster.agent.watchdog import FROZEN_S, SILENT_S, Finding, Watchdog
-from cluster.errors import EXIT_FAILED, EXIT_PEER_LOST, EXIT_TIMEOUT, ClusterError
+from cluster.agent.watchdog import FROZEN_S, Finding, Watchdog
+from cluster.errors import EXIT_FAILED, EXIT_TIMEOUT, ClusterError
 from cluster.recovery import attempts, ends, step_record
-from cluster.recovery.attempts import LOST_CONTACT, OUTSIDE, OWN
-from cluster.recovery.ends import End
-from cluster.recovery.policy import Recovery
-from cluster.results import summary
-from cluster.run import launch_records, records
+from cluster.recovery.attempts import OUTSIDE, OWN
 from cluster.run.folder import RunFolder
 from cluster.run.heartbeat import Heartbeat
 from cluster.spec import Role, Task
@@ -45,41 +41,20 @@ from cluster.system.processes import as_exit_code, identity, is_stopped
 GRACE_S = 40.0
 """Seconds that a program gets to save and end by itself. The engine's own grace period is longer."""
 NOTHING_TO_SAVE = ("starting", "waiting", "restarting")
-POLL_S = 0.1
-PEER_LOST_PATIENCE_S = 3.0
-"""How long a task that lost contact waits for the task that really died to report it."""
-CULPRIT_PATIENCE_S = 1.0
-"""How long a task that failed by itself waits for one that failed before it and whose agent is slower."""
-SILENT_HINT_S = 3.0
-"""Age of a heartbeat after which its task may have died with its agent and not been brought back yet."""
 SERVERS_S = 120.0
 """Longest wait for the TensorFlow servers that this task calls first: they listen once their imports are done."""
 STACKS_S = 1.0
 """How long the programs of a hanging gang get to print their stacks."""
 
 
-class Agent:
+class Agent(Decisions):
     """Runs one task from its start to the run's outcome."""
 
     def __init__(self, run: RunFolder, task_name: str, command: list[str], rendezvous_timeout_s: float) -> None:
-        self.run = run
-        self.spec = run.load_cluster()
-        if placed := os.environ.get("CLUSTER_JSON"):  # where its tasks are is known only since they started
-            self.spec = records.read(Path(placed), launch_records.cluster)
-        self.task = self.spec.task(task_name)
+        super().__init__(run, task_name)
         self.command = command
         self.rendezvous_timeout_s = rendezvous_timeout_s
-        self.serves = self.spec.serves(self.task)
-        self.restarts_alone = self.spec.restarts_alone(self.task)
-        self.exit_code: int | None = None
         self.standby = Standby(self._program, self.spec.tasks.index(self.task), len(self.spec.tasks))
-        self.recovery = Recovery(run, self.spec, self.task)
-        self._memory_kills = MemoryKills()
-        self._watchdog: Watchdog
-        self._resuming = False
-        """Whether the event `resumed` is due once the program trains, after a restart of this task alone."""
-        self._pause_s = 0.0
-        """How long to wait before the next attempt, if only this task starts again."""
         self._last_generation = -1
         """The generation of the previous attempt."""
 
@@ -229,10 +204,6 @@ class Agent:
             return 0.0
         return 1.0 if self._state in NOTHING_TO_SAVE else GRACE_S
 
-    def _is_over(self, generation: int) -> bool:
-        """Whether this generation's program serves no purpose any more."""
-        return self.run.outcome is not None or self.run.generation > generation
-
     def _watch(self, program: Program, generation: int) -> None:
         """Return once the generation is over, or the program's end or a finding was acted on."""
         watchdog = self._watchdog = Watchdog(self.run, self.spec, self.task, generation)
@@ -249,12 +220,6 @@ class Agent:
                 program.wait(POLL_S)
                 return self._act_on_exit(program, generation)
         return None
-
-    @property
-    def _state(self) -> str:
-        """The state in this task's newest heartbeat."""
-        beat = self.run.heartbeat(self.task.name)
-        return str(beat["state"]) if beat else ""
 
     def _act_on_training(self, program: Program) -> None:
         """Do what is due once the program trains."""
@@ -307,90 +272,3 @@ class Agent:
             self.run.end("stopped", task=self.task.name)
         else:
             self._restart_gang(generation, end)
-
-    def _end_of(self, program: Program, code: int, generation: int) -> End:
-        """Return the record of the program's end."""
-        out_of_memory = self._memory_kills.include(program, code, self.standby)
-        member = self.task in self.spec.members
-        lost_contact = code == EXIT_PEER_LOST and member and not self.run.script
-        kind = LOST_CONTACT if lost_contact else ends.kind_of(code, out_of_memory=out_of_memory)
-        cause = "lost contact with the cluster" if lost_contact else describe(code, out_of_memory=out_of_memory)
-        # After a kill for memory the last lines are about something else; after exit code 0 there is no error.
-        error = None if out_of_memory or code == 0 else program.error(code)
-        if code < 0 and error:
-            error = f"{cause}: {error}"
-        may_follow = lost_contact or (code == -signal.SIGABRT and member)  # TensorFlow aborts when another task dies
-        return self.recovery.end(generation, kind, cause, error, may_follow=may_follow, lived_s=self._lived_s)
-
-    @property
-    def _lived_s(self) -> float:
-        """How long a script ran; not needed for a program that records its steps."""
-        return 0.0
-
-    def _restart_gang(self, generation: int, end: End) -> None:
-        """Start every task again, after the others have had time to report that they failed first."""
-        ends.record(self.run, generation, end)
-        if end.kind == OUTSIDE or not self.spec.members:
-            patience_s = 0.0
-        else:
-            patience_s = PEER_LOST_PATIENCE_S if end.may_follow else CULPRIT_PATIENCE_S
-        if self._another_restarts_gang(generation, patience_s):
-            return
-        if self.run.stop_requested:
-            self.run.end("stopped", task=self.task.name)
-        else:
-            self.recovery.restart_gang(generation, end)
-
-    def _another_restarts_gang(self, generation: int, patience_s: float) -> bool:
-        """Give another failed task time to begin the next generation; longer while one is silent.
-
-        A task that was killed with its agent reports that once it is back. A task that stays silent is the one that
-        failed.
-        """
-        deadline = time.monotonic() + patience_s
-        while patience_s and not self._is_over(generation) and not self.run.stop_requested:
-            if name := self._watchdog.silent_task(SILENT_S):
-                cause = f"no sign of life for {SILENT_S:.0f} s"
-                end = self.recovery.end(generation, OUTSIDE, cause, task=name, at=time.time() - SILENT_S)
-                self.recovery.restart_gang(generation, end)
-            if time.monotonic() > deadline and not self._watchdog.silent_task(SILENT_HINT_S):
-                break
-            time.sleep(POLL_S)
-        return self._is_over(generation)
-
-    def _restart_alone(self, end: End) -> None:
-        """Start only this task's program again, unless its failure ends the run."""
-        self._pause_s = self.recovery.restart_alone(end)
-        self._resuming = True
-
-    def _await_outcome(self, generation: int) -> None:
-        """Wait for the outcome of a run whose work is done; the chief's agent records it."""
-        if self.task.role != Role.CHIEF:
-            return self._wait_until_over(generation)
-        stopped = self._state == "stopped"
-        if stopped and self.run.stop_withdrawn(generation):
-            self.run.begin_generation(generation + 1, resumed=True)
-        else:
-            self.run.end("stopped" if stopped else "succeeded", task=self.task.name)
-        return None
-
-    def _wait_until_over(self, generation: int, timeout_s: float = float("inf")) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not self._is_over(generation) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-
-    def _finish(self) -> None:
-        """Write the last heartbeat; the chief's agent also writes the summary, unless the run continues elsewhere."""
-        outcome = self.run.outcome
-        assert outcome is not None
-        beat = Heartbeat(self.run, self.task, self.run.generation)
-        previous = self.run.heartbeat(self.task.name) or {}
-        state = {"succeeded": "done", "stopped": "stopped", "failed": "failed"}[outcome["state"]]
-        if outcome["state"] == "failed" and outcome.get("task") != self.task.name:
-            # Another task failed: this one's work was done, or it was ended.
-            state = "done" if previous.get("state") == "done" else "stopped"
-        beat.values |= previous | {"state": state, "exit_code": self.exit_code}
-        beat.write()
-        self.run.event(self.task.name, state, step=previous.get("step"), exit_code=self.exit_code)
-        if self.task.role == Role.CHIEF and not self.run.goes_on:
-            summary.write(self.run)

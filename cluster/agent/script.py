@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 
 from cluster import settings
-from cluster.agent.agent import PEER_LOST_PATIENCE_S, Agent
+from cluster.agent.agent import Agent
+from cluster.agent.decisions import PEER_LOST_PATIENCE_S
 from cluster.agent.program import Program, Script
 from cluster.errors import EXIT_FAILED
 from cluster.paths import ROOT
@@ -28,9 +29,6 @@ from cluster.run.heartbeat import Heartbeat
 from cluster.spec import Role, Task
 from cluster.system.processes import as_exit_code
 
-SILENT_S = 2.0
-"""A task without a heartbeat for so long may have died with its agent and not been brought back yet. Shorter than the
-patience with which it is awaited."""
 LONE_RESTART_S = 60.0
 """How long after a worker's restart another script's error counts as its consequence."""
 OTHERS_POLL_S = 0.2

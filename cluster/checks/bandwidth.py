@@ -30,12 +30,12 @@ def examine(asked: str = "") -> Finding:
     Raises:
         UsageError: `asked` is not understood.
     """
-    wanted = placement.parse(asked or "all", "")
-    if wanted is None:
+    requested = placement.parse(asked or "all", "")
+    if requested is None:
         raise UsageError(f"--bandwidth with --gpus {asked}: nothing to measure; use --gpus all, or leave it out")
     try:
-        machine = devices.machine("--bandwidth", with_instances=any(name.startswith("MIG-") for name in wanted.ids))
-        placed = placement.place(wanted, machine, spec.build(workers="0"), planning.busy())
+        machine = devices.machine("--bandwidth", with_instances=any(name.startswith("MIG-") for name in requested.ids))
+        placed = placement.place(requested, machine, spec.build(workers="0"), planning.busy())
     except ClusterError as error:  # what it says holds the fix
         return Finding(CHECK, "failed", str(error))
     ids = placed.of("chief")

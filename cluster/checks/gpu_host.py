@@ -96,7 +96,7 @@ def examine() -> list[Finding]:
         driver(told),
         *(check(told) for check in (persistence, mig, memory_errors, clocks)),
         shared_memory(_shared_bytes()),
-        handover(_toolkit_version(), able),
+        device_requests(_toolkit_version(), able),
         _inside(able or [], 1 if cut else len(told)),
     ]
 
@@ -207,7 +207,7 @@ def shared_memory(size: int) -> Finding:
     return Finding("shared memory", "ok", f"{SHARED_MEMORY} has {size / 2**30:.1f} GiB")
 
 
-def handover(version: str, able: list[str] | None) -> Finding:
+def device_requests(version: str, able: list[str] | None) -> Finding:
     """Tell whether NVIDIA's container toolkit is there and the engine knows it.
 
     Args:

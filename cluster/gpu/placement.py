@@ -13,8 +13,8 @@ from cluster.gpu.devices import Gpu, Machine
 from cluster.messages import counted
 from cluster.spec import MAX_DEVICES, ClusterSpec, Role, parse_count
 
-HANDOVER = "reserve"
-HANDOVERS = (HANDOVER, "cdi", "nvidia")
+DEVICE_REQUEST = "reserve"
+DEVICE_REQUESTS = (DEVICE_REQUEST, "cdi", "nvidia")
 """How containers get GPUs: a device reservation, the Container Device Interface, or the older `nvidia` runtime."""
 
 NCCL_LEVEL = "WARN"
@@ -27,10 +27,10 @@ NO_DEVICE = "-1"
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """The GPUs that were asked for, checked as far as words can be."""
+class GpuRequest:
+    """The GPUs that are requested, checked as far as words can be."""
 
-    told: str
+    text: str
     """The options, as messages repeat them."""
     ids: tuple[str, ...] = ()
     """Those to choose from; empty: all of this machine's."""
@@ -43,13 +43,13 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Placement:
-    """The GPUs of a run's tasks, and how they are handed over."""
+    """The GPUs of a run's tasks, and how containers get them."""
 
     ids: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Each task's; a task that is not in it gets none."""
-    asked: str = ""
+    requested: str = ""
     """`--gpus` as typed, for when the run goes on."""
-    handover: str = HANDOVER
+    device_request: str = DEVICE_REQUEST
     nccl_debug: str = NCCL_LEVEL
     notes: tuple[str, ...] = ()
 
@@ -78,8 +78,8 @@ class Placement:
 
     def lines(self) -> list[str]:
         """Return who gets which, as text; nothing where nobody gets any."""
-        told = "; ".join(f"{task} {','.join(ids)}" for task, ids in self.ids.items())
-        return [f"GPUs: {told}"] if told else []
+        each = "; ".join(f"{task} {','.join(ids)}" for task, ids in self.ids.items())
+        return [f"GPUs: {each}"] if each else []
 
     def record(self) -> dict[str, Any]:
         """Return what `compose.json` says of it, so that other runs leave these GPUs alone: see `ids_in`."""
@@ -87,7 +87,9 @@ class Placement:
 
     def to_json(self) -> dict[str, str]:
         """Return what a run that goes on keeps; empty where it has no GPUs."""
-        return {"gpus": self.asked, "runtime": self.handover, "nccl_debug": self.nccl_debug} if self.ids else {}
+        return (
+            {"gpus": self.requested, "runtime": self.device_request, "nccl_debug": self.nccl_debug} if self.ids else {}
+        )
 
 
 def ids_in(compose: Mapping[str, Any]) -> list[str]:
@@ -95,7 +97,7 @@ def ids_in(compose: Mapping[str, Any]) -> list[str]:
     return [gpu for ids in compose.get(RECORD, {}).values() for gpu in ids]
 
 
-def parse(gpus: str, per_task: str) -> Wanted | None:
+def parse(gpus: str, per_task: str) -> GpuRequest | None:
     """Return what `--gpus` and `--gpus-per-task` ask for; None where it is no GPU at all.
 
     Raises:
@@ -103,15 +105,15 @@ def parse(gpus: str, per_task: str) -> Wanted | None:
     """
     words = [f"--gpus {gpus}"] * bool(gpus) + [f"--gpus-per-task {per_task}"] * bool(per_task)
     each = parse_count("gpus-per-task", per_task, 1, MAX_DEVICES) if per_task else 0
-    wanted = Wanted(" ".join(words), per_task=each)
+    request = GpuRequest(" ".join(words), per_task=each)
     if gpus in ("", "none"):
         if gpus and per_task:
-            raise UsageError(f"{wanted.told}: none is none for each task; leave one of them out")
-        return wanted if per_task else None
+            raise UsageError(f"{request.text}: none is none for each task; leave one of them out")
+        return request if per_task else None
     if gpus == "all":
-        return wanted
+        return request
     if re.fullmatch(r"[1-9][0-9]{0,3}", gpus) and int(gpus) <= MAX_GPUS:
-        return replace(wanted, count=int(gpus))
+        return replace(request, count=int(gpus))
     ids = gpus.removesuffix(",").split(",")
     if not all(re.fullmatch(r"0|[1-9][0-9]{0,3}|MIG-[0-9A-Za-z/-]+", part) for part in ids) or gpus == "0":
         raise UsageError(
@@ -120,149 +122,151 @@ def parse(gpus: str, per_task: str) -> Wanted | None:
         )
     if twice := [part for part, times in Counter(ids).items() if times > 1]:
         raise UsageError(f"--gpus {gpus}: GPU {twice[0]} is named more than once; name each GPU once")
-    return replace(wanted, ids=tuple(ids))
+    return replace(request, ids=tuple(ids))
 
 
-def inherit(recorded: Mapping[str, str], per_task: int) -> Wanted | None:
-    """Return what a run that goes on had: as many for each task, from among the same where it named them."""
+def inherit(recorded: Mapping[str, str], per_task: int) -> GpuRequest | None:
+    """Return the request of a run that goes on: as many for each task, from among the same where it named them."""
     if not recorded:
         return None
-    had = parse(recorded["gpus"], "")
-    told = f"--gpus {recorded['gpus']}" if recorded["gpus"] else f"--gpus-per-task {per_task}"
-    return Wanted(f"{told} of the run", had.ids if had else (), per_task=per_task, partial=True)
+    previous = parse(recorded["gpus"], "")
+    text = f"--gpus {recorded['gpus']}" if recorded["gpus"] else f"--gpus-per-task {per_task}"
+    return GpuRequest(f"{text} of the run", previous.ids if previous else (), per_task=per_task, partial=True)
 
 
-def handling(runtime: str, nccl_debug: str) -> tuple[str, str]:
+def device_handling(runtime: str, nccl_debug: str) -> tuple[str, str]:
     """Return `--gpu-runtime` and `--nccl-debug`, or their defaults.
 
     Raises:
         UsageError: there is no such value.
     """
-    asked = {
-        "gpu-runtime": (runtime or HANDOVER, HANDOVERS),
+    given = {
+        "gpu-runtime": (runtime or DEVICE_REQUEST, DEVICE_REQUESTS),
         "nccl-debug": ((nccl_debug or NCCL_LEVEL).upper(), NCCL_LEVELS),
     }
-    for name, (value, known) in asked.items():
+    for name, (value, known) in given.items():
         if value not in known:
             raise UsageError(f"--{name} {value!r}: expected one of {', '.join(known)}{nearest(value, known)}")
-    return asked["gpu-runtime"][0], asked["nccl-debug"][0]
+    return given["gpu-runtime"][0], given["nccl-debug"][0]
 
 
-def place(wanted: Wanted, machine: Machine, cluster: ClusterSpec, busy: Mapping[str, str] | None = None) -> Placement:
+def place(
+    request: GpuRequest, machine: Machine, cluster: ClusterSpec, busy: Mapping[str, str] | None = None
+) -> Placement:
     """Return which task of the cluster gets which GPUs; the cluster's own number of devices does not matter.
 
     Args:
-        wanted: what was asked for.
+        request: for how many, or for which.
         machine: what there is.
         cluster: the tasks.
         busy: the GPUs that other runs train on, each with the name of its run.
 
     Raises:
-        UsageError: this machine's GPUs cannot be shared out as asked.
+        UsageError: this machine's GPUs cannot be shared out as requested.
     """
     tasks = [task.name for task in (*cluster.of(Role.CHIEF), *cluster.of(Role.WORKER))]
-    pool = _named(wanted, machine) if wanted.ids else _free(wanted, machine, len(tasks), busy or {})
-    _refuse_busy(wanted, pool, busy or {})
-    count = _count(wanted, len(pool), len(tasks))
+    pool = _named(request, machine) if request.ids else _free(request, machine, len(tasks), busy or {})
+    _refuse_busy(request, pool, busy or {})
+    count = _count(request, len(pool), len(tasks))
     if any(gpu.id.startswith("MIG-") for gpu in pool):
-        _check_instances(wanted, count // len(tasks), cluster)
+        _check_instances(request, count // len(tasks), cluster)
     groups = _groups([gpu.id for gpu in pool], len(tasks), count // len(tasks), machine)
     return Placement(dict(zip(tasks, groups, strict=True)), notes=tuple(_notes(pool, groups, machine)))
 
 
-def _named(wanted: Wanted, machine: Machine) -> list[Gpu]:
+def _named(request: GpuRequest, machine: Machine) -> list[Gpu]:
     """Return the GPUs that were named."""
     known = {gpu.id: gpu for gpu in (*machine.gpus, *machine.instances)}
-    for name in wanted.ids:
+    for name in request.ids:
         if name not in known:
             there = ", ".join(known)
             raise UsageError(
-                f"{wanted.told}: there is no GPU {name} here; this machine has {there}: name some of these"
+                f"{request.text}: there is no GPU {name} here; this machine has {there}: name some of these"
             )
-    named = [gpu for gpu in known.values() if gpu.id in wanted.ids]
-    _refuse_mig(wanted, [gpu for gpu in named if gpu.mig])
+    named = [gpu for gpu in known.values() if gpu.id in request.ids]
+    _refuse_mig(request, [gpu for gpu in named if gpu.mig])
     return named
 
 
-def _free(wanted: Wanted, machine: Machine, num_tasks: int, busy: Mapping[str, str]) -> list[Gpu]:
+def _free(request: GpuRequest, machine: Machine, num_tasks: int, busy: Mapping[str, str]) -> list[Gpu]:
     """Return GPUs of one model to choose from, where none were named."""
-    takes_all = not wanted.count and not wanted.per_task
+    takes_all = not request.count and not request.per_task
     whole = [gpu for gpu in machine.gpus if not gpu.mig]
     usable = [gpu for gpu in whole if gpu.id not in busy]
     if takes_all or not whole:
-        _refuse_mig(wanted, [gpu for gpu in machine.gpus if gpu.mig])
+        _refuse_mig(request, [gpu for gpu in machine.gpus if gpu.mig])
     if takes_all or not usable:
-        _refuse_busy(wanted, whole, busy)
+        _refuse_busy(request, whole, busy)
     models: dict[str, list[Gpu]] = {}
     for gpu in usable:
         models.setdefault(gpu.model, []).append(gpu)
     if takes_all and len(models) > 1:
         one = ",".join(gpu.id for gpu in max(models.values(), key=len))
         raise UsageError(
-            f"{wanted.told}: this machine's GPUs are of {len(models)} models ({_models(usable)}), and every step would "
-            f"wait for the slowest; use those of one, such as --gpus {one}, or name all of them to have it so"
+            f"{request.text}: this machine's GPUs are of {len(models)} models ({_models(usable)}), and every step "
+            f"would wait for the slowest; use those of one, such as --gpus {one}, or name all of them to have it so"
         )
     pool = max(models.values(), key=len)  # the first of two equally many: that of the lowest id
-    count = wanted.per_task * num_tasks or wanted.count
+    count = request.per_task * num_tasks or request.count
     if count > len(usable):
         others = {"in MIG mode": len(machine.gpus) - len(whole), "in use by other runs": len(whole) - len(usable)}
         besides = " and ".join(f"{number} {what}" for what, number in others.items() if number)
         raise UsageError(
-            f"{wanted.told}: {counted(count, 'GPU')} for {counted(num_tasks, 'task')}, and this machine has "
+            f"{request.text}: {counted(count, 'GPU')} for {counted(num_tasks, 'task')}, and this machine has "
             f"{len(usable)}{f' besides {besides}' if besides else ''}; ask for fewer, or use fewer workers"
         )
     if len(pool) < count:
         raise UsageError(
-            f"{wanted.told}: {count} GPUs are needed, and at most {len(pool)} are of one model ({_models(usable)}); "
+            f"{request.text}: {count} GPUs are needed, and at most {len(pool)} are of one model ({_models(usable)}); "
             "ask for fewer, or name them to mix models"
         )
     return pool
 
 
-def _count(wanted: Wanted, available: int, num_tasks: int) -> int:
+def _count(request: GpuRequest, available: int, num_tasks: int) -> int:
     """Return how many GPUs are used in all: equally many for each task."""
     tasks = "the chief alone" if num_tasks == 1 else f"{num_tasks} tasks (the chief and the workers)"
-    exact = wanted.count or (len(wanted.ids) if wanted.ids and not wanted.partial else 0)
-    count = wanted.per_task * num_tasks or exact or available
+    exact = request.count or (len(request.ids) if request.ids and not request.partial else 0)
+    count = request.per_task * num_tasks or exact or available
     if exact and exact != count:
         raise UsageError(
-            f"{wanted.told}: {tasks} with {wanted.per_task} each make {count}, not {exact}; leave one of the two out"
+            f"{request.text}: {tasks} with {request.per_task} each make {count}, not {exact}; leave one of the two out"
         )
     if count > available:
         raise UsageError(
-            f"{wanted.told}: {tasks} would need {count}, and there are {available} to choose from; ask for fewer, or "
+            f"{request.text}: {tasks} would need {count}, and there are {available} to choose from; ask for fewer, or "
             "use fewer workers"
         )
     if count % num_tasks:
         fewer, more = count // num_tasks * num_tasks, (count // num_tasks + 1) * num_tasks
         fits = " or ".join(
-            str(number) for number in (fewer, more) if 0 < number and (number <= available or wanted.ids)
+            str(number) for number in (fewer, more) if 0 < number and (number <= available or request.ids)
         )
-        use = ("name " if wanted.ids else "use --gpus ") + fits if fits else "use fewer workers"
+        use = ("name " if request.ids else "use --gpus ") + fits if fits else "use fewer workers"
         raise UsageError(
-            f"{wanted.told}: {tasks} cannot share {counted(count, 'GPU')} evenly, and would wait for each other; {use}"
+            f"{request.text}: {tasks} cannot share {counted(count, 'GPU')} evenly, and would wait for each other; {use}"
         )
     return count
 
 
-def _refuse_mig(wanted: Wanted, gpus: Sequence[Gpu]) -> None:
+def _refuse_mig(request: GpuRequest, gpus: Sequence[Gpu]) -> None:
     if gpus:
         one = gpus[0].id
         raise UsageError(
-            f"{wanted.told}: GPU {one} is in MIG mode, so only its instances can be used; name one by the UUID "
+            f"{request.text}: GPU {one} is in MIG mode, so only its instances can be used; name one by the UUID "
             f"that `nvidia-smi -L` shows, name other GPUs, or end the mode with `nvidia-smi -i {one} -mig 0`"
         )
 
 
-def _refuse_busy(wanted: Wanted, gpus: Sequence[Gpu], busy: Mapping[str, str]) -> None:
+def _refuse_busy(request: GpuRequest, gpus: Sequence[Gpu], busy: Mapping[str, str]) -> None:
     if taken := [gpu.id for gpu in gpus if gpu.id in busy]:
         run = busy[taken[0]]
         raise UsageError(
-            f"{wanted.told}: run {run!r} trains on GPU {taken[0]}; use others, or `invoke stop {run}` before this"
+            f"{request.text}: run {run!r} trains on GPU {taken[0]}; use others, or `invoke stop {run}` before this"
         )
 
 
-def _check_instances(wanted: Wanted, per_task: int, cluster: ClusterSpec) -> None:
+def _check_instances(request: GpuRequest, per_task: int, cluster: ClusterSpec) -> None:
     """Check what MIG instances can do: a process sees one of them at most, and NCCL does not connect them.
 
     Raises:
@@ -270,8 +274,8 @@ def _check_instances(wanted: Wanted, per_task: int, cluster: ClusterSpec) -> Non
     """
     if per_task > 1 or cluster.kind.collective:
         raise UsageError(
-            f"{wanted.told}: MIG instances cannot train together (a process sees one, and NCCL connects none); use one "
-            "with --workers 0, whole GPUs, or parameter servers"
+            f"{request.text}: MIG instances cannot train together (a process sees one, and NCCL connects none); use "
+            "one with --workers 0, whole GPUs, or parameter servers"
         )
 
 
@@ -338,8 +342,8 @@ def _models(gpus: Sequence[Gpu]) -> str:
     return "; ".join(f"{model}: {','.join(ids)}" for model, ids in found.items())
 
 
-def wish(gpus: str, per_task: str, recorded: Mapping[str, Any], had_devices: int) -> Wanted | None:
-    """Return what is wanted: what was asked for now, or else what the run that goes on had."""
+def requested(gpus: str, per_task: str, recorded: Mapping[str, Any], previous_devices: int) -> GpuRequest | None:
+    """Return what is requested now, or else what the run that goes on was started with."""
     if gpus or per_task:
         return parse(gpus, per_task)
-    return inherit(recorded, had_devices)
+    return inherit(recorded, previous_devices)

@@ -125,7 +125,7 @@ def _load(request: Request) -> _Previous:
 
 
 def _separate_chief(request: Request, previous: _Previous) -> bool:
-    """Return whether TF_CONFIG has a chief beside the workers: always, but for a script that did not ask for one."""
+    """Return whether TF_CONFIG has a chief beside the workers: always, but for a script without `--separate-chief`."""
     if not request.script and not previous.script:
         return True
     return request.separate_chief or bool(previous.script.get("separate_chief"))
@@ -200,29 +200,29 @@ def _place(request: Request, run: RunFolder, previous: _Previous, cluster: Clust
         PrerequisiteError: this machine has no GPU.
     """
     recorded = previous.started.get("gpus", {})
-    wanted = placement.wish(request.gpus, request.gpus_per_task, recorded, cluster.devices)
-    check_needs(request, {Needs.GPUS: wanted is not None})
-    if wanted is None:
+    requested = placement.requested(request.gpus, request.gpus_per_task, recorded, cluster.devices)
+    check_needs(request, {Needs.GPUS: requested is not None})
+    if requested is None:
         return Placement()
     if cluster.kind.hardware:
         hardware = cluster.kind.hardware.upper()
         raise UsageError(
-            f"{wanted.told} with --strategy {cluster.strategy}: one run trains on GPUs or on a {hardware}; leave "
+            f"{requested.text} with --strategy {cluster.strategy}: one run trains on GPUs or on a {hardware}; leave "
             "one of them out"
         )
-    handover, level = placement.handling(
+    way, level = placement.device_handling(
         request.gpu_runtime or recorded.get("runtime", ""), request.nccl_debug or recorded.get("nccl_debug", "")
     )
-    machine = devices.machine(wanted.told, with_instances=any(name.startswith("MIG-") for name in wanted.ids))
-    placed = placement.place(wanted, machine, cluster, busy(run))
+    machine = devices.machine(requested.text, with_instances=any(name.startswith("MIG-") for name in requested.ids))
+    placed = placement.place(requested, machine, cluster, busy(run))
     each = len(placed.of("chief"))
     if request.devices and cluster.devices != each:
         raise UsageError(
-            f"--devices {request.devices} with {wanted.told}: a task with {each} GPUs has as many replicas; leave "
-            "--devices out, or ask for as many GPUs"
+            f"--devices {request.devices} with {requested.text}: a task with {each} GPUs has as many replicas; leave "
+            "--devices out, or request as many GPUs"
         )
-    typed = request.gpus or request.gpus_per_task
-    return replace(placed, asked=request.gpus if typed else recorded["gpus"], handover=handover, nccl_debug=level)
+    words = request.gpus if request.gpus or request.gpus_per_task else recorded["gpus"]
+    return replace(placed, requested=words, device_request=way, nccl_debug=level)
 
 
 def busy(run: RunFolder | None = None) -> dict[str, str]:
@@ -240,6 +240,7 @@ def check_sharing(config: dict[str, Any], cluster: ClusterSpec) -> None:
         UsageError: they cannot.
     """
     spec.check_precision(cluster, config.get("precision", "fp32"))
+    spec.check_stages(cluster, config)
     if shards := config.get("bitwise_elastic", 0):  # the training program has checked that they cut the batch evenly
         spec.check_shards(cluster, shards)
     else:
@@ -247,7 +248,7 @@ def check_sharing(config: dict[str, Any], cluster: ClusterSpec) -> None:
 
 
 def _run_folder(request: Request, *, stops_first: bool) -> RunFolder:
-    """Return the folder that the run shall have, checked against what is there."""
+    """Return the run's folder, checked against what is there."""
     if request.resume:
         run = find_run(request.resume)
     elif request.name:

@@ -123,7 +123,7 @@ class Compose(Runtime):
         """Check that the limits fit the engine's machine, and that the engine hands out GPUs."""
         work.memory.check(len(work.cluster.tasks))
         if work.gpus.ids:
-            toolkit.check_engine(work.gpus.handover)
+            toolkit.check_engine(work.gpus.device_request)
 
     def prepare(self, work: Workload, sh: Shell, *, renew: bool = True) -> None:
         """Build the images."""

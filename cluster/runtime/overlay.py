@@ -136,25 +136,25 @@ def _service(spec: ClusterSpec, task: Task, containers: Containers, command: lis
 
 
 def _gpu_environment(gpus: Placement, task: str) -> dict[str, str]:
-    """Return what a container is told of its GPUs; where it has none beside some that do, that it has none."""
+    """Return the variables for a container's GPUs; where other tasks have some and it has none, that it has none."""
     if not gpus.ids:
         return {}
     if not gpus.of(task):  # an engine whose default runtime is NVIDIA's could hand over all of them
         return {"CUDA_VISIBLE_DEVICES": NO_DEVICE, "NVIDIA_VISIBLE_DEVICES": "void"}
     environment = gpus.environment(task) | {"NCCL_SOCKET_IFNAME": NETWORK_INTERFACE}
-    if gpus.handover == "nvidia":
+    if gpus.device_request == "nvidia":
         environment |= {"NVIDIA_VISIBLE_DEVICES": ",".join(gpus.of(task))}
         environment |= {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
     return environment
 
 
 def _hand_over(gpus: Placement, task: str) -> dict[str, Any]:
-    """Return the part of a service that asks the engine for the task's GPUs."""
+    """Return the part of a service that requests the task's GPUs from the engine."""
     ids = list(gpus.of(task))
-    if gpus.handover == "nvidia":
+    if gpus.device_request == "nvidia":
         return {"runtime": "nvidia"}  # which reads the ids in NVIDIA_VISIBLE_DEVICES
     driver = "nvidia"
-    if gpus.handover == "cdi":
+    if gpus.device_request == "cdi":
         driver, ids = "cdi", [f"nvidia.com/gpu={gpu}" for gpu in ids]
     device = {"driver": driver, "device_ids": ids, "capabilities": ["gpu"]}
     return {"deploy": {"resources": {"reservations": {"devices": [device]}}}}

@@ -17,7 +17,7 @@ ENABLE = '`"features": {"cdi": true}`'
 SPECIFY = "`nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml`"
 
 
-def check_engine(handover: str) -> None:
+def check_engine(way: str) -> None:
     """Check that the engine can hand GPUs to containers in this way (a value of `--gpu-runtime`).
 
     Raises:
@@ -26,15 +26,15 @@ def check_engine(handover: str) -> None:
     code, text = engine.ask("info", "--format", "{{json .}}")
     info: dict[str, Any] = json.loads(text) if code == 0 and text.startswith("{") else {}
     has_runtime = "nvidia" in (info.get("Runtimes") or {})
-    if handover == "cdi":
+    if way == "cdi":
         if not _specified(info):
             raise PrerequisiteError(
                 "--gpu-runtime cdi: the engine knows no CDI device of NVIDIA's; install NVIDIA's container toolkit, "
                 f"run {SPECIFY}, have CDI on in the engine: before Docker Engine 28.2 by {ENABLE} in its daemon.json"
             )
-    elif not has_runtime and not (handover == "reserve" and shutil.which(HOOK)):
+    elif not has_runtime and not (way == "reserve" and shutil.which(HOOK)):
         raise PrerequisiteError(
-            f"--gpu-runtime {handover}: the engine has no NVIDIA runtime, so containers get no GPU; install NVIDIA's "
+            f"--gpu-runtime {way}: the engine has no NVIDIA runtime, so containers get no GPU; install NVIDIA's "
             f"container toolkit, then {CONFIGURE}"
         )
 

@@ -110,7 +110,7 @@ def test_every_task_is_locked_down(config: Config) -> None:
 
 def test_a_task_has_so_much_memory_and_no_swap(config: Config) -> None:
     services = [config(**TOPOLOGIES["parameter servers"]), config(workers=1, brought={"way_out": True})]
-    services += [config(workers=1, brought=with_gpus(handover)) for handover in ("reserve", "cdi", "nvidia")]
+    services += [config(workers=1, brought=with_gpus(way)) for way in ("reserve", "cdi", "nvidia")]
     for name, task in ((name, task) for read in services for name, task in read["services"].items()):
         assert (MEMORY_BYTES, MEMORY_BYTES) == (int(task["mem_limit"]), int(task["memswap_limit"])), name
         assert "limits" not in task.get("deploy", {}).get("resources", {}), name
@@ -263,17 +263,17 @@ def test_tensorboard_is_published_on_loopback_only(compose_cli: None, tmp_path: 
 # Tasks with GPUs
 
 
-def with_gpus(handover: str = "reserve", nccl_debug: str = "WARN") -> dict[str, Any]:
+def with_gpus(way: str = "reserve", nccl_debug: str = "WARN") -> dict[str, Any]:
     """Return what the containers of a chief and one worker get: two GPUs each."""
-    return {"gpus": Placement({"chief": ("0", "1"), "worker-0": ("2", "3")}, "4", handover, nccl_debug)}
+    return {"gpus": Placement({"chief": ("0", "1"), "worker-0": ("2", "3")}, "4", way, nccl_debug)}
 
 
 @pytest.mark.parametrize(
-    ("handover", "driver", "ids"),
+    ("way", "driver", "ids"),
     [("reserve", "nvidia", ["2", "3"]), ("cdi", "cdi", ["nvidia.com/gpu=2", "nvidia.com/gpu=3"])],
 )
-def test_a_task_reserves_its_own_gpus(config: Config, handover: str, driver: str, ids: list[str]) -> None:
-    task = config(brought=with_gpus(handover), workers=1)["services"]["worker-0"]
+def test_a_task_reserves_its_own_gpus(config: Config, way: str, driver: str, ids: list[str]) -> None:
+    task = config(brought=with_gpus(way), workers=1)["services"]["worker-0"]
     device = {"driver": driver, "device_ids": ids, "capabilities": ["gpu"]}
     assert [device] == task["deploy"]["resources"]["reservations"]["devices"]
     assert "runtime" not in task
@@ -289,9 +289,9 @@ def test_the_older_runtime_is_told_which_gpus(config: Config) -> None:
         assert not services[name].get("deploy")
 
 
-@pytest.mark.parametrize("handover", ["reserve", "cdi", "nvidia"])
-def test_a_task_with_gpus_has_what_nccl_needs_and_is_locked_down_all_the_same(config: Config, handover: str) -> None:
-    services = config(brought=with_gpus(handover, "INFO"), workers=1)["services"]
+@pytest.mark.parametrize("way", ["reserve", "cdi", "nvidia"])
+def test_a_task_with_gpus_has_what_nccl_needs_and_is_locked_down_all_the_same(config: Config, way: str) -> None:
+    services = config(brought=with_gpus(way, "INFO"), workers=1)["services"]
     for name in ("chief", "worker-0"):
         task = services[name]
         assert {"memlock": -1, "stack": 67108864} == task["ulimits"], name
@@ -307,9 +307,9 @@ def test_a_task_with_gpus_has_what_nccl_needs_and_is_locked_down_all_the_same(co
         assert not {"ports", "privileged", "cap_add", "devices", "network_mode", "pid", "ipc"} & set(task), name
 
 
-@pytest.mark.parametrize("handover", ["reserve", "cdi", "nvidia"])
-def test_beside_tasks_with_gpus_the_others_see_none(config: Config, handover: str) -> None:
-    services = config(brought=with_gpus(handover), workers=1, ps=1, evaluator=True)["services"]
+@pytest.mark.parametrize("way", ["reserve", "cdi", "nvidia"])
+def test_beside_tasks_with_gpus_the_others_see_none(config: Config, way: str) -> None:
+    services = config(brought=with_gpus(way), workers=1, ps=1, evaluator=True)["services"]
     for name in ("ps-0", "evaluator"):
         task = services[name]
         assert ("-1", "void") == tuple(

@@ -18,7 +18,7 @@ from jsonschema import Draft202012Validator
 from ruamel.yaml import YAML
 
 from cluster import spec
-from cluster.gpu.placement import HANDOVERS, Placement
+from cluster.gpu.placement import DEVICE_REQUESTS, Placement
 from cluster.runtime import compose, overlay
 from cluster.runtime.overlay import FILES, Containers
 from cluster.runtime.payload import Payload
@@ -46,11 +46,11 @@ def complaints(validator: Draft202012Validator, document: Any) -> list[str]:
     return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(document)]
 
 
-def rendered(topology: dict[str, Any], handover: str = "", *, scripted: bool = False) -> dict[str, Any]:
+def rendered(topology: dict[str, Any], device_request: str = "", *, scripted: bool = False) -> dict[str, Any]:
     """Return what a run's `compose.json` holds: a task with GPUs has two, where there is a way to hand them over."""
     cluster = spec.build(**topology)
-    named = [task.name for task in cluster.tasks if handover and task.role.value in ("chief", "worker")]
-    gpus = Placement({name: (str(2 * at), str(2 * at + 1)) for at, name in enumerate(named)}, "all", handover)
+    named = [task.name for task in cluster.tasks if device_request and task.role.value in ("chief", "worker")]
+    gpus = Placement({name: (str(2 * at), str(2 * at + 1)) for at, name in enumerate(named)}, "all", device_request)
     brought = (SCRIPT.mounts(), compose.environment(SCRIPT, cluster), True) if scripted else ()
     containers = Containers(
         Path("/runs/a-run"), Path("/data"), "tf-cluster/train:gpu", "1000:1000", 2**30, *brought, gpus=gpus
@@ -66,12 +66,12 @@ def test_a_file_of_the_checkout_is_what_the_specification_says(validator: Draft2
 
 
 @pytest.mark.parametrize("scripted", [False, True], ids=["trainer", "script"])
-@pytest.mark.parametrize("handover", ["", *HANDOVERS], ids=["cpu", *HANDOVERS])
+@pytest.mark.parametrize("device_request", ["", *DEVICE_REQUESTS], ids=["cpu", *DEVICE_REQUESTS])
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
 def test_an_overlay_is_what_the_specification_says(
-    validator: Draft202012Validator, topology: dict[str, Any], handover: str, scripted: bool
+    validator: Draft202012Validator, topology: dict[str, Any], device_request: str, scripted: bool
 ) -> None:
-    assert [] == complaints(validator, rendered(topology, handover, scripted=scripted))
+    assert [] == complaints(validator, rendered(topology, device_request, scripted=scripted))
 
 
 def reservation(task: dict[str, Any]) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def asked(noted: Path, container: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("way", placement.HANDOVERS)
+@pytest.mark.parametrize("way", placement.DEVICE_REQUESTS)
 def test_each_task_must_ask_for_the_gpus_of_its_plan_and_the_others_for_none(
     clusters: Clusters, noted: Path, host: Context, tmp_path: Path, way: str
 ) -> None:
@@ -86,7 +86,9 @@ def test_each_task_must_ask_for_the_gpus_of_its_plan_and_the_others_for_none(
     script.parent.mkdir()
     script.parent.chmod(0o755)
     script.write_text("import signal\n\nsignal.pause()\n")
-    port = local.free_ports(1)[0] if way == placement.HANDOVER else 0  # TensorBoard knows of no way: once is enough
+    port = (
+        local.free_ports(1)[0] if way == placement.DEVICE_REQUEST else 0
+    )  # TensorBoard knows of no way: once is enough
     with pytest.raises(Exit) as ended:
         tasks.ns["up"](
             host, name=f"asked-{way}", script=str(script), workers="1", ps="1", gpus="2,3,6,7", gpu_runtime=way,
@@ -103,7 +105,7 @@ def test_each_task_must_ask_for_the_gpus_of_its_plan_and_the_others_for_none(
         assert {} == asked(noted, board)
 
 
-@pytest.mark.parametrize("way", placement.HANDOVERS)
+@pytest.mark.parametrize("way", placement.DEVICE_REQUESTS)
 def test_an_evaluator_must_ask_for_none(
     clusters: Clusters, noted: Path, host: Context, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
@@ -117,7 +119,7 @@ def test_an_evaluator_must_ask_for_none(
 
 
 def test_the_doctor_must_find_every_way_that_the_engine_can(noted: Path) -> None:
-    assert set(placement.HANDOVERS) == set(gpu_host.ways())
+    assert set(placement.DEVICE_REQUESTS) == set(gpu_host.ways())
 
 
 @pytest.mark.parametrize(

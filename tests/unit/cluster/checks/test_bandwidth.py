@@ -200,5 +200,5 @@ def test_the_doctor_measures_only_where_asked(
     assert 0 == call_doctor(monkeypatch)
     assert EXIT_PREREQUISITE == call_doctor(monkeypatch, bandwidth=True, gpus="0,1")
     assert ["0,1"] == asked
-    assert capsys.readouterr().out.splitlines()[-1].startswith("failed   gpu bandwidth")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("failed  gpu bandwidth")
     assert EXIT_USAGE == call_doctor(monkeypatch, gpus="0,1")

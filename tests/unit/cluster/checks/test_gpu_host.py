@@ -208,7 +208,7 @@ def test_shared_memory_must_be_enough_for_nccl(size: int, state: str, detail: st
 def test_the_toolkit_must_be_there_and_known_to_the_engine(
     version: str, ways: list[str] | None, state: str, detail: str, fix: str
 ) -> None:
-    found = gpu_host.handover(version, ways)
+    found = gpu_host.device_requests(version, ways)
     assert state == found.state
     assert detail in found.detail
     assert found.fix.startswith(fix)

@@ -13,7 +13,7 @@ from cluster import spec
 from cluster.errors import EXIT_USAGE, UsageError
 from cluster.gpu import devices, placement
 from cluster.gpu.devices import Gpu, Machine
-from cluster.gpu.placement import Placement, Wanted
+from cluster.gpu.placement import GpuRequest, Placement
 
 NvidiaSmi = Callable[[str], None]
 
@@ -23,9 +23,9 @@ OTHER_MIG = "MIG-d4c28c2e-7c26-847f-0316-909e3bbbe9ea"
 
 def placed(words: str, per_task: str = "", **topology: object) -> Placement:
     """Return who gets what on the host that `nvidia-smi` tells of."""
-    wanted = placement.parse(words, per_task)
-    assert wanted
-    return placement.place(wanted, devices.machine(wanted.told, with_instances=True), spec.build(**topology))
+    requested = placement.parse(words, per_task)
+    assert requested
+    return placement.place(requested, devices.machine(requested.text, with_instances=True), spec.build(**topology))
 
 
 def groups(given: Placement) -> list[str]:
@@ -89,7 +89,7 @@ def test_a_machine_without_order_is_searched(
     ids = "012345"[: 6 if per_task > 1 else 4]
     told = {pair: links.get("".join(sorted(pair)), "SYS") for pair in itertools.permutations(ids, 2)}
     machine = Machine(tuple(Gpu(gpu, gpu, "a model", 1) for gpu in ids), (), told)
-    assert expected == groups(placement.place(Wanted("--gpus", per_task=per_task), machine, spec.build(workers)))
+    assert expected == groups(placement.place(GpuRequest("--gpus", per_task=per_task), machine, spec.build(workers)))
 
 
 def test_only_the_chief_and_the_workers_get_any(nvidia_smi: NvidiaSmi) -> None:
@@ -119,22 +119,22 @@ def machines(draw: st.DrawFn) -> Machine:
 @settings(deadline=None)  # others use this machine, too
 @given(machine=machines(), workers=st.integers(0, 8), per_task=st.integers(1, 9))
 def test_gpus_are_shared_out_evenly_and_none_twice(machine: Machine, workers: int, per_task: int) -> None:
-    wanted, cluster = Wanted("--gpus", per_task=per_task), spec.build(workers)
+    requested, cluster = GpuRequest("--gpus", per_task=per_task), spec.build(workers)
     count, there = (1 + workers) * per_task, len(machine.gpus)
     if count > there:
         with pytest.raises(UsageError, match=f"and this machine has {there}; ask for fewer"):
-            placement.place(wanted, machine, cluster)
+            placement.place(requested, machine, cluster)
         return
-    given = placement.place(wanted, machine, cluster)
+    given = placement.place(requested, machine, cluster)
     assert [task.name for task in cluster.tasks] == list(given.ids)
     assert {per_task} == {len(ids) for ids in given.ids.values()}
     used = [gpu for ids in given.ids.values() for gpu in ids]
     assert count == len(set(used)) == len(used)
     assert set(used) <= {gpu.id for gpu in machine.gpus}
     assert all(list(ids) == sorted(ids, key=int) for ids in given.ids.values())
-    assert given == placement.place(wanted, machine, cluster)
+    assert given == placement.place(requested, machine, cluster)
     backwards = Machine(machine.gpus, (), dict(reversed(machine.links.items())), machine.nodes)
-    assert given == placement.place(wanted, backwards, cluster)
+    assert given == placement.place(requested, backwards, cluster)
 
 
 @settings(deadline=None)
@@ -159,7 +159,7 @@ def test_no_task_crosses_islands_that_it_could_stay_in(
     machine = Machine(tuple(Gpu(gpu, gpu, "a model", 1) for gpu in in_order), (), links)
     if workers + 1 > islands * (size // per_task):
         return  # some task has to cross
-    given = placement.place(Wanted("--gpus", per_task=per_task), machine, spec.build(workers))
+    given = placement.place(GpuRequest("--gpus", per_task=per_task), machine, spec.build(workers))
     for ids_of_task in given.ids.values():
         assert 1 == len({island[gpu] for gpu in ids_of_task})
     needed = -(-(workers + 1) // (size // per_task))
@@ -250,15 +250,15 @@ def test_what_a_machine_cannot_give_is_refused(
 def test_gpus_of_another_run_are_left_alone(nvidia_smi: NvidiaSmi, words: str, workers: int, told: str) -> None:
     nvidia_smi("4-a100-nvlink")
     busy = {"1": "theirs", "3": "theirs"}
-    wanted, machine = placement.parse(words, ""), devices.machine("-")
-    assert wanted
+    requested, machine = placement.parse(words, ""), devices.machine("-")
+    assert requested
     with pytest.raises(UsageError) as refused:
-        placement.place(wanted, machine, spec.build(workers), busy)
+        placement.place(requested, machine, spec.build(workers), busy)
     assert str(refused.value).startswith(told)
-    assert ["0", "2"] == groups(placement.place(Wanted("--gpus 2", count=2), machine, spec.build(1), busy))
+    assert ["0", "2"] == groups(placement.place(GpuRequest("--gpus 2", count=2), machine, spec.build(1), busy))
     everything = dict.fromkeys("0123", "theirs")
     with pytest.raises(UsageError, match="--gpus 2: run 'theirs' trains on GPU 0; use others"):
-        placement.place(Wanted("--gpus 2", count=2), machine, spec.build(1), everything)
+        placement.place(GpuRequest("--gpus 2", count=2), machine, spec.build(1), everything)
 
 
 def test_mixed_models_that_were_named_are_noted(nvidia_smi: NvidiaSmi) -> None:
@@ -295,37 +295,37 @@ def test_a_run_that_goes_on_keeps_its_gpus_for_each_task(
     nvidia_smi: NvidiaSmi, recorded: str, workers: int, expected: list[str]
 ) -> None:
     nvidia_smi("8-h100-nvswitch")
-    wanted = placement.wish("", "", {"gpus": recorded}, 1)
-    assert wanted
-    assert expected == groups(placement.place(wanted, devices.machine("-"), spec.build(workers)))
+    requested = placement.requested("", "", {"gpus": recorded}, 1)
+    assert requested
+    assert expected == groups(placement.place(requested, devices.machine("-"), spec.build(workers)))
 
 
 def test_a_run_cannot_grow_over_the_gpus_that_were_named(nvidia_smi: NvidiaSmi) -> None:
     nvidia_smi("8-h100-nvswitch")
-    wanted = placement.wish("", "", {"gpus": "4,5"}, 1)
-    assert wanted
+    requested = placement.requested("", "", {"gpus": "4,5"}, 1)
+    assert requested
     with pytest.raises(UsageError, match=r"--gpus 4,5 of the run: 3 tasks .* would need 3, and there are 2 to choose"):
-        placement.place(wanted, devices.machine("-"), spec.build(2))
+        placement.place(requested, devices.machine("-"), spec.build(2))
 
 
 def test_what_is_asked_for_now_goes_before_what_a_run_had() -> None:
-    assert placement.wish("none", "", {"gpus": "4"}, 1) is None
-    assert placement.wish("", "", {}, 1) is None
-    assert Wanted("--gpus 2", count=2) == placement.wish("2", "", {"gpus": "4"}, 1)
+    assert placement.requested("none", "", {"gpus": "4"}, 1) is None
+    assert placement.requested("", "", {}, 1) is None
+    assert GpuRequest("--gpus 2", count=2) == placement.requested("2", "", {"gpus": "4"}, 1)
 
 
 # How they are handed over
 
 
 def test_handing_over_has_defaults_and_is_checked() -> None:
-    assert ("reserve", "WARN") == placement.handling("", "")
-    assert ("cdi", "INFO") == placement.handling("cdi", "info")
+    assert ("reserve", "WARN") == placement.device_handling("", "")
+    assert ("cdi", "INFO") == placement.device_handling("cdi", "info")
     with pytest.raises(
         UsageError, match="--gpu-runtime 'cdy': expected one of reserve, cdi, nvidia; did you mean 'cdi'"
     ):
-        placement.handling("cdy", "")
+        placement.device_handling("cdy", "")
     with pytest.raises(UsageError, match="--nccl-debug 'LOUD': expected one of VERSION, WARN, INFO, TRACE"):
-        placement.handling("", "loud")
+        placement.device_handling("", "loud")
 
 
 def test_the_image_follows_from_the_gpus() -> None:

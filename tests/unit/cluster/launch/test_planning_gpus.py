@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -73,7 +74,7 @@ def test_the_plan_as_text_says_who_gets_what(
     nvidia_smi("3-mixed")
     show_plan(workers="1", ps="1", gpus="0,1", runtime="local")
     lines = capsys.readouterr().out.splitlines()
-    assert ["GPU 0   {", "GPU 1   {", "no GPU  {"] == [line[30:39] for line in lines[2:5]]
+    assert ["GPU 0", "GPU 1", "no GPU"] == [re.split("  +", line)[2] for line in lines[2:5]]
     assert lines[5].startswith("the GPUs are of several models (NVIDIA L4: 0; NVIDIA A100 80GB PCIe: 1)")
 
 
@@ -198,7 +199,7 @@ def test_a_start_builds_records_and_goes_on_with_the_gpu_image(
     assert ["tf-cluster/train:gpu"] == inspected == [manifest.read(planned.run)["image"]["image"]]
     resumed = planning.plan(Request(resume="one"))
     assert planned.gpus == resumed.gpus
-    assert ("4,5,", "cdi", "INFO") == (resumed.gpus.asked, resumed.gpus.handover, resumed.gpus.nccl_debug)
+    assert ("4,5,", "cdi", "INFO") == (resumed.gpus.requested, resumed.gpus.device_request, resumed.gpus.nccl_debug)
     assert planned.gpus.ids == planning.plan(Request(again="one")).gpus.ids
     assert {} == planning.plan(Request(resume="one", gpus="none")).gpus.ids
     assert ("6", "7") == planning.plan(Request(resume="one", workers="0", gpus="6,7")).gpus.of("chief")
@@ -268,14 +269,14 @@ def engine_says(info: dict[str, Any]) -> str:
     return f"echo '{json.dumps(info)}'"
 
 
-@pytest.mark.parametrize("handover", placement.HANDOVERS)
-def test_an_engine_that_cannot_hand_over_gpus_is_told(docker: Callable[[str], Path], handover: str) -> None:
+@pytest.mark.parametrize("way", placement.DEVICE_REQUESTS)
+def test_an_engine_that_cannot_hand_over_gpus_is_told(docker: Callable[[str], Path], way: str) -> None:
     docker(engine_says({"Runtimes": {"runc": {}}, "CDISpecDirs": None}))
     with pytest.raises(PrerequisiteError) as refused:
-        toolkit.check_engine(handover)
-    assert str(refused.value).startswith(f"--gpu-runtime {handover}: the engine ")
+        toolkit.check_engine(way)
+    assert str(refused.value).startswith(f"--gpu-runtime {way}: the engine ")
     assert "install NVIDIA's container toolkit" in str(refused.value)
-    assert ("nvidia-ctk cdi generate" if handover == "cdi" else "nvidia-ctk runtime configure") in str(refused.value)
+    assert ("nvidia-ctk cdi generate" if way == "cdi" else "nvidia-ctk runtime configure") in str(refused.value)
 
 
 def test_an_engine_that_does_not_answer_hands_over_none(docker: Callable[[str], Path]) -> None:
@@ -289,8 +290,8 @@ def test_an_engine_that_can_is_let_through(docker: Callable[[str], Path], tmp_pa
     specified.mkdir()
     (specified / "nvidia.yaml").touch()
     docker(engine_says({"Runtimes": {"runc": {}, "nvidia": {}}, "CDISpecDirs": ["/absent", str(specified)]}))
-    for handover in placement.HANDOVERS:
-        toolkit.check_engine(handover)
+    for way in placement.DEVICE_REQUESTS:
+        toolkit.check_engine(way)
 
 
 def test_the_toolkit_s_hook_is_enough_for_a_reservation_alone(docker: Callable[[str], Path]) -> None:
@@ -299,9 +300,9 @@ def test_the_toolkit_s_hook_is_enough_for_a_reservation_alone(docker: Callable[[
     hook.touch()
     hook.chmod(0o755)
     toolkit.check_engine("reserve")
-    for handover in ("nvidia", "cdi"):
+    for way in ("nvidia", "cdi"):
         with pytest.raises(PrerequisiteError):
-            toolkit.check_engine(handover)
+            toolkit.check_engine(way)
 
 
 def test_devices_that_the_engine_has_discovered_are_enough_for_cdi(docker: Callable[[str], Path]) -> None:

@@ -233,4 +233,4 @@ def test_a_mistake_in_a_file_ends_with_2_and_its_line(tmp_path: Path, text: str,
 
 
 def test_the_documented_options_are_those_that_are_declared() -> None:
-    assert docs.tables() == documents.written(docs.PAGE, docs.BEGIN)
+    assert docs.tables() == documents.written(docs.PAGE, docs.BEGIN), "run `invoke docs.options --write`"

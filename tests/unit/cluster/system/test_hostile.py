@@ -125,7 +125,7 @@ def test_gpus_are_ids_or_refused(word: str) -> None:
         if not isinstance(wanted, UsageError):
             assert all(re.fullmatch(r"[0-9]+|MIG-[0-9A-Za-z/-]+", name) for name in (wanted.ids if wanted else ()))
     with pytest.raises(UsageError):
-        placement.handling(word + "?", "")
+        placement.device_handling(word + "?", "")
 
 
 @unhurried

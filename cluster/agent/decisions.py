@@ -1,0 +1,151 @@
+"""What an agent decides when its program ends, and records: restarts, the outcome, the last heartbeat."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from cluster.agent.diagnosis import MemoryKills, describe
+from cluster.agent.program import Program
+from cluster.agent.standby import Standby
+from cluster.agent.watchdog import SILENT_S, Watchdog
+from cluster.errors import EXIT_PEER_LOST
+from cluster.recovery import ends
+from cluster.recovery.attempts import LOST_CONTACT, OUTSIDE
+from cluster.recovery.ends import End
+from cluster.recovery.policy import Recovery
+from cluster.results import summary
+from cluster.run import launch_records, records
+from cluster.run.folder import RunFolder
+from cluster.run.heartbeat import Heartbeat
+from cluster.spec import Role
+
+POLL_S = 0.1
+PEER_LOST_PATIENCE_S = 3.0
+"""How long a task that lost contact waits for the task that really died to report it."""
+CULPRIT_PATIENCE_S = 1.0
+"""How long a task that failed by itself waits for one that failed before it and whose agent is slower."""
+SILENT_HINT_S = 3.0
+"""Age of a heartbeat after which its task may have died with its agent and not been brought back yet."""
+
+
+class Decisions:
+    """The decisions of one task's agent. `Agent` notices what they are about."""
+
+    standby: Standby
+
+    def __init__(self, run: RunFolder, task_name: str) -> None:
+        self.run = run
+        self.spec = run.load_cluster()
+        if placed := os.environ.get("CLUSTER_JSON"):  # the addresses of the tasks are known only once they have started
+            self.spec = records.read(Path(placed), launch_records.cluster)
+        self.task = self.spec.task(task_name)
+        self.serves = self.spec.serves(self.task)
+        self.restarts_alone = self.spec.restarts_alone(self.task)
+        self.exit_code: int | None = None
+        self.recovery = Recovery(run, self.spec, self.task)
+        self._memory_kills = MemoryKills()
+        self._watchdog: Watchdog
+        self._resuming = False
+        """Whether the event `resumed` is due once the program trains, after a restart of this task alone."""
+        self._pause_s = 0.0
+        """How long to wait before the next attempt, if only this task starts again."""
+
+    @property
+    def _state(self) -> str:
+        """The state in this task's newest heartbeat."""
+        beat = self.run.heartbeat(self.task.name)
+        return str(beat["state"]) if beat else ""
+
+    @property
+    def _lived_s(self) -> float:
+        """How long a script ran; not needed for a program that records its steps."""
+        return 0.0
+
+    def _is_over(self, generation: int) -> bool:
+        """Whether this generation's program serves no purpose any more."""
+        return self.run.outcome is not None or self.run.generation > generation
+
+    def _wait_until_over(self, generation: int, timeout_s: float = float("inf")) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not self._is_over(generation) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+
+    def _end_of(self, program: Program, code: int, generation: int) -> End:
+        """Return the record of the program's end."""
+        out_of_memory = self._memory_kills.include(program, code, self.standby)
+        member = self.task in self.spec.members
+        lost_contact = code == EXIT_PEER_LOST and member and not self.run.script
+        kind = LOST_CONTACT if lost_contact else ends.kind_of(code, out_of_memory=out_of_memory)
+        cause = "lost contact with the cluster" if lost_contact else describe(code, out_of_memory=out_of_memory)
+        # After a kill for memory the last lines are about something else; after exit code 0 there is no error.
+        error = None if out_of_memory or code == 0 else program.error(code)
+        if code < 0 and error:
+            error = f"{cause}: {error}"
+        may_follow = lost_contact or (code == -signal.SIGABRT and member)  # TensorFlow aborts when another task dies
+        return self.recovery.end(generation, kind, cause, error, may_follow=may_follow, lived_s=self._lived_s)
+
+    def _restart_alone(self, end: End) -> None:
+        """Start only this task's program again, unless its failure ends the run."""
+        self._pause_s = self.recovery.restart_alone(end)
+        self._resuming = True
+
+    def _restart_gang(self, generation: int, end: End) -> None:
+        """Start every task again, after the others have had time to report that they failed first."""
+        ends.record(self.run, generation, end)
+        if end.kind == OUTSIDE or not self.spec.members:
+            patience_s = 0.0
+        else:
+            patience_s = PEER_LOST_PATIENCE_S if end.may_follow else CULPRIT_PATIENCE_S
+        if self._another_restarts_gang(generation, patience_s):
+            return
+        if self.run.stop_requested:
+            self.run.end("stopped", task=self.task.name)
+        else:
+            self.recovery.restart_gang(generation, end)
+
+    def _another_restarts_gang(self, generation: int, patience_s: float) -> bool:
+        """Give another failed task time to begin the next generation; longer while one is silent.
+
+        A task that was killed with its agent reports that once it is back. A task that stays silent is the one that
+        failed.
+        """
+        deadline = time.monotonic() + patience_s
+        while patience_s and not self._is_over(generation) and not self.run.stop_requested:
+            if name := self._watchdog.silent_task(SILENT_S):
+                cause = f"no sign of life for {SILENT_S:.0f} s"
+                end = self.recovery.end(generation, OUTSIDE, cause, task=name, at=time.time() - SILENT_S)
+                self.recovery.restart_gang(generation, end)
+            if time.monotonic() > deadline and not self._watchdog.silent_task(SILENT_HINT_S):
+                break
+            time.sleep(POLL_S)
+        return self._is_over(generation)
+
+    def _await_outcome(self, generation: int) -> None:
+        """Wait for the outcome of a run whose work is done; the chief's agent records it."""
+        if self.task.role != Role.CHIEF:
+            return self._wait_until_over(generation)
+        stopped = self._state == "stopped"
+        if stopped and self.run.stop_withdrawn(generation):
+            self.run.begin_generation(generation + 1, resumed=True)
+        else:
+            self.run.end("stopped" if stopped else "succeeded", task=self.task.name)
+        return None
+
+    def _finish(self) -> None:
+        """Write the last heartbeat; the chief's agent also writes the summary, unless the run continues elsewhere."""
+        outcome = self.run.outcome
+        assert outcome is not None
+        beat = Heartbeat(self.run, self.task, self.run.generation)
+        previous = self.run.heartbeat(self.task.name) or {}
+        state = {"succeeded": "done", "stopped": "stopped", "failed": "failed"}[outcome["state"]]
+        if outcome["state"] == "failed" and outcome.get("task") != self.task.name:
+            # Another task failed: this one's work was done, or it was ended.
+            state = "done" if previous.get("state") == "done" else "stopped"
+        beat.values |= previous | {"state": state, "exit_code": self.exit_code}
+        beat.write()
+        self.run.event(self.task.name, state, step=previous.get("step"), exit_code=self.exit_code)
+        if self.task.role == Role.CHIEF and not self.run.goes_on:
+            summary.write(self.run)
