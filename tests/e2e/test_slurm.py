@@ -62,23 +62,24 @@ def await_same_weights(clusters: Clusters, run: RunFolder, expected: str) -> Non
     assert ("succeeded", expected) == (summary(run)["state"], summary(run)["weights_sha256"])
 
 
-def test_a_job_must_train_to_the_weights_of_processes(
-    job: RunFolder, clusters: Clusters, local_hash: str
-) -> None:
+def test_a_job_must_train_to_the_weights_of_processes(job: RunFolder, clusters: Clusters, local_hash: str) -> None:
     await_same_weights(clusters, job, local_hash)
     (attempt,) = (job.control / "slurm").iterdir()
     assert 2 == len({read_json(attempt / f"{task}.json")["node"] for task in ("chief", "worker-0", "worker-1")})
 
 
-def test_a_job_must_be_scaled_and_stopped_like_any_run(job: RunFolder, clusters: Clusters, local_hash: str) -> None:
+def test_a_job_must_be_scaled_and_stopped_like_any_run(clusters: Clusters) -> None:
+    clusters.invoke("up", "--name=scaled", *OPTIONS, "--", *TRAINING, "--max-steps=20000", "--epochs=1000")
+    run = clusters.run("scaled")
     clusters.invoke("chaos", "kill", "worker-1", timeout_s=300)
-    clusters.invoke("scale", "--workers=1", f"--run={job.name}", timeout_s=300)
-    assert 2 == len(job.load_cluster().tasks)
-    clusters.invoke("stop", job.name)
-    assert "stopped" == summary(job)["state"]
-    wait_for(lambda: not number_of(job), "the end of the job")
-    clusters.invoke("up", f"--resume={job.name}", "--tensorboard-port=0", timeout_s=400)
-    assert "succeeded" == summary(job)["state"]
+    clusters.invoke("scale", "--workers=1", "--run=scaled", timeout_s=300)
+    assert 2 == len(run.load_cluster().tasks)
+    clusters.invoke("stop", "scaled")
+    assert "stopped" == summary(run)["state"]
+    wait_for(lambda: not number_of(run), "the end of the job")
+    steps = str(summary(run)["steps"] + 20)
+    clusters.invoke("up", "--resume=scaled", "--tensorboard-port=0", "--", f"--max-steps={steps}", timeout_s=400)
+    assert ("succeeded", "slurm") == (summary(run)["state"], run.started["runtime"])
 
 
 PROGRAM = """
