@@ -157,10 +157,10 @@ class _Before:
         return self.nobody_acts_on(fault) and bool(self.new_step_after(self.time + SLOW_S))
 
     def new_step_after(self, moment: float) -> float | None:
-        """Return when a task told of a new step after a moment."""
+        """Return when a task reported a new step after a moment."""
         beats = self._run.heartbeats().values()
-        told = [beat["updated_at"] for beat in beats if beat["step"] > self.step and beat["updated_at"] > moment]
-        return min(told, default=None)
+        times = [beat["updated_at"] for beat in beats if beat["step"] > self.step and beat["updated_at"] > moment]
+        return min(times, default=None)
 
     def result(self, fault: Fault) -> Result:
         """Return what the fault cost."""

@@ -15,7 +15,7 @@ class FaultKind:
         unnoticed: whether no other task acts on it, so that it is ended after some seconds.
         ends: how the run may end because of it; None: it goes on.
         takes_whole: whether it can be injected into the task's agent too.
-        recorded: whether an event can tell of it, from which everything is counted.
+        recorded: whether an event records it, from which everything is counted.
         needs_trainer: why it needs the built-in trainer; empty where it does not.
         draws: how often it is among the kinds that a storm draws from, where the run outlives it.
         whole_draws: the same for the whole task.

@@ -57,11 +57,11 @@ def scale(run: RunFolder, workers: str, ps: str, sh: Shell, *, trust: bool = Fal
         step, told = _reached(run)
         swapped = stopped and _swap(planned, sh)
     if not swapped:
-        return _tell_end(run, sh, "ended before it was scaled")
+        return _report_end(run, sh, "ended before it was scaled")
     run.event("chief", "scaled", step=step, **_counts(before, "before"), **_counts(planned.cluster, "after"))
     told = f"scaled {_sizes(before, planned.cluster)} at {told}"
     if not watch.until_training(run, lambda value: None):
-        return _tell_end(run, sh, f"was {told}, and ended before every task trained again")
+        return _report_end(run, sh, f"was {told}, and ended before every task trained again")
     print(f"{told}; every task trains again after {time.monotonic() - began:.1f} s")
     return EXIT_DONE
 
@@ -85,8 +85,8 @@ def plan(run: RunFolder, workers: str, ps: str, *, trust: bool = False) -> Plan:
         raise UsageError(
             f"run {run.name!r} is not in progress; `invoke up --resume {run.name}{options}` goes on with it"
         )
-    had = run.load_cluster()
-    asked = Request(
+    previous = run.load_cluster()
+    requested = Request(
         resume=run.name,
         workers=workers,
         ps=ps,
@@ -94,8 +94,8 @@ def plan(run: RunFolder, workers: str, ps: str, *, trust: bool = False) -> Plan:
         tensorboard_port="0",
         trust=trust,
     )
-    _check_size(run, had, spec.build(**topology(asked, had)))
-    return planning.plan(asked, stops_first=True)
+    _check_size(run, previous, spec.build(**topology(requested, previous)))
+    return planning.plan(requested, stops_first=True)
 
 
 def stop(run: RunFolder) -> bool:
@@ -128,7 +128,7 @@ def _swap(planned: Plan, sh: Shell) -> bool:
     except BaseException:
         _end_here(run)
         raise
-    if not run.ended:  # somebody stopped it for good when no agent was left to tell how it ended
+    if not run.ended:  # somebody stopped it for good when no agent was left to record it
         summary.write(run, settle_s=0)
     return False
 
@@ -144,49 +144,50 @@ def _await_outcome(run: RunFolder) -> None:
         time.sleep(watch.POLL_S)
 
 
-def _check_size(run: RunFolder, had: ClusterSpec, asked: ClusterSpec) -> None:
+def _check_size(run: RunFolder, previous: ClusterSpec, requested: ClusterSpec) -> None:
     """Check that the run can go on from its checkpoint on this cluster.
 
     Raises:
         UsageError: it cannot, or is that large already.
     """
-    if had.kind.hardware:
+    if previous.kind.hardware:
         raise UsageError(
-            f"run {run.name!r} trains on the cores of a {had.kind.hardware.upper()}, whose number is fixed"
+            f"run {run.name!r} trains on the cores of a {previous.kind.hardware.upper()}, whose number is fixed"
         )
-    if [task.name for task in asked.tasks] == [task.name for task in had.tasks]:
-        raise UsageError(f"run {run.name!r} has {_size(had)} already")
+    if [task.name for task in requested.tasks] == [task.name for task in previous.tasks]:
+        raise UsageError(f"run {run.name!r} has {_size(previous)} already")
     config = run.load_config()
     if not config.get("bitwise_elastic", 0):  # whether replicas can share virtual shards is checked with the plan
-        _check_batch(config.get("global_batch", 0), had, asked)
-    if config.get("loop") == "fit" and had.kind.legacy_fit != asked.kind.legacy_fit:
+        _check_batch(config.get("global_batch", 0), previous, requested)
+    if config.get("loop") == "fit" and previous.kind.legacy_fit != requested.kind.legacy_fit:
         raise UsageError(
-            f"--workers {_workers(asked)}: with --loop fit one process trains with Keras 3 and several with tf_keras, "
-            "which cannot read each other's checkpoints; only runs of --loop custom scale between them"
+            f"--workers {_workers(requested)}: with --loop fit one process trains with Keras 3 and several with "
+            "tf_keras, which cannot read each other's checkpoints; only runs of --loop custom scale between them"
         )
 
 
-def _check_batch(batch: int, had: ClusterSpec, asked: ClusterSpec) -> None:
+def _check_batch(batch: int, previous: ClusterSpec, requested: ClusterSpec) -> None:
     """Check that the global batch, which stays, can be shared out.
 
     Raises:
         UsageError: it cannot; the message names the nearest numbers of workers with which it can.
     """
-    if batch % asked.batch_divisor == 0:
+    if batch % requested.batch_divisor == 0:
         return
     counts = range(spec.MAX_TASKS + 1)
-    fitting = [n for n in counts if batch % ((1 + n) * asked.devices) == 0 and n != _workers(had)]
-    near = [str(n) for n in sorted(sorted(fitting, key=lambda n: abs(n - _workers(asked)))[:SHOWN_COUNTS])]
+    fitting = [n for n in counts if batch % ((1 + n) * requested.devices) == 0 and n != _workers(previous)]
+    near = [str(n) for n in sorted(sorted(fitting, key=lambda n: abs(n - _workers(requested)))[:SHOWN_COUNTS])]
     shown = [", ".join(near[:-1]), near[-1]] if len(near) > 1 else near
     use = f"use {' or '.join(shown)} workers" if near else "no other number fits"
     raise UsageError(
-        f"--workers {_workers(asked)}: global batch {batch} is not divisible by {asked.batch_divisor} replicas; {use}"
+        f"--workers {_workers(requested)}: global batch {batch} is not divisible by {requested.batch_divisor} "
+        f"replicas; {use}"
     )
 
 
 def _reached(run: RunFolder) -> tuple[int, str]:
-    """Return the step to go on from, and what is told of it."""
-    step, done = max(run.saved_steps, default=0), run.newest_step  # an evaluator tells only steps that were saved
+    """Return the step to go on from, and what is printed of it."""
+    step, done = max(run.saved_steps, default=0), run.newest_step  # an evaluator reports only steps that were saved
     if done <= step:
         return step, f"step {step}"
     return step, f"step {step} ({counted(done - step, 'step')} done again: a task ended before all had saved)"
@@ -194,13 +195,13 @@ def _reached(run: RunFolder) -> tuple[int, str]:
 
 def _end_here(run: RunFolder) -> None:
     """Record that a run has stopped which could not be started again, for whoever watches it."""
-    with contextlib.suppress(Exception):  # what went wrong first is what is told
+    with contextlib.suppress(Exception):  # what went wrong first is what is reported
         run.end("stopped", task="chief")
         summary.write(run, settle_s=0)
         print(f"{run.name} is stopped; `invoke up --resume {run.name}` goes on from its newest checkpoint", flush=True)
 
 
-def _tell_end(run: RunFolder, sh: Shell, how: str) -> int:
+def _report_end(run: RunFolder, sh: Shell, how: str) -> int:
     """Tell of a run that ended while it was being scaled; return the exit code."""
     ended = watch.follow(run, lambda value: None)
     left = teardown.finish(run, sh)

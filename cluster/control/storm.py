@@ -20,7 +20,7 @@ STEPS_BETWEEN = (5, 40)
 
 
 def main(run: RunFolder, count: int, seed: int, kinds: Sequence[str]) -> int:
-    """Deal the faults, wait for the run's end, tell how it went; return the exit code.
+    """Deal the faults, wait for the run's end, report how it went; return the exit code.
 
     Raises:
         UsageError: this run cannot have such a storm.
@@ -50,7 +50,7 @@ def deal(
         count: of the faults.
         seed: the same faults come again with the same seed; when, is up to the run.
         kinds: to draw from; none: those that fit the run.
-        tell: told of each in a line.
+        tell: called with a line for each.
     """
     draw = random.Random(seed)  # noqa: S311  # chaos needs to be repeated, not to be secret
     results: list[chaos.Result] = []
@@ -70,7 +70,7 @@ def deal(
 
 
 def check(run: RunFolder, kinds: Sequence[str]) -> None:
-    """Check that a storm can be had.
+    """Check that a storm is possible.
 
     Raises:
         UsageError: it cannot.
@@ -106,5 +106,5 @@ def _choices(outlived: Collection[str], *, synchronous: bool) -> list[tuple[str,
 
 
 def _last_step(run: RunFolder) -> float:
-    """Return the step that the run ends with; without end where no task has told it yet."""
+    """Return the step that the run ends with; without end where no task has reported it yet."""
     return float(run.heartbeats().get("chief", {}).get("steps_total") or "inf")

@@ -1,4 +1,4 @@
-"""`invoke profile`: asks a task that trains for the TensorFlow profiler's trace of its next steps, and waits for it.
+"""`invoke profile`: requests the TensorFlow profiler's trace of a task's next steps, and waits for it.
 
 One request at a time lies in the run folder. The task answers between two calls of its training loop
 (`train/telemetry/trace.py`).
@@ -28,7 +28,7 @@ WORKING = frozenset({"training", "saving", "evaluating"})
 
 
 def trace(run: RunFolder, name: str, steps: int, timeout_s: float = PATIENCE_S) -> list[str]:
-    """Have a task trace its next steps; return what is told of it.
+    """Have a task trace its next steps; return what is printed of it.
 
     Raises:
         UsageError: the task cannot be traced, or is being traced.
@@ -84,7 +84,7 @@ def check(run: RunFolder, name: str) -> None:
 
 
 def told(run: RunFolder, answer: dict[str, Any], steps: int) -> list[str]:
-    """Return what is told of a trace."""
+    """Return what is printed of a trace."""
     held = answer["last"] - answer["first"] + 1
     more = f", {counted(steps, 'step')} asked for: whole calls of the training are traced" if held != steps else ""
     port = tensorboard.running(run.path.parent)
@@ -104,7 +104,7 @@ def _ask(run: RunFolder, request: dict[str, Any]) -> None:
         raise UsageError(
             f"{other['task']} of run {run.name!r} is being traced; wait until that is done, then try again"
         )
-    remove(run.trace_request)  # whoever asked was killed
+    remove(run.trace_request)  # whoever requested it was killed
     if not create_json(run.trace_request, request, records.trace_request):
         raise UsageError(f"somebody else has just asked run {run.name!r} for a trace; wait until that is done")
 

@@ -29,7 +29,7 @@ _COLOUR = re.compile(r"(\x1b\[[0-9;]*m)")
 
 
 def harmless(text: str) -> str:
-    """Return a line that somebody's program printed, with its colours and tabs, but nothing that moves or asks."""
+    """Return a line that somebody's program printed, with its colours and tabs, but nothing that steers a terminal."""
     parts = _COLOUR.split(text)
     return "".join(part if at % 2 else "\t".join(map(plain, part.split("\t"))) for at, part in enumerate(parts)) + (
         "\x1b[m" if len(parts) > 1 else ""
@@ -57,7 +57,7 @@ def status(
     Args:
         run: whose.
         beats: its heartbeats, with the state of silent tasks replaced, from whoever watches it; else they are read.
-        with_board: whether to look for TensorBoard, for which an engine may have to be asked.
+        with_board: whether to look for TensorBoard, which may need a call of the engine.
 
     Raises:
         DamagedError: the run's description is damaged.
@@ -87,11 +87,11 @@ def status(
 
 
 def _checkpoint(run: RunFolder) -> dict[str, Any] | None:
-    lives = (records.read(run.ledger(number), records.ledger, {}) for number in range(run.generation, -1, -1))
+    ledgers = (records.read(run.ledger(number), records.ledger, {}) for number in range(run.generation, -1, -1))
     for saved in reversed(run.saved_steps):
         with contextlib.suppress(FileNotFoundError):  # a newer one has just pushed it out
             age_s = time.time() - (run.checkpoints / f"ckpt-{saved}.json").stat().st_mtime
-            return {"step": saved, "age_s": round(age_s, 1), "every_s": goodput.checkpoint_every_s(lives)}
+            return {"step": saved, "age_s": round(age_s, 1), "every_s": goodput.checkpoint_every_s(ledgers)}
     return None
 
 
@@ -147,6 +147,8 @@ def plan(value: dict[str, Any]) -> list[str]:
         lines.append(f"global batch {value['global_batch']}: {value['replica_batch']} a replica and step{parts}")
     if training := value.get("training"):
         lines.append(_numerics(training, value["global_batch"]))
+    if pipeline := value.get("pipeline"):
+        lines += _stages(pipeline)
     given = [f"GPU {','.join(map(str, ids))}" if (ids := task.get("gpus")) else "no GPU" for task in value["tasks"]]
     rows = [
         (
@@ -159,6 +161,21 @@ def plan(value: dict[str, Any]) -> list[str]:
     ]
     lines += columns(rows)
     return [*lines, *value.get("notes", [])]
+
+
+def _stages(pipeline: dict[str, Any]) -> list[str]:
+    """Return the stages of a pipeline, a line each, after what they have in common."""
+    remat = ", activations computed again" if pipeline["remat"] else ""
+    lines = [
+        f"pipeline {pipeline['schedule']}, {pipeline['micro_batches']} micro-batches{remat}: "
+        f"stages of equal time would idle {pipeline['bubble']:.0%}"
+    ]
+    for stage in pipeline["stages"]:
+        lines.append(
+            f"stage {stage['stage']}: {stage['first']} to {stage['last']}, {stage['parameters']:,} parameters, "
+            f"{stage['share']:.0%} of the time, about {stage['activation_bytes'] / 1e6:,.1f} MB of activations"
+        )
+    return lines
 
 
 def _numerics(training: dict[str, Any], batch: int) -> str:
@@ -272,11 +289,11 @@ def ended(run: RunFolder, shown_path: str) -> list[str]:
         lines += _failure(run, summary)
     else:
         accuracy = summary["metrics"].get("eval_accuracy")
-        told = f", accuracy {accuracy:.4f} on the test set" if accuracy is not None else ""
+        accuracy_text = f", accuracy {accuracy:.4f} on the test set" if accuracy is not None else ""
         restarts = f", {counted(len(summary['restarts']), 'restart')}" if summary["restarts"] else ""
         start = f" (start {summary['startup_s']:.1f} s)" if summary["startup_s"] else ""
         work = _script_end(run, summary) if run.script else counted(summary["steps"], "step")
-        lines += [f"{summary['state']}: {work} in {summary['wall_s']:.1f} s{start}{told}{restarts}"]
+        lines += [f"{summary['state']}: {work} in {summary['wall_s']:.1f} s{start}{accuracy_text}{restarts}"]
     if summary.get("goodput_split"):
         lines += [f"time         {goodput.line(summary['goodput_split'])}"]
     if every_s := summary.get("checkpoint_every_s"):

@@ -67,7 +67,7 @@ def until_training(run: RunFolder, on_status: Callable[[dict[str, Any]], None]) 
         on_status(value)
         under_way = {"training", "saving", "evaluating", "done"}
         all_train = {beat["task"] for beat in value["tasks"] if beat["state"] in under_way} == names
-        if all_train and (value["step"] or run.script):  # a script tells no steps
+        if all_train and (value["step"] or run.script):  # a script reports no steps
             return True
         _notice_silence(run, pulse)
         time.sleep(POLL_S)
@@ -92,7 +92,7 @@ def end(run: RunFolder, by: str, timeout_s: float, sh: Shell, *, also: Iterable[
 
     Args:
         run: the run.
-        by: who asks.
+        by: who requests it.
         timeout_s: in which it may save and stop.
         sh: runs commands.
         also: runtimes that have something of it, whatever its records say.
@@ -192,9 +192,9 @@ def _start_tensorboard(run: RunFolder, port: int, board: str, sh: Shell) -> str:
     try:
         tensorboard.start(run.path.parent, port, board, sh)
     except Exception as error:
-        told = " ".join(str(error).split())
+        why = " ".join(str(error).split())
         again = f"invoke tensorboard{'' if port == tensorboard.PORT else f' --port {port}'}"
-        return f"TensorBoard is not up, the run goes on without it; `{again}` starts it: {told}"
+        return f"TensorBoard is not up, the run goes on without it; `{again}` starts it: {why}"
     return f"TensorBoard {tensorboard.address(port)}"
 
 
@@ -213,7 +213,7 @@ def kill(run: RunFolder, sh: Shell) -> dict[str, Any]:
 
 
 def _tell_that_it_goes_on(run: RunFolder) -> None:
-    """Say that a run is not over because nobody watches it any more; what went wrong is told besides."""
+    """Say that a run is not over because nobody watches it any more; what went wrong is reported besides."""
     with contextlib.suppress(Exception):
         if teardown.in_progress(run):
             print(_goes_on(run), file=sys.stderr, flush=True)
@@ -224,7 +224,7 @@ def _goes_on(run: RunFolder) -> str:
 
 
 def exit_code(ended: dict[str, Any]) -> int:
-    """Return the exit code that tells how a run ended."""
+    """Return the exit code for how a run ended."""
     if ended["state"] == "failed":
         code = ended.get("cause", {}).get("exit_code")
         return code if code in (EXIT_PREREQUISITE, EXIT_TIMEOUT) else EXIT_FAILED  # never 2: something was started
@@ -232,7 +232,7 @@ def exit_code(ended: dict[str, Any]) -> int:
 
 
 def _notice_silence(run: RunFolder, pulse: Pulse) -> None:
-    """End a run in whose place nothing lives any more: its engine stopped, or somebody killed everything.
+    """End a run of which nothing is left alive: its engine stopped, or somebody killed everything.
 
     Args:
         run: which is watched.

@@ -47,7 +47,7 @@ def host_python() -> str:
 
 
 def folder(requirements: Path, python: str) -> Path:
-    """Return where the packages that a file asks for are kept, for one version of Python.
+    """Return where the packages of a requirements file are kept, for one version of Python.
 
     Raises:
         UsageError: the file cannot be read.
@@ -66,10 +66,10 @@ def folder(requirements: Path, python: str) -> Path:
 
 
 def prepare(requirements: Path, python: str) -> Path:
-    """Return the folder with the packages that a file asks for, filling it unless it is there.
+    """Return the folder with the packages of a requirements file, filling it unless it is there.
 
     Raises:
-        UsageError: the file cannot be read, or asks for what does not exist or does not go with our own packages.
+        UsageError: the file cannot be read, or names what does not exist or does not go with our own packages.
         PrerequisiteError: no package index can be reached.
     """
     target = folder(requirements, python)

@@ -125,7 +125,7 @@ def _load(request: Request) -> _Previous:
 
 
 def _separate_chief(request: Request, previous: _Previous) -> bool:
-    """Return whether TF_CONFIG has a chief beside the workers: always, but for a script that did not ask for one."""
+    """Return whether TF_CONFIG has a chief beside the workers: always, but for a script without `--separate-chief`."""
     if not request.script and not previous.script:
         return True
     return request.separate_chief or bool(previous.script.get("separate_chief"))
@@ -219,7 +219,7 @@ def _place(request: Request, run: RunFolder, previous: _Previous, cluster: Clust
     if request.devices and cluster.devices != each:
         raise UsageError(
             f"--devices {request.devices} with {requested.text}: a task with {each} GPUs has as many replicas; leave "
-            "--devices out, or ask for as many GPUs"
+            "--devices out, or request as many GPUs"
         )
     words = request.gpus if request.gpus or request.gpus_per_task else recorded["gpus"]
     return replace(placed, requested=words, device_request=way, nccl_debug=level)
@@ -240,6 +240,7 @@ def check_sharing(config: dict[str, Any], cluster: ClusterSpec) -> None:
         UsageError: they cannot.
     """
     spec.check_precision(cluster, config.get("precision", "fp32"))
+    spec.check_stages(cluster, config)
     if shards := config.get("bitwise_elastic", 0):  # the training program has checked that they cut the batch evenly
         spec.check_shards(cluster, shards)
     else:
@@ -247,7 +248,7 @@ def check_sharing(config: dict[str, Any], cluster: ClusterSpec) -> None:
 
 
 def _run_folder(request: Request, *, stops_first: bool) -> RunFolder:
-    """Return the folder that the run shall have, checked against what is there."""
+    """Return the run's folder, checked against what is there."""
     if request.resume:
         run = find_run(request.resume)
     elif request.name:

@@ -18,7 +18,7 @@ def check_path(option: str, name: str) -> None:
     """Check that a path can be one.
 
     Raises:
-        UsageError: it cannot be told to the system, or not told in one line.
+        UsageError: the system takes no such path, or it cannot be shown in one line.
     """
     if not name.isprintable():
         raise UsageError(f"--{option} {name!r}: a path without control characters is expected; rename that file")

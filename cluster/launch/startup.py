@@ -30,10 +30,10 @@ def begin(request: Request, sh: Shell, *, began: float, tell: Callable[[Plan], N
     A name that the run was not given is replaced by the next one where another command takes it meanwhile.
 
     Args:
-        request: what was asked for.
+        request: what is requested.
         sh: runs commands.
         began: when `up` was called, for the summary's times.
-        tell: is called with the plan before anything is started.
+        tell: called with the plan before anything is started.
     """
     while True:
         plan = planning.plan(request)
@@ -64,7 +64,7 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
         for command in [] if plan.data else _data_commands(plan):
             sh(command)
         if not plan.payload.script:
-            configuration.check(plan.config, plan.cluster.strategy, plan.payload.local_path(), data_dir())
+            configuration.check(plan.config, plan.cluster, plan.payload.local_path(), data_dir())
         plan.runtime.prepare(plan, sh)
         if owner.read(plan.run):  # it has ended, but some of it may still be about to
             teardown.remove(plan.run, sh)
@@ -104,7 +104,7 @@ def _start_tasks(plan: Plan, sh: Shell) -> None:
 def announce(plan: Plan) -> None:
     """Print what a plan is."""
     tasks = counted(len(plan.cluster.tasks), "task")
-    data = [f"data: {plan.data}"] if plan.data else []  # otherwise the command that prepares it tells
+    data = [f"data: {plan.data}"] if plan.data else []  # otherwise the command that prepares it prints
     first = f"{plan.cluster.strategy_class} on {tasks} as {plan.why_runtime}"
     print("\n".join([first, *plan.notes, *data]), flush=True)
 

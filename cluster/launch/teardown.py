@@ -17,12 +17,12 @@ from cluster.runtime.base import Runtime, Shell
 
 
 def in_progress(run: RunFolder) -> bool:
-    """Whether the run still trains, or should: also before its first sign of life."""
+    """Whether the run still trains, or should: also before its first heartbeat."""
     return run.cluster.exists() and not run.ended and (not silent(run) or _alive(run))
 
 
 def _alive(run: RunFolder) -> bool:
-    """Whether what was started of the run still runs, whether or not its tasks give a sign of life."""
+    """Whether what was started of the run still runs, whether or not its tasks write heartbeats."""
     return owner.read(run) is not None and registry.of(run).alive(run)
 
 
@@ -76,8 +76,8 @@ def try_remove(run: RunFolder, sh: Shell, *, grace_s: int = 10) -> str:
 
 
 def _left(run: RunFolder, error: BaseException) -> str:
-    told = " ".join(str(error).split()) or "interrupted"
-    return f"not all of {run.name} could be removed; `invoke down {run.name}` tries again: {told}"
+    why = " ".join(str(error).split()) or "interrupted"
+    return f"not all of {run.name} could be removed; `invoke down {run.name}` tries again: {why}"
 
 
 def record_end(run: RunFolder, state: str = "stopped", error: str = "") -> None:

@@ -287,10 +287,10 @@ class ContainerFaults(FaultInjector):
         # cgroup v2's file, else v1's.
         files = "/sys/fs/cgroup/memory.current /sys/fs/cgroup/memory/memory.usage_in_bytes"
         used = int(self._docker("exec", container, "sh", "-c", f"cat {files} 2>/dev/null | head -n 1"))
-        had = int(self._docker("inspect", "--format", "{{.HostConfig.Memory}}", container))
+        limited = int(self._docker("inspect", "--format", "{{.HostConfig.Memory}}", container))
         limit = used + 2**27
         self._docker("update", "--memory", str(limit), "--memory-swap", str(limit), container)
-        before = str(had or memory.available_bytes() + limit)  # the engine takes no limit back
+        before = str(limited or memory.available_bytes() + limit)  # the engine takes no limit back
         self._undo.append(("update", "--memory", before, "--memory-swap", before, container))
         # Killed or not, what counts is the program's end.
         engine.ask("exec", container, "python", "-c", _HOG, str(program), str(limit // 2**24 + 16), timeout_s=60)
@@ -310,7 +310,7 @@ class ContainerFaults(FaultInjector):
         return found.split()[0]
 
     def _docker(self, *words: str) -> str:
-        code, told = engine.ask(*words, timeout_s=30)
+        code, output = engine.ask(*words, timeout_s=30)
         if code:
-            raise ClusterError(f"docker {' '.join(words[:2])}: {' '.join(told.split())}")
-        return told
+            raise ClusterError(f"docker {' '.join(words[:2])}: {' '.join(output.split())}")
+        return output

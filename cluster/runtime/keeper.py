@@ -36,7 +36,7 @@ def keep(work: Callable[[], None], on_terminate: Callable[[], object]) -> None:
     child = os.fork()
     if child == 0:
         processes.die_with_parent()
-        if os.getppid() != keeper:  # it died before the kernel was asked to tell
+        if os.getppid() != keeper:  # it died before the kernel could signal its death
             os._exit(128 + signal.SIGKILL)
         work()
         raise SystemExit(0)

@@ -86,7 +86,7 @@ class LocalProcesses(Runtime):
         supervisor.start(work.run)
 
     def alive(self, run: RunFolder) -> bool:
-        """Whether the run's supervisor lives."""
+        """Whether the run's supervisor is alive."""
         return supervisor.running(run)
 
     def remove(self, run: RunFolder, sh: Shell, grace_s: int) -> None:  # noqa: ARG002
@@ -121,7 +121,7 @@ def free_ports(count: int) -> tuple[int, ...]:
             return tuple(ports)
     raise PrerequisiteError(
         f"{count} free ports on 127.0.0.1 from {PORTS.start} to {PORTS.stop - 1}: found {len(ports)}; "
-        "ask for fewer tasks or end what listens there"
+        "use fewer tasks or end what listens there"
     )
 
 
@@ -163,8 +163,8 @@ def processes_of(
     found: dict[str, Any] = {"runtime": "local", "network": network, "inherits": names, "tasks": tasks}
     # An accelerator's library must be new in the process that uses it.
     accelerated = bool(spec.kind.hardware) or any(gpus.of(task.name) for task in spec.tasks)
-    wanted = settings.is_on("SHARED_IMPORT")
-    return found | {"preload": PRELOAD} if wanted and not command and not accelerated else found
+    shared = settings.is_on("SHARED_IMPORT")
+    return found | {"preload": PRELOAD} if shared and not command and not accelerated else found
 
 
 def visible(gpus: Placement, task: str) -> dict[str, str]:

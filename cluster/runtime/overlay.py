@@ -136,7 +136,7 @@ def _service(spec: ClusterSpec, task: Task, containers: Containers, command: lis
 
 
 def _gpu_environment(gpus: Placement, task: str) -> dict[str, str]:
-    """Return what a container is told of its GPUs; where it has none beside some that do, that it has none."""
+    """Return the variables for a container's GPUs; where other tasks have some and it has none, that it has none."""
     if not gpus.ids:
         return {}
     if not gpus.of(task):  # an engine whose default runtime is NVIDIA's could hand over all of them
@@ -149,7 +149,7 @@ def _gpu_environment(gpus: Placement, task: str) -> dict[str, str]:
 
 
 def _hand_over(gpus: Placement, task: str) -> dict[str, Any]:
-    """Return the part of a service that asks the engine for the task's GPUs."""
+    """Return the part of a service that requests the task's GPUs from the engine."""
     ids = list(gpus.of(task))
     if gpus.device_request == "nvidia":
         return {"runtime": "nvidia"}  # which reads the ids in NVIDIA_VISIBLE_DEVICES

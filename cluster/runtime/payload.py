@@ -29,7 +29,7 @@ class Payload:
     code_dirs: tuple[Path, ...] = ()
     requirements: Path | None = None
     packages: Path | None = None
-    """The folder with what `requirements` asks for."""
+    """The folder with the packages of `requirements`."""
     separate_chief: bool = False
     """Whether the script's TF_CONFIG has a chief beside the workers, and not workers alone, as most scripts expect."""
     env: tuple[str, ...] = ()

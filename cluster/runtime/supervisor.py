@@ -35,7 +35,7 @@ from cluster.system.files import open_file
 
 POLL_S = 0.05
 START_S = 60.0
-"""Longest time until a supervisor that lives writes its first heartbeats: well under a second on an idle machine."""
+"""Longest time until a live supervisor writes its first heartbeats: well under a second on an idle machine."""
 
 
 def start(run: RunFolder) -> None:
@@ -75,7 +75,7 @@ def _environment(run: RunFolder) -> dict[str, str]:
 
 
 def running(run: RunFolder) -> bool:
-    """Whether the run's supervisor lives."""
+    """Whether the run's supervisor is alive."""
     owned = owner.read(run)
     return owned is not None and owned.alive
 
@@ -136,7 +136,7 @@ class Supervisor:
             beat.start()
         try:
             fork_server.preload(self.preload, self.run)
-        except Exception:  # each task will come upon it by itself, and its log and its agent tell of it
+        except Exception:  # each task will come upon it by itself, and logs it
             traceback.print_exc()
         finally:
             for beat in beats:
@@ -188,7 +188,7 @@ def main(run: RunFolder) -> None:
     """Be the first process of the run.
 
     Raises:
-        OSError: the network that the tasks must have cannot be had: none is started.
+        OSError: the tasks cannot get the network that they must have: none is started.
     """
     supervisor = Supervisor(run)
     if run.composed.get("network", HOST) == PRIVATE:
