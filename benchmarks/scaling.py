@@ -63,6 +63,11 @@ def _start(bench: Bench, name: str, workers: int, batch: int, own: Sequence[int]
     request = Request(
         workers=str(workers), runtime="local", name=name, fresh=True, tensorboard_port="0", overrides=overrides
     )
+    return start_pinned(bench, request, own)
+
+
+def start_pinned(bench: Bench, request: Request, own: Sequence[int]) -> RunFolder:
+    """Start a run of local processes with one of these cores for each task from its first moment on."""
     planned = planning.plan(request)
     tasks = {
         task: told

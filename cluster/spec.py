@@ -106,8 +106,15 @@ class ClusterSpec:
         return self.kind.class_name
 
     @property
+    def stages(self) -> int:
+        """Into how many parts the model is cut, each on a device of its own; 1 where every replica has all of it."""
+        return (1 + len(self.of(Role.WORKER))) * self.devices if self.kind.staged else 1
+
+    @property
     def replicas(self) -> int:
         """How many copies of the model compute gradients at the same time."""
+        if self.kind.staged:
+            return 1
         if self.kind.served:
             return len(self.of(Role.WORKER)) * self.devices
         return (1 + len(self.of(Role.WORKER))) * self.devices
@@ -229,6 +236,30 @@ def check_shards(cluster: ClusterSpec, shards: int) -> None:
             f"--bitwise-elastic {shards}: {cluster.replicas} replicas share {shards} virtual shards, and each needs "
             f"one; use --bitwise-elastic {cluster.replicas} or more, or fewer tasks"
         )
+
+
+def check_stages(cluster: ClusterSpec, config: dict[str, Any]) -> None:
+    """Check that what a configuration says of stages goes with the cluster, and the rest with stages.
+
+    Raises:
+        UsageError: it does not; the message says why.
+    """
+    pipeline = config.get("pipeline", {})
+    if not cluster.kind.staged:
+        if pipeline.get("remat") or pipeline.get("cut") or pipeline.get("schedule", "gpipe") != "gpipe":
+            raise UsageError("--schedule, --remat and --cut are for --strategy pipeline: add that, or leave them out")
+        return
+    for option, default in {"loop": "custom", "source": "memory", "callbacks": ""}.items():
+        if (value := config.get(option, default)) != default:
+            use = f"use --{option} {default}" if default else "leave it out"
+            raise UsageError(f"--{option} {value} with --strategy pipeline, which has no such training yet: {use}")
+    if pipeline.get("schedule") == "pipedream":
+        if pipeline.get("remat"):
+            raise UsageError("--remat with --schedule pipedream: the weights of the forward would be gone; use gpipe")
+        if config.get("optimizer", {}).get("clip_norm"):
+            raise UsageError(
+                "--optimizer.clip-norm with --schedule pipedream: no stage waits for the others' norms; use 1f1b"
+            )
 
 
 def check_precision(cluster: ClusterSpec, precision: str) -> None:

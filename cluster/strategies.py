@@ -31,6 +31,7 @@ class Strategy:
         synchronous: whether all replicas take part in every step, so that the same topology gives the same bits.
         collective: whether the tasks exchange gradients directly, through all-reduce.
         single_device: whether it has one replica only.
+        staged: whether each task, or each device of the one task, holds a stage of one model, see docs/pipelines.md.
         legacy_fit: whether `Model.fit` must be that of tf_keras, because Keras 3's own fails (keras issue 20585).
         no_fp16: why it cannot train in float16; empty where it can.
         no_virtual_shards: why it has no `--bitwise-elastic`; empty where it has.
@@ -49,6 +50,7 @@ class Strategy:
     synchronous: bool = True
     collective: bool = False
     single_device: bool = False
+    staged: bool = False
     legacy_fit: bool = False
     no_fp16: str = ""
     no_virtual_shards: str = ""
@@ -124,6 +126,17 @@ STRATEGIES: dict[str, Strategy] = {
             no_virtual_shards="has never been tried with it",
             layers="bf16",
             hardware="tpu",
+        ),
+        Strategy(
+            name="pipeline",
+            class_name="Pipeline",
+            trial="--workers 1",
+            topology="--workers 1 or more with --devices 1, or --workers 0 with any --devices, and --ps 0",
+            fits=lambda workers, ps, devices: not ps and (not workers or devices == 1),
+            collective=True,
+            staged=True,
+            no_fp16="has stages that would each change the one loss scale",
+            no_virtual_shards="has micro-batches instead, whose bits depend on no number of stages",
         ),
     )
 }

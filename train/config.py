@@ -16,14 +16,16 @@ from typing import Any
 from cluster import spec, strategies
 from cluster.errors import UsageError, nearest
 from train import references
+from train.data.arrays import WINDOW
 from train.field_types import check_types, shown
+from train.pipeline.schedule import SCHEDULES
 from train.saving import timer
 
 LOOPS = ("custom", "fit")
 ONEDNN = ("auto", "on", "off")
 SOURCES = ("memory", "stream")
-DATASETS = ("fashion_mnist", "mnist")
-MODELS = ("two_conv_cnn", "resnet50")
+DATASETS = ("fashion_mnist", "mnist", "jargon_file")
+MODELS = ("two_conv_cnn", "resnet50", "transformer_lm")
 REPEATABLE = ("two_conv_cnn",)
 """Those whose bits were seen to repeat with oneDNN's kernels. A ResNet's 1x1 convolutions with stride 2 do not."""
 LOSSES = ("sparse_categorical_crossentropy", "mean_squared_error")
@@ -62,6 +64,38 @@ class Optimizer:
     clip_norm: float = 0.0
     """Largest norm of the gradient of the whole global batch, over all weights together: a longer one is shortened to
     it after the sum over replicas. 0: no bound."""
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """The size of the model `transformer_lm`."""
+
+    layers: int = 4
+    """Each an attention and a feed-forward block; at least 1."""
+
+    width: int = 128
+    """Of what flows between layers; a multiple of `heads`."""
+
+    heads: int = 4
+    """Of each attention; at least 1."""
+
+    context: int = 128
+    """Tokens of an example; a divisor of the 1024 bytes of a window of the text."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How the stages of `--strategy pipeline` work together, see docs/pipelines.md."""
+
+    schedule: str = "gpipe"
+    """`gpipe`, `1f1b` or `pipedream`."""
+
+    remat: bool = False
+    """Whether a stage keeps what enters it alone, and computes the rest again for the backward."""
+
+    cut: str = ""
+    """The first layer of each stage but the first, separated by commas; empty: the cut whose slowest stage, by its
+    floating-point operations, is fastest."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +184,12 @@ class TrainConfig:
     optimizer: Optimizer = field(default_factory=Optimizer)
     """The optimizer."""
 
+    transformer: Transformer = field(default_factory=Transformer)
+    """The size of `transformer_lm`."""
+
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    """How stages work together."""
+
     def check(self) -> TrainConfig:
         """Return this configuration if every value is in its range.
 
@@ -193,7 +233,19 @@ class TrainConfig:
         _check_choice("source", self.source, SOURCES)
         _check_choice("onednn", self.onednn, ONEDNN)
         self._check_bitwise_elastic()
+        self._check_transformer()
+        _check_choice("pipeline.schedule", self.pipeline.schedule, SCHEDULES)
         return self
+
+    def _check_transformer(self) -> None:
+        size = self.transformer
+        _check_range("transformer.layers", size.layers, 1, 1000)
+        _check_range("transformer.heads", size.heads, 1, 1000)
+        _check_range("transformer.width", size.width, 1, 2**16)
+        if size.width % size.heads:
+            raise UsageError(f"--transformer.width {size.width}: expected a multiple of the {size.heads} heads")
+        if size.context < 2 or WINDOW % size.context:
+            raise UsageError(f"--transformer.context {size.context}: expected a divisor of {WINDOW}, at least 2")
 
     def _check_checkpoint_every(self) -> None:
         try:
@@ -275,6 +327,8 @@ class TrainConfig:
     def from_json(cls, value: dict[str, Any]) -> TrainConfig:
         """Return the configuration that `to_json` described."""
         value = {**value, "optimizer": Optimizer(**value["optimizer"])}
+        parts = {"transformer": Transformer, "pipeline": Pipeline}
+        value |= {name: part(**value.get(name, {})) for name, part in parts.items()}
         if seconds := value.pop("checkpoint_seconds", 0):  # of a run from before `checkpoint_every` had both
             value["checkpoint_every"] = f"{seconds:g}s"
         return cls(**value).check()
@@ -305,8 +359,19 @@ def resnet50_synthetic() -> TrainConfig:
     )
 
 
+def transformer_lm() -> TrainConfig:
+    """A decoder-only Transformer on the bytes of the Jargon File."""
+    return TrainConfig(
+        preset="transformer_lm",
+        dataset="jargon_file",
+        model="transformer_lm",
+        global_batch=32,
+        epochs=8.0,
+    )
+
+
 PRESETS: dict[str, Callable[[], TrainConfig]] = {
-    preset.__name__: preset for preset in (fashion_mnist, mnist, resnet50_synthetic)
+    preset.__name__: preset for preset in (fashion_mnist, mnist, resnet50_synthetic, transformer_lm)
 }
 
 
@@ -362,8 +427,8 @@ def _parse(base: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
 def _field_names(config: type, prefix: str = "") -> list[str]:
     names = []
     for item in dataclasses.fields(config):
-        if item.name == "optimizer":
-            names += _field_names(Optimizer, f"{prefix}{item.name}.")
+        if item.default_factory in (Optimizer, Transformer, Pipeline):
+            names += _field_names(item.default_factory, f"{prefix}{item.name}.")
         else:
             names.append(prefix + item.name)
     return names

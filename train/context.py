@@ -13,6 +13,7 @@ from cluster.run.folder import RunFolder
 from cluster.run.heartbeat import Heartbeat
 from cluster.spec import ClusterSpec, Role, Task
 from train.config import TrainConfig
+from train.data import ngram
 from train.data.sources import Source, eval_feed
 from train.loops import steps
 from train.model import optimizers
@@ -37,6 +38,7 @@ class TaskContext:
         strategy: in whose scope `model` was built.
         new_model: returns the same architecture with plain variables, outside of the strategy.
         stop: set when the task is to stop.
+        cluster: by whose replicas tasks agree and evaluate, where that is not the strategy: with stages of a model.
     """
 
     run: RunFolder
@@ -50,6 +52,12 @@ class TaskContext:
     new_model: Callable[[], keras.Model]
     heartbeat: Heartbeat
     stop: threading.Event
+    cluster: tf.distribute.Strategy | None = None
+
+    @property
+    def gang(self) -> tf.distribute.Strategy:
+        """By whose replicas all tasks agree, and share an evaluation."""
+        return self.cluster or self.strategy
 
     @property
     def chief(self) -> bool:
@@ -119,7 +127,7 @@ class TaskContext:
     def restore(self, saves: checkpoint.Checkpoint) -> int:
         """Restore the checkpoint that all tasks agree on, if there is one; return the step to go on from."""
         alone = self.asynchronous or len(self.spec.members) < 2
-        return saves.restore() if alone else saves.restore(steps.gathering(self.strategy))
+        return saves.restore() if alone else saves.restore(steps.gathering(self.gang))
 
     def new_save_timer(self, saves: checkpoint.Checkpoint, first: int) -> SaveTimer:
         """Return what says when a training saves that goes on from step `first`; the chief's alone decides."""
@@ -129,9 +137,9 @@ class TaskContext:
     def new_evaluation(self) -> Callable[[], dict[str, float]]:
         """Return what evaluates the model on the whole test split; every task calls it."""
         # Under parameter servers the chief evaluates by itself: it can read every variable.
-        shared = None if self.asynchronous else self.strategy
+        shared = None if self.asynchronous else self.gang
         batch = evaluation_batch(self.source)
-        return steps.evaluation(
+        measure = steps.evaluation(
             shared,
             self.model,
             self.objective,
@@ -139,3 +147,7 @@ class TaskContext:
             num_examples=self.source.test_examples,
             batch=batch,
         )
+        if not (self.source.is_text and self.chief):
+            return measure
+        baseline = ngram.of_source(self.source)
+        return lambda: measure() | {"trigram_perplexity": baseline}

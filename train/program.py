@@ -65,7 +65,9 @@ class Program:
     def _task_context(self) -> TaskContext:
         """Form the cluster, then build what this task trains. The strategy comes first: collectives must."""
         config = self.config
-        chosen = self._strategy()
+        gang = self._strategy()
+        # A stage's variables are no other task's concern: they are plain ones.
+        chosen = tf.distribute.get_strategy() if self.spec.kind.staged else gang
         # Again: a TensorFlow server takes SIGTERM for its own notice of preemption, which nothing here reads.
         signal.signal(signal.SIGTERM, lambda *_: self.stop.set())
         if self.run.stop_requested:
@@ -79,14 +81,14 @@ class Program:
         source = sources.find(config, Path(os.environ.get("DATA_DIR", "data")), self.run)
 
         def new_model() -> keras.Model:
-            return models.build(config.model, source.feature_shape, source.num_outputs)
+            return models.of(config, source.feature_shape, source.num_outputs)
 
         with chosen.scope(), strategy.policy(precision_of(self.spec.strategy, config.precision)):
             model = new_model()
         if self.task.role == Role.CHIEF:
             environment.record(self.run, config.dataset, source)
         self.heartbeat.update(state="compiling")  # the model is built, which can be the user's code
-        objective = objectives.build(config.loss, classifies=source.classifies)
+        objective = objectives.build(config.loss, classifies=source.classifies, predicts_text=source.is_text)
         return TaskContext(
             run=self.run,
             task=self.task,
@@ -99,6 +101,7 @@ class Program:
             new_model=new_model,
             heartbeat=self.heartbeat,
             stop=self.stop,
+            cluster=gang,
         )
 
     def _strategy(self) -> tf.distribute.Strategy:

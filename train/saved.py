@@ -104,7 +104,7 @@ def evaluate(run: RunFolder, data_dir: Path) -> dict[str, Any]:
     measure = steps.evaluation(
         None,
         model,
-        objectives.build(config.loss, classifies=source.classifies),
+        objectives.build(config.loss, classifies=source.classifies, predicts_text=source.is_text),
         sources.eval_feed(None, source, batch),
         num_examples=source.test_examples,
         batch=batch,
@@ -187,7 +187,7 @@ def _restore(
 
     source = sources.find(config, data_dir, run)
     with strategy.policy(precision_of(cluster.strategy, config.precision) if as_trained else "fp32"):
-        model = models.build(config.model, source.feature_shape, source.num_outputs)
+        model = models.of(config, source.feature_shape, source.num_outputs)
     return source, config, model, _restore_newest(run, model)
 
 

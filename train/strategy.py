@@ -86,6 +86,11 @@ def _parameter_server(_spec: ClusterSpec, _devices: list[str]) -> tf.distribute.
     return tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
 
 
+def _pipeline(spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strategy:
+    """Return the strategy that forms the cluster, by which tasks agree and evaluate; no variable is built in it."""
+    return _multiworker(spec, devices) if spec.members else _one_device(spec, devices)
+
+
 def serve(task: Task, threads: int) -> None:
     """Serve the chief of a parameter-server cluster until this process is ended.
 
@@ -135,6 +140,7 @@ BUILDERS: dict[str, Callable[[ClusterSpec, list[str]], tf.distribute.Strategy]] 
     "multiworker": _multiworker,
     "ps": _parameter_server,
     "tpu": _tpu,
+    "pipeline": _pipeline,
 }
 """Of each strategy in `cluster.strategies`, what builds it: (cluster, this task's devices) -> strategy."""
 

@@ -147,6 +147,8 @@ def plan(value: dict[str, Any]) -> list[str]:
         lines.append(f"global batch {value['global_batch']}: {value['replica_batch']} a replica and step{parts}")
     if training := value.get("training"):
         lines.append(_numerics(training, value["global_batch"]))
+    if pipeline := value.get("pipeline"):
+        lines += _stages(pipeline)
     given = [f"GPU {','.join(map(str, ids))}" if (ids := task.get("gpus")) else "no GPU" for task in value["tasks"]]
     rows = [
         (
@@ -159,6 +161,21 @@ def plan(value: dict[str, Any]) -> list[str]:
     ]
     lines += columns(rows)
     return [*lines, *value.get("notes", [])]
+
+
+def _stages(pipeline: dict[str, Any]) -> list[str]:
+    """Return the stages of a pipeline, a line each, after what they have in common."""
+    remat = ", activations computed again" if pipeline["remat"] else ""
+    lines = [
+        f"pipeline {pipeline['schedule']}, {pipeline['micro_batches']} micro-batches{remat}: "
+        f"stages of equal time would idle {pipeline['bubble']:.0%}"
+    ]
+    for stage in pipeline["stages"]:
+        lines.append(
+            f"stage {stage['stage']}: {stage['first']} to {stage['last']}, {stage['parameters']:,} parameters, "
+            f"{stage['share']:.0%} of the time, about {stage['activation_bytes'] / 1e6:,.1f} MB of activations"
+        )
+    return lines
 
 
 def _numerics(training: dict[str, Any], batch: int) -> str:

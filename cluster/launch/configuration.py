@@ -12,6 +12,7 @@ from typing import Any
 from cluster.launch.request import PRESET, Request
 from cluster.paths import ROOT
 from cluster.runtime import inherited
+from cluster.spec import ClusterSpec
 from cluster.system import user_code
 
 
@@ -37,31 +38,34 @@ def resolve(
     return value["config"], tuple(Path(folder) for folder in value["code_dirs"]), value["data"]
 
 
-def check(config: dict[str, Any], strategy: str, path: Sequence[str], data_dir: Path) -> None:
-    """Check that a configuration's data, model and loss fit together, once the data is prepared.
+def check(config: dict[str, Any], cluster: ClusterSpec, path: Sequence[str], data_dir: Path) -> list[dict[str, Any]]:
+    """Check that a configuration's data, model and loss fit together, once the data is prepared; return the stages.
 
-    The built-in ones do. Any others are tried, which takes as long as TensorFlow's import.
+    The built-in ones do. Any others, and a model that is cut into stages, are tried: that takes as long as
+    TensorFlow's import.
 
     Args:
         config: what `resolve` returned.
-        strategy: which it is trained with, a key of `strategies.STRATEGIES`.
+        cluster: that it is trained on.
         path: where modules of the user's own are found.
         data_dir: where prepared data lies.
 
     Raises:
-        UsageError: they do not fit.
+        UsageError: they do not fit, or the model cannot be cut into the cluster's stages.
     """
     named = [str(config.get(part, "")) for part in ("dataset", "model", "loss")]
-    if not any(":" in name and not name.startswith("train.") for name in named):
-        return
-    words = ["--config", json.dumps(config), "--strategy", strategy, "--data-dir", str(data_dir)]
-    user_code.run(
+    if not cluster.kind.staged and not any(":" in name and not name.startswith("train.") for name in named):
+        return []
+    words = ["--config", json.dumps(config), "--strategy", cluster.strategy, "--data-dir", str(data_dir)]
+    words += ["--stages", str(cluster.stages if cluster.kind.staged else 0)]
+    stages: list[dict[str, Any]] = user_code.run(
         [sys.executable, "-m", "train.startup.preflight", *words],
         f"--model {config['model']!r} or --loss {config['loss']!r}",
         "PRESET_TIMEOUT_S",
         cwd=ROOT,
         environment=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
     )
+    return stages
 
 
 def options(request: Request) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster import spec, tf_config
+from cluster.launch import configuration, folders
 from cluster.runtime import tensorboard
 from cluster.runtime.base import Runtime, Workload
 
@@ -68,6 +69,7 @@ class Plan(Workload):
             "micro_batches": micro_batches,
             "micro_batch": batch and batch // shards // micro_batches,
             "training": self._training(),
+            "pipeline": self._pipeline(),
             "tensorboard": tensorboard.address(self.tensorboard_port) if self.tensorboard_port else None,
             "tasks": [
                 {
@@ -82,6 +84,15 @@ class Plan(Workload):
             "config": self.config,
             "compose": self.compose,
         }
+
+    def _pipeline(self) -> dict[str, Any] | None:
+        """Return the stages that the model is cut into, once its data is prepared; None for another strategy."""
+        if not self.cluster.kind.staged or not self.data:
+            return None
+        stages, micro_batches = self.cluster.stages, self.config["micro_batches"]
+        cut = configuration.check(self.config, self.cluster, self.payload.local_path(), folders.data_dir())
+        bubble = (stages - 1) / (micro_batches + stages - 1)
+        return {**self.config["pipeline"], "micro_batches": micro_batches, "bubble": bubble, "stages": cut}
 
     def _training(self) -> dict[str, Any] | None:
         """Return the numerics that follow from the configuration and the cluster; None for a script."""

@@ -240,6 +240,7 @@ def check_sharing(config: dict[str, Any], cluster: ClusterSpec) -> None:
         UsageError: they cannot.
     """
     spec.check_precision(cluster, config.get("precision", "fp32"))
+    spec.check_stages(cluster, config)
     if shards := config.get("bitwise_elastic", 0):  # the training program has checked that they cut the batch evenly
         spec.check_shards(cluster, shards)
     else:

@@ -16,10 +16,11 @@ from cluster.errors import PrerequisiteError, UsageError
 from cluster.launch.options import Group, Needs, check_choices, declared, option, switch
 from cluster.recovery.attempts import MAX_RESTARTS
 from cluster.runtime import registry, tensorboard
-from cluster.spec import ClusterSpec, Role, parse_count
+from cluster.spec import MAX_TASKS, ClusterSpec, Role, parse_count
 
 PRESET = "fashion_mnist"
 LOOPS = ("custom", "fit")
+SCHEDULES = ("gpipe", "1f1b", "pipedream")
 WORKERS = "2"
 DEVICE_FILES = {"tpu": ("/dev/accel*", "/dev/vfio/[0-9]*")}
 """The files of the hardware that some strategies need, where this machine has it."""
@@ -50,7 +51,7 @@ class Request:
     )
     preset: str = option(
         Group.TRAINS,
-        "fashion_mnist, mnist, resnet50_synthetic or package.module:function",
+        "fashion_mnist, mnist, resnet50_synthetic, transformer_lm or package.module:function",
         PRESET,
         needs=Needs.TRAINER,
     )
@@ -72,6 +73,13 @@ class Request:
         needs=Needs.TRAINER,
         is_override=True,
     )
+    stages: str = option(
+        Group.TRAINS,
+        "with --strategy pipeline: stages, each a task; with --workers 0 each a device of the chief",
+        "as many as tasks and devices",
+        kinds=(int,),
+        needs=Needs.TRAINER,
+    )
     micro_batches: str = option(
         Group.TRAINS,
         "parts of each replica's batch whose gradients are added up before an update, for less memory",
@@ -79,6 +87,24 @@ class Request:
         kinds=(int,),
         needs=Needs.TRAINER,
         is_override=True,
+    )
+    schedule: str = option(
+        Group.TRAINS,
+        "with --strategy pipeline: gpipe, 1f1b or pipedream",
+        SCHEDULES[0],
+        choices=SCHEDULES,
+        needs=Needs.TRAINER,
+    )
+    remat: bool = switch(
+        Group.TRAINS,
+        "with --strategy pipeline: compute activations again for the backward instead of keeping them",
+        needs=Needs.TRAINER,
+    )
+    cut: str = option(
+        Group.TRAINS,
+        "with --strategy pipeline: the first layer of each stage but the first, such as dense,logits",
+        "the best one",
+        needs=Needs.TRAINER,
     )
     script: str = option(
         Group.TRAINS,
@@ -199,6 +225,9 @@ class Request:
         """Return the overrides of the training configuration, those that are options of `up` first."""
         ours = [each for each in OPTIONS.values() if each.is_override and getattr(self, each.name)]
         words = [word for each in ours for word in (f"--{each.key}", getattr(self, each.name))]
+        stages = {f"--pipeline.{name}": getattr(self, name) for name in ("schedule", "cut")}
+        words += [word for pair in stages.items() if pair[1] for word in pair]
+        words += ["--pipeline.remat"] if self.remat else []
         return [*words, *self.train, *self.overrides]
 
     def number(self, name: str) -> int:
@@ -261,6 +290,8 @@ def topology(request: Request, resumed: ClusterSpec | None = None) -> dict[str, 
     strategy = request.strategy or strategies.AUTO
     requested = strategies.requested(strategy)
     alone = requested is not None and requested.one_process
+    if request.stages:
+        return _stages(request, requested, resumed)
     if resumed is None:
         return {
             "workers": request.workers or ("0" if alone else WORKERS),
@@ -285,6 +316,32 @@ def topology(request: Request, resumed: ClusterSpec | None = None) -> dict[str, 
         "evaluator": request.evaluator or bool(resumed.of(Role.EVALUATOR)),
         "strategy": strategy,
         "devices": request.devices or ("1" if requested and requested.single_device else str(resumed.devices)),
+    }
+
+
+def _stages(request: Request, requested: strategies.Strategy | None, resumed: ClusterSpec | None) -> dict[str, Any]:
+    """Return the options of `spec.build` for a number of stages: each a task, or each a device of the only one."""
+    stages = parse_count("stages", request.stages, 1, MAX_TASKS)
+    if not (requested.staged if requested else resumed is not None and resumed.kind.staged):
+        raise UsageError(f"--stages {stages} without --strategy pipeline: add that, or leave --stages out")
+    strategy = next(name for name, record in strategies.STRATEGIES.items() if record.staged)
+    alone = (request.workers or "-") == "0"
+    workers = request.workers or str(stages - 1)
+    devices = request.devices or (str(stages) if alone else "1")
+    if request.workers.isdecimal() and not alone and int(request.workers) != stages - 1:
+        raise UsageError(
+            f"--stages {stages} with --workers {request.workers}: each stage is a task, the chief the first one; use "
+            f"--workers {stages - 1}, or --workers 0 for stages on the devices of one task"
+        )
+    if alone and request.devices.isdecimal() and int(request.devices) != stages:
+        raise UsageError(f"--stages {stages} with --workers 0 and --devices {request.devices}: use --devices {stages}")
+    evaluator = request.evaluator or (resumed is not None and bool(resumed.of(Role.EVALUATOR)))
+    return {
+        "workers": workers,
+        "ps": request.ps or "0",
+        "evaluator": evaluator,
+        "strategy": strategy,
+        "devices": devices,
     }
 
 

@@ -64,7 +64,7 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
         for command in [] if plan.data else _data_commands(plan):
             sh(command)
         if not plan.payload.script:
-            configuration.check(plan.config, plan.cluster.strategy, plan.payload.local_path(), data_dir())
+            configuration.check(plan.config, plan.cluster, plan.payload.local_path(), data_dir())
         plan.runtime.prepare(plan, sh)
         if owner.read(plan.run):  # it has ended, but some of it may still be about to
             teardown.remove(plan.run, sh)

@@ -6,15 +6,19 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from cluster import spec
+from cluster.control import watch
 from cluster.run.folder import RunFolder
-from cluster.runtime import slurm
-from cluster.system.json_files import read_json
-from tests.e2e.scenario import ROOT, Clusters, step_of, summary
+from cluster.runtime import batch, slurm
+from cluster.runtime.batch import Job
+from cluster.system.json_files import read_json, write_json
+from tests.e2e.scenario import ROOT, Clusters, summary
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.alone]
@@ -40,7 +44,7 @@ def local_hash(clusters: Clusters) -> str:
 
 
 @pytest.fixture
-def job(clusters: Clusters, request: pytest.FixtureRequest) -> Iterator[RunFolder]:
+def job(clusters: Clusters, local_hash: str, request: pytest.FixtureRequest) -> Iterator[RunFolder]:
     """A run that trains as a job, called after the test."""
     name = request.node.name[:40]
     clusters.invoke("up", f"--name={name}", *OPTIONS, "--", *TRAINING)
@@ -58,21 +62,69 @@ def await_same_weights(clusters: Clusters, run: RunFolder, expected: str) -> Non
     assert ("succeeded", expected) == (summary(run)["state"], summary(run)["weights_sha256"])
 
 
-def test_a_job_trains_to_the_weights_of_local_processes(job: RunFolder, clusters: Clusters, local_hash: str) -> None:
+def test_a_job_must_train_to_the_weights_of_processes(job: RunFolder, clusters: Clusters, local_hash: str) -> None:
     await_same_weights(clusters, job, local_hash)
     (attempt,) = (job.control / "slurm").iterdir()
     assert 2 == len({read_json(attempt / f"{task}.json")["node"] for task in ("chief", "worker-0", "worker-1")})
 
 
-def test_a_job_is_scaled_and_stopped_like_any_run(job: RunFolder, clusters: Clusters, local_hash: str) -> None:
+def test_a_job_must_be_scaled_and_stopped_like_any_run(clusters: Clusters) -> None:
+    clusters.invoke("up", "--name=scaled", *OPTIONS, "--", *TRAINING, "--max-steps=20000", "--epochs=1000")
+    run = clusters.run("scaled")
     clusters.invoke("chaos", "kill", "worker-1", timeout_s=300)
-    clusters.invoke("scale", "--workers=1", f"--run={job.name}", timeout_s=300)
-    assert 2 == len(job.load_cluster().tasks)
-    clusters.invoke("stop", job.name)
-    assert "stopped" == summary(job)["state"]
-    wait_for(lambda: not number_of(job), "the end of the job")
-    clusters.invoke("up", f"--resume={job.name}", "--tensorboard-port=0", timeout_s=400)
-    assert "succeeded" == summary(job)["state"]
+    clusters.invoke("scale", "--workers=1", "--run=scaled", timeout_s=300)
+    assert 2 == len(run.load_cluster().tasks)
+    clusters.invoke("stop", "scaled")
+    assert "stopped" == summary(run)["state"]
+    wait_for(lambda: not number_of(run), "the end of the job")
+    steps = str(summary(run)["steps"] + 20)
+    clusters.invoke("up", "--resume=scaled", "--tensorboard-port=0", "--", f"--max-steps={steps}", timeout_s=400)
+    assert ("succeeded", "slurm") == (summary(run)["state"], run.started["runtime"])
+
+
+PROGRAM = """
+import os, time
+from pathlib import Path
+from cluster.run import launch_records, records
+from cluster.run.folder import RunFolder
+
+RunFolder.load_cluster = lambda self: records.read(Path(os.environ["CLUSTER_JSON"]), launch_records.cluster)
+import tests.unit.trainer as trainer
+
+trainer.train(1)
+if trainer.GENERATION == 0:
+    while not trainer._stop:
+        time.sleep(0.05)
+    trainer.finish("stopped")
+trainer.train(5)
+trainer.meet()
+trainer.finish()
+"""
+"""Trains, without TensorFlow, until it is asked to save and end; what goes on in a later generation ends well."""
+
+
+@pytest.fixture
+def queued(tmp_path: Path) -> Iterator[RunFolder]:
+    """A run of such programs that is under way, on two of the three nodes."""
+    run = RunFolder(tmp_path / "a-run")
+    run.create()
+    (run.path / "pids").mkdir()
+    (tmp_path / "program.py").write_text(PROGRAM)
+    cluster = spec.build(workers=2)
+    for path, value in {run.cluster: cluster.to_json(), run.config: {}, run.control / "started.json": {}}.items():
+        write_json(path, value)
+    run.begin_generation(0)
+    environment = {"RUN_DIR": str(run.path), "DATA_DIR": str(tmp_path), "PATH": os.environ["PATH"], "WARM_SPARE": "0"}
+    environment |= {"PYTHONPATH": str(ROOT)}
+    words = ["--", sys.executable, str(tmp_path / "program.py")]
+    script = batch.script(cluster, slurm.job_name(run), run.path, Job(), environment, words)
+    (tmp_path / "job.sh").write_text(script)
+    subprocess.run(["sbatch", str(tmp_path / "job.sh")], check=True, stdout=subprocess.DEVNULL)
+    wait_for(lambda: [beat["state"] for beat in run.heartbeats().values()] == ["training"] * 3, "training")
+    yield run
+    subprocess.run(["bash", ".ci/slurm"], cwd=ROOT, check=True)
+    subprocess.run(["scancel", f"--name={slurm.job_name(run)}"], check=True)
+    wait_for(lambda: not number_of(run), "the end of the job")
 
 
 def end_node(run: RunFolder) -> None:
@@ -81,17 +133,28 @@ def end_node(run: RunFolder) -> None:
     node = read_json(place)["node"]
     assert node != read_json(place.with_name("chief.json"))["node"]
     os.kill(int((DAEMONS / f"{node}.pid").read_text()), signal.SIGKILL)
+    for process in processes_with(SLURMD_NODENAME=node, RUN_DIR=str(run.path)):
+        os.kill(process, signal.SIGKILL)
+
+
+def end_task(run: RunFolder) -> None:
+    """End a task of the job, with its agent."""
+    for process in processes_with(SLURM_PROCID="2", RUN_DIR=str(run.path)):
+        os.kill(process, signal.SIGKILL)
+
+
+def processes_with(**variables: str) -> list[int]:
+    """Return the processes that have these variables, and the daemons of Slurm that started them."""
+    wanted = {f"{name}={value}".encode() for name, value in variables.items()}
+    found: dict[int, None] = {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            variables = (process / "environ").read_bytes().split(b"\0")
-            if {f"SLURMD_NODENAME={node}".encode(), f"RUN_DIR={run.path}".encode()} <= set(variables):
-                stepd = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-                for pid in {int(process.name), *([stepd] if b"slurmstepd" in cmdline(stepd) else [])}:
-                    os.kill(pid, signal.SIGKILL)
-
-
-def cmdline(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
+            if wanted <= set((process / "environ").read_bytes().split(b"\0")):
+                found[int(process.name)] = None
+                parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+                if "SLURMD_NODENAME" in variables and b"slurmstepd" in Path(f"/proc/{parent}/cmdline").read_bytes():
+                    found[parent] = None
+    return list(found)
 
 
 def end_time(run: RunFolder) -> None:
@@ -110,15 +173,19 @@ def preempt(run: RunFolder) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("event", [end_node, end_time, preempt])
-def test_a_job_that_loses_its_nodes_goes_on_elsewhere(
-    event: Callable[[RunFolder], None], job: RunFolder, clusters: Clusters, local_hash: str
+@pytest.mark.parametrize("event", [end_node, end_task, end_time, preempt])
+def test_a_job_that_loses_its_nodes_must_go_on_once_it_has_some(
+    event: Callable[[RunFolder], None], queued: RunFolder
 ) -> None:
-    wait_for(lambda: step_of(job) >= 80, "step 80")
-    event(job)
-    try:
-        wait_for(lambda: len(list((job.control / "slurm").iterdir())) > 1, "a second attempt", timeout_s=200)
-    finally:
-        limit(job, 60)
-        subprocess.run(["bash", ".ci/slurm"], cwd=ROOT, check=True)
-    await_same_weights(clusters, job, local_hash)
+    event(queued)
+    wait_for(lambda: len(list((queued.control / "slurm").iterdir())) > 1, "a second attempt", timeout_s=240)
+    limit(queued, 60)
+    wait_for(lambda: queued.ended, "the end of the run", timeout_s=120)
+    assert ("succeeded", True) == (summary(queued)["state"], queued.generation > 0)
+
+
+def test_a_job_that_is_cancelled_must_save_and_not_be_queued_again(queued: RunFolder) -> None:
+    subprocess.run(["scancel", number_of(queued)], check=True)
+    wait_for(lambda: not number_of(queued), "the end of the job")
+    assert "stopped" == (queued.outcome or {})["state"]
+    assert "stopped" == watch.follow(queued, lambda _: None, 60)["state"]

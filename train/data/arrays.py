@@ -28,8 +28,11 @@ from train.data.prepare import store
 if TYPE_CHECKING:
     import numpy as np
 
-VERSIONS = {"fashion_mnist": "3.0.1", "mnist": "3.0.1"}
-"""The TFDS datasets known here and the version of each: another version may order its examples differently."""
+VERSIONS = {"fashion_mnist": "3.0.1", "mnist": "3.0.1", "jargon_file": "4.4.7"}
+"""The datasets known here and the version of each: another version may order its examples differently."""
+
+WINDOW = 1024
+"""Bytes of an example of a text as it is prepared: a training cuts it into contexts that divide it."""
 
 INDEX = "arrays.json"
 DTYPES = {"features": ("uint8", "int32", "int64", "float32"), "labels": ("int64", "float32"), "weights": ("float32",)}
@@ -97,6 +100,20 @@ class ArraySet:
     def files(self) -> tuple[ArrayFile, ...]:
         """Every array on disk."""
         return (*self.train.files, *self.test.files)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether examples are bytes of a text, and labels the bytes that follow."""
+        return self.train.features.dtype == "uint8" and self.train.features.shape == self.train.labels.shape
+
+    def cut(self, context: int) -> ArraySet:
+        """Return a text in examples of `context` bytes, a divisor of `WINDOW`: the same bytes of the same files."""
+
+        def shaped(file: ArrayFile) -> ArrayFile:
+            return dataclasses.replace(file, shape=(math.prod(file.shape) // context, context))
+
+        train, test = (Split(shaped(each.features), shaped(each.labels)) for each in (self.train, self.test))
+        return dataclasses.replace(self, train=train, test=test)
 
     @property
     def checked(self) -> bool:

@@ -61,8 +61,15 @@ class Source:
     made_from: Mapping[str, str] = field(default_factory=dict)
     again: str = ""
 
+    @property
+    def is_text(self) -> bool:
+        """Whether examples are bytes of a text, and labels the bytes that follow."""
+        return self.arrays is not None and self.arrays.is_text
 
-def _in_memory(found: arrays.ArraySet) -> Source:
+
+def _in_memory(found: arrays.ArraySet, context: int) -> Source:
+    if found.is_text:
+        found = found.cut(context)
     return Source(
         found.version,
         found.classes,
@@ -110,6 +117,7 @@ def find(config: TrainConfig, data_dir: Path, run: RunFolder | None = None) -> S
         PrerequisiteError: it was not prepared, or by an earlier version that did not record what it is checked by.
         RunFailed: it is damaged.
     """
+    context = config.transformer.context
 
     def look(version: str = "") -> Source:
         streams = config.source == "stream"
@@ -120,7 +128,7 @@ def find(config: TrainConfig, data_dir: Path, run: RunFolder | None = None) -> S
                 f"{config.dataset} {found.version} was prepared by an earlier version, without the hashes that it is "
                 f"checked by as it is read; `{command}` adds them"
             )
-        return _streamed(found) if isinstance(found, shards.ShardSet) else _in_memory(found)
+        return _streamed(found) if isinstance(found, shards.ShardSet) else _in_memory(found, context)
 
     if run is None:
         return look()

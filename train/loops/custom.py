@@ -11,7 +11,7 @@ from train.context import TaskContext
 from train.data.sources import train_feed
 from train.elastic.train_step import ElasticTrainStep
 from train.elastic.virtual_shards import VirtualShards
-from train.loops import callbacks, outer, parameter_server, steps
+from train.loops import callbacks, outer, parameter_server, pipeline, steps
 from train.loops.callback_state import CallbackState
 from train.loops.train_step import TrainStep
 from train.model import keras_compat
@@ -37,9 +37,14 @@ class Training:
         self._save_timer = context.new_save_timer(self._checkpoint, self._first)
         names = [task.name for task in context.spec.of(Role.WORKER)] if context.asynchronous else []
         self._worked = [step_record.StepRecord(context.run, name, context.generation) for name in names]
-        self._inner = self._asynchronous() if context.asynchronous else self._synchronous()
+        self._pipeline: pipeline.Pipeline | None = None
+        if context.spec.kind.staged:
+            self._pipeline = pipeline.Pipeline(context, self._policy, self._signals)
+            self._inner: outer.Inner = self._pipeline.run
+        else:
+            self._inner = self._asynchronous() if context.asynchronous else self._synchronous()
         # Under parameter servers the chief decides alone.
-        self._agree = (lambda signals: signals) if context.asynchronous else steps.agreement(strategy)
+        self._agree = (lambda signals: signals) if context.asynchronous else steps.agreement(context.gang)
         self._evaluated_at: int | None = None
         self._saved_at: int | None = None
         self._hooks: callbacks.Hooks | None = None
@@ -119,6 +124,8 @@ class Training:
         return self._context.new_evaluation()  # reads the test split, which the first step need not wait for
 
     def _results(self) -> dict[str, float]:
+        if self._pipeline:
+            self._pipeline.share()
         return self._evaluation()
 
     @property
@@ -149,6 +156,8 @@ class Training:
         )
 
     def _save(self, step: int) -> None:
+        if self._pipeline:
+            self._pipeline.share()
         if self._hooks:
             self._hooks.keep()
         self._report.save(step, self._checkpoint, self._save_timer)

@@ -5,6 +5,7 @@ Shapes: B replica batch, K outputs, S steps of one loop, P parts of a step's res
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import tensorflow as tf
 
 from train.data import memory
 from train.data.sources import Feed
-from train.loops.train_step import TrainStep, full_precision, repeat
+from train.loops.train_step import TrainStep, as_input, full_precision, repeat
 from train.model.objectives import Objective
 from train.telemetry.step_timer import Marked, ReplicaTimer, StepTimer
 from train.telemetry.timing import Times
@@ -162,18 +163,18 @@ def gathering(strategy: tf.distribute.Strategy) -> Callable[[int], list[int]]:
 
 def agreement(strategy: tf.distribute.Strategy) -> Callable[[Signals], Signals]:
     """Return a function: what this task requests -> what any does; all tasks call it at the same step."""
-    total = _total(strategy)
-    return lambda signals: Signals.from_sum(total(tf.constant(signals.to_array())).numpy())
+    sum_up = total(strategy)
+    return lambda signals: Signals.from_sum(sum_up(tf.constant(signals.to_array())).numpy())
 
 
-def _total(strategy: tf.distribute.Strategy) -> Callable[[tf.Tensor], tf.Tensor]:
+def total(strategy: tf.distribute.Strategy) -> Callable[[tf.Tensor], tf.Tensor]:
     """Return a function that adds up each task's value over all replicas."""
 
     @tf.function(autograph=False)
-    def total(value: tf.Tensor) -> tf.Tensor:
+    def sum_up(value: tf.Tensor) -> tf.Tensor:
         return strategy.reduce("SUM", strategy.run(lambda: tf.identity(value)), axis=None)
 
-    return total
+    return sum_up
 
 
 def evaluation(
@@ -205,7 +206,7 @@ def evaluation(
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group if strategy else 0
         replica = tf.cast(replica, tf.int64)
         examples = feed.batch(given, at, replica)
-        outputs_BK = full_precision(model(tf.cast(examples.features, tf.float32), training=False))
+        outputs_BK = full_precision(model(as_input(model, examples.features), training=False))
         losses_B = objective.loss(examples.labels, outputs_BK) * examples.weights
         scores_B = objective.score(examples.labels, outputs_BK) * examples.weights
         totals_2 = tf.stack([tf.reduce_sum(losses_B), tf.reduce_sum(scores_B)])
@@ -223,6 +224,7 @@ def evaluation(
     def run() -> dict[str, float]:
         # Each replica has filled in batches of its own, the same ones at any number of replicas: so is their sum.
         loss, score = evaluate_all().numpy().astype(np.float64).cumsum(0)[-1].tolist()
-        return {"eval_loss": loss / num_examples, f"eval_{objective.score_name}": score / num_examples}
+        results = {"eval_loss": loss / num_examples, f"eval_{objective.score_name}": score / num_examples}
+        return results | ({"eval_perplexity": math.exp(results["eval_loss"])} if objective.predicts_text else {})
 
     return run

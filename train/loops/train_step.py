@@ -27,7 +27,7 @@ import keras
 import tensorflow as tf
 
 from train.data.memory import Batch
-from train.model import keras_compat
+from train.model import keras_compat, models
 from train.model.gradients import GradientPolicy
 from train.model.objectives import Objective, global_mean
 
@@ -108,7 +108,7 @@ class TrainStep:
 
         The shares of the loss add up to what one device would compute for the whole batch.
         """
-        outputs_BK = full_precision(self.model(tf.cast(batch.features, tf.float32), training=True))
+        outputs_BK = full_precision(self.model(as_input(self.model, batch.features), training=True))
         losses_B = self.objective.loss(batch.labels, outputs_BK)
         loss = global_mean(losses_B, batch.weights, self.global_batch)
         if self.model.losses:
@@ -158,6 +158,11 @@ def exact_order(micro_batches: int) -> None:
     """
     if micro_batches > 1:
         tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
+
+
+def as_input(model: keras.Model, features: tf.Tensor) -> tf.Tensor:
+    """Return features in the type that a model takes."""
+    return tf.cast(features, models.input_dtype(model))
 
 
 def full_precision(outputs_BK: tf.Tensor) -> tf.Tensor:

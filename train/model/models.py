@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,9 @@ from tensorflow import keras  # Keras 3, or tf_keras where `--loop fit` needs th
 
 from cluster.errors import UsageError
 from train import references
+from train.config import TrainConfig
 from train.model.resnet import resnet50
+from train.model.transformer import transformer_lm
 
 
 def two_conv_cnn(image_shape: tuple[int, int, int], num_classes: int) -> keras.Model:
@@ -41,23 +44,35 @@ def two_conv_cnn(image_shape: tuple[int, int, int], num_classes: int) -> keras.M
     )
 
 
-MODELS: dict[str, Callable[..., Any]] = {"two_conv_cnn": two_conv_cnn, "resnet50": resnet50}
+MODELS: dict[str, Callable[..., Any]] = {
+    "two_conv_cnn": two_conv_cnn,
+    "resnet50": resnet50,
+    "transformer_lm": transformer_lm,
+}
 
 
-def build(name: str, feature_shape: tuple[int, ...], num_outputs: int) -> keras.Model:
+def of(config: TrainConfig, feature_shape: tuple[int, ...], num_outputs: int) -> keras.Model:
+    """Return the model that a configuration describes; for the rest see `build`."""
+    size = config.transformer
+    sizes = {"layers": size.layers, "width": size.width, "heads": size.heads}
+    return build(config.model, feature_shape, num_outputs, **(sizes if config.model == "transformer_lm" else {}))
+
+
+def build(name: str, feature_shape: tuple[int, ...], num_outputs: int, **options: Any) -> keras.Model:
     """Return the model called `name`: a key of `MODELS`, or `package.module:function`.
 
     Args:
         name: what the configuration says.
         feature_shape: one example's shape.
         num_outputs: classes, or values to predict.
+        options: of a built-in model.
 
     Raises:
         UsageError: there is no such function, or it does not return a model of the Keras in use that gives
-            `[B, num_outputs]`.
+            `[B, num_outputs]`, or `[B, T, num_outputs]` for sequences of T features.
     """
     function = MODELS[name] if name in MODELS else references.load("--model", name)
-    model = references.call("--model", name, function, feature_shape, num_outputs)
+    model = references.call("--model", name, functools.partial(function, **options), feature_shape, num_outputs)
     if not isinstance(model, keras.Model):
         expected = f"a {keras.Model.__module__.partition('.')[0]} model"
         raise UsageError(
@@ -65,9 +80,15 @@ def build(name: str, feature_shape: tuple[int, ...], num_outputs: int) -> keras.
             "use `from tensorflow import keras`, which is the Keras that the chosen loop needs"
         )
     # Called, not `build`: that leaves a model that is a class of the user's own without its layers' variables.
-    outputs = model(keras.Input(feature_shape))
+    outputs = model(keras.Input(feature_shape, dtype=input_dtype(model)))
     shape = getattr(outputs, "shape", None)
-    if shape is None or tuple(shape) != (None, num_outputs):
+    if shape is None or tuple(shape) not in ((None, num_outputs), (None, *feature_shape[:1], num_outputs)):
         given = type(outputs).__name__ if shape is None else tuple(shape)
         raise UsageError(f"--model {name!r} gives {given}, expected (None, {num_outputs}): an output a class or value")
     return model
+
+
+def input_dtype(model: keras.Model) -> str:
+    """Return the type of a model's features: `int32` where it takes whole numbers, such as tokens, or `float32`."""
+    inputs = getattr(model, "inputs", None)
+    return "int32" if inputs and "int" in str(inputs[0].dtype) else "float32"

@@ -1,6 +1,6 @@
 """What is minimised and what is reported: a loss and a score for every example.
 
-Shapes: B batch, K outputs.
+Shapes: B batch, K outputs; of sequences T positions, over which an example's loss and score are averaged.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ class Objective:
     score: PerExample
     score_name: str
     """`accuracy` or `absolute_error`: what metrics and summaries call the score."""
+    predicts_text: bool = False
+    """Whether outputs are the next bytes of a text, so that the loss has a perplexity."""
 
 
 def sparse_categorical_crossentropy(labels_B: tf.Tensor, logits_BK: tf.Tensor) -> tf.Tensor:
-    """Return the cross entropy of logits with integer classes, `[B] float32`."""
-    return tf.nn.sparse_softmax_cross_entropy_with_logits(labels_B, tf.cast(logits_BK, tf.float32))
+    """Return the cross entropy of logits with integer classes, `[B] float32`; of sequences `[B, T]` and `[B, T, K]`."""
+    return _by_example(tf.nn.sparse_softmax_cross_entropy_with_logits(labels_B, tf.cast(logits_BK, tf.float32)))
 
 
 def mean_squared_error(labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:
@@ -38,7 +40,7 @@ def mean_squared_error(labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:
 
 def accuracy(labels_B: tf.Tensor, logits_BK: tf.Tensor) -> tf.Tensor:
     """Return 1 where the largest logit is that of the label, otherwise 0, `[B] float32`."""
-    return tf.cast(tf.argmax(logits_BK, -1, tf.int64) == tf.cast(labels_B, tf.int64), tf.float32)
+    return _by_example(tf.cast(tf.argmax(logits_BK, -1, tf.int64) == tf.cast(labels_B, tf.int64), tf.float32))
 
 
 def absolute_error(labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:
@@ -49,12 +51,13 @@ def absolute_error(labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:
 LOSSES: dict[str, PerExample] = {loss.__name__: loss for loss in (sparse_categorical_crossentropy, mean_squared_error)}
 
 
-def build(loss: str, *, classifies: bool) -> Objective:
+def build(loss: str, *, classifies: bool, predicts_text: bool = False) -> Objective:
     """Return the objective with the loss called `loss`, built in or `package.module:function`.
 
     Args:
         loss: a key of `LOSSES`, or a reference to a function of the form `PerExample`.
         classifies: whether the labels are classes: then the score is the accuracy.
+        predicts_text: see `Objective`.
 
     Raises:
         UsageError: there is no such function.
@@ -62,7 +65,7 @@ def build(loss: str, *, classifies: bool) -> Objective:
     # Somebody's own may branch on tensors, which autograph converts: what calls it is not converted.
     function = LOSSES[loss] if loss in LOSSES else tf.function(references.load("--loss", loss))
     if classifies:
-        return Objective(function, accuracy, "accuracy")
+        return Objective(function, accuracy, "accuracy", predicts_text)
     return Objective(function, absolute_error, "absolute_error")
 
 
@@ -79,6 +82,12 @@ def global_mean(values_B: tf.Tensor, weights_B: tf.Tensor, global_batch: int) ->
         global_batch: examples in the batch over all replicas, padding not counted.
     """
     return tf.nn.compute_average_loss(values_B, sample_weight=weights_B, global_batch_size=global_batch)
+
+
+def _by_example(values: tf.Tensor) -> tf.Tensor:
+    """Return values averaged over the positions of a sequence, where examples are sequences."""
+    rank = values.shape.rank
+    return values if rank in (None, 1) else tf.reduce_mean(values, axis=list(range(1, rank)))
 
 
 def _difference(labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:

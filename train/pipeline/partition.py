@@ -67,6 +67,7 @@ class Stage:
     last: int
     seconds: float
     memory_bytes: int
+    activation_bytes: int
     layers: tuple[str, ...]
 
 
@@ -97,6 +98,7 @@ def partition(blocks: Sequence[Block], plan: Plan, cut: Sequence[str] = ()) -> l
             last,
             sum(block.seconds for block in blocks[first:last]),
             memory_of(blocks, plan, number, first, last),
+            _activations(blocks, plan, number, first, last),
             tuple(layer for block in blocks[first:last] for layer in block.layers),
         )
         for number, (first, last) in enumerate(itertools.pairwise(borders))
@@ -114,15 +116,17 @@ def partition(blocks: Sequence[Block], plan: Plan, cut: Sequence[str] = ()) -> l
 
 def memory_of(blocks: Sequence[Block], plan: Plan, stage: int, first: int, last: int) -> int:
     """Return the bytes that a stage of these blocks holds at most, without what TensorFlow itself takes."""
-    own = blocks[first:last]
-    held = schedules.in_flight(plan.schedule, stage, plan.stages, plan.micro_batches)
     versions = schedules.weight_versions(plan.schedule, stage, plan.stages, plan.micro_batches)
-    activations = sum(block.activation_bytes for block in own)
+    weights = sum(versions * block.parameter_bytes + block.state_bytes for block in blocks[first:last])
+    return weights + _activations(blocks, plan, stage, first, last)
+
+
+def _activations(blocks: Sequence[Block], plan: Plan, stage: int, first: int, last: int) -> int:
+    held = schedules.in_flight(plan.schedule, stage, plan.stages, plan.micro_batches)
+    kept = sum(block.activation_bytes for block in blocks[first:last])
     if plan.remat:
-        received = blocks[first - 1].output_bytes if first else 0
-        activations, held = activations + held * received, 1
-    weights = sum(versions * block.parameter_bytes + block.state_bytes for block in own)
-    return weights + held * activations
+        return kept + held * (blocks[first - 1].output_bytes if first else 0)
+    return held * kept
 
 
 def imbalance(stages: Sequence[Stage]) -> float:

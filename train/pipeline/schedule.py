@@ -133,6 +133,30 @@ class Span:
     end_s: float
 
 
+def interleave(programs: Sequence[Sequence[Instruction]]) -> list[tuple[int, Instruction]]:
+    """Return the instructions of all stages, each with its stage, in an order in which nothing waits.
+
+    Raises:
+        RuntimeError: the stages wait for each other for ever.
+    """
+    place = [0] * len(programs)
+    sent: set[tuple[Action, int, int]] = set()
+    order: list[tuple[int, Instruction]] = []
+    while any(at < len(program) for at, program in zip(place, programs, strict=True)):
+        before = len(order)
+        for stage, program in enumerate(programs):
+            while place[stage] < len(program):
+                instruction = program[place[stage]]
+                if instruction.action in _SENT_AS and _source(stage, instruction) not in sent:
+                    break
+                sent.add((instruction.action, stage, instruction.micro_batch))
+                order.append((stage, instruction))
+                place[stage] += 1
+        if len(order) == before:
+            raise RuntimeError(f"stages wait for each other at instructions {place}")
+    return order
+
+
 def simulate(
     programs: Sequence[Sequence[Instruction]],
     forward_s: Sequence[float],
@@ -149,30 +173,19 @@ def simulate(
     Raises:
         RuntimeError: the stages wait for each other for ever.
     """
-    clock, place = [0.0] * len(programs), [0] * len(programs)
-    sent: dict[tuple[Action, int, int], float] = {}
+    clock = [0.0] * len(programs)
+    arrival: dict[tuple[Action, int, int], float] = {}
     spans: list[Span] = []
-    while any(at < len(program) for at, program in zip(place, programs, strict=True)):
-        moved = False
-        for stage, program in enumerate(programs):
-            while place[stage] < len(program):
-                instruction = program[place[stage]]
-                action, micro_batch = instruction.action, instruction.micro_batch
-                if action in (Action.RECEIVE_VALUES, Action.RECEIVE_GRADIENTS):
-                    key = (_SENT_AS[action], stage + _FROM[action], micro_batch)
-                    if key not in sent:
-                        break
-                    clock[stage] = max(clock[stage], sent[key])
-                elif action in (Action.SEND_VALUES, Action.SEND_GRADIENTS):
-                    sent[action, stage, micro_batch] = clock[stage] + transfer_s
-                elif action in (Action.FORWARD, Action.BACKWARD):
-                    seconds = (forward_s if action is Action.FORWARD else backward_s)[stage]
-                    spans.append(Span(stage, instruction, clock[stage], clock[stage] + seconds))
-                    clock[stage] += seconds
-                place[stage] += 1
-                moved = True
-        if not moved:
-            raise RuntimeError(f"stages wait for each other at instructions {place}")
+    for stage, instruction in interleave(programs):
+        action = instruction.action
+        if action in _SENT_AS:
+            clock[stage] = max(clock[stage], arrival[_source(stage, instruction)])
+        elif action in (Action.SEND_VALUES, Action.SEND_GRADIENTS):
+            arrival[action, stage, instruction.micro_batch] = clock[stage] + transfer_s
+        elif action in (Action.FORWARD, Action.BACKWARD):
+            seconds = (forward_s if action is Action.FORWARD else backward_s)[stage]
+            spans.append(Span(stage, instruction, clock[stage], clock[stage] + seconds))
+            clock[stage] += seconds
     return spans
 
 
@@ -181,5 +194,13 @@ def step_seconds(spans: Sequence[Span]) -> float:
     return max(span.end_s for span in spans)
 
 
-_SENT_AS = {Action.RECEIVE_VALUES: Action.SEND_VALUES, Action.RECEIVE_GRADIENTS: Action.SEND_GRADIENTS}
-_FROM = {Action.RECEIVE_VALUES: -1, Action.RECEIVE_GRADIENTS: +1}
+_SENT_AS = {
+    Action.RECEIVE_VALUES: (Action.SEND_VALUES, -1),
+    Action.RECEIVE_GRADIENTS: (Action.SEND_GRADIENTS, +1),
+}
+"""What each receive waits for: the neighbour's action, and where that stage is."""
+
+
+def _source(stage: int, receive: Instruction) -> tuple[Action, int, int]:
+    action, offset = _SENT_AS[receive.action]
+    return action, stage + offset, receive.micro_batch

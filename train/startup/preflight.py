@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cluster.errors import ClusterError, UsageError
 from cluster.messages import described
@@ -21,6 +21,7 @@ from cluster.system import user_code
 from train.config import TrainConfig
 
 if TYPE_CHECKING:
+    import keras
     import tensorflow as tf
 
     from train.data.sources import Source
@@ -36,34 +37,46 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--config", type=json.loads, required=True, help="the run's configuration as JSON")
     parser.add_argument("--strategy", required=True, help="a key of cluster.strategies.STRATEGIES")
+    parser.add_argument("--stages", type=int, default=0, help="into which the model is cut (default: not cut)")
     parser.add_argument("--data-dir", type=Path, required=True, help="prepared data")
     options = parser.parse_args(arguments)
     config = TrainConfig.from_json(options.config)
     os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1", KERAS_BACKEND="tensorflow")
     if config.needs_tf_keras(options.strategy):
         os.environ["TF_USE_LEGACY_KERAS"] = "1"  # before TensorFlow is imported
-    return user_code.reply(lambda: check(config, options.data_dir))
+    return user_code.reply(lambda: check(config, options.data_dir, options.stages))
 
 
-def check(config: TrainConfig, data_dir: Path) -> None:
+def check(config: TrainConfig, data_dir: Path, stages: int = 0) -> list[dict[str, Any]]:
     """Check that the model takes the data's features, and the loss the data's labels and the model's outputs.
 
+    Returns:
+        The stages that the model is cut into, if any.
+
     Raises:
-        UsageError: it does not, or it is no model or loss.
+        UsageError: it does not, or it is no model or loss, or it cannot be cut so.
     """
     from train.data import sources
     from train.model import models, objectives
 
     source = sources.find(config, data_dir)
-    models.build(config.model, source.feature_shape, source.num_outputs)
+    model = models.of(config, source.feature_shape, source.num_outputs)
     _check_loss(config, source, objectives.build(config.loss, classifies=source.classifies).loss)
+    return _stages(model, config, stages) if stages else []
+
+
+def _stages(model: keras.Model, config: TrainConfig, stages: int) -> list[dict[str, Any]]:
+    from train.pipeline.cut import describe
+
+    return describe(model, config, stages)
 
 
 def _check_loss(config: TrainConfig, source: Source, loss: object) -> None:
     import tensorflow as tf
 
     labels = _label_spec(source)
-    outputs = tf.TensorSpec([EXAMPLES, source.num_outputs], tf.float32)
+    positions = labels.shape[1:] if source.is_text else []
+    outputs = tf.TensorSpec([EXAMPLES, *positions, source.num_outputs], tf.float32)
     where = f"--loss {config.loss!r}"
     try:
         losses = tf.function(loss).get_concrete_function(labels, outputs).structured_outputs

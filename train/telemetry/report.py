@@ -17,7 +17,7 @@ from train.context import TaskContext
 from train.data import memory
 from train.loops import outer
 from train.loops.train_step import full_precision
-from train.model import export
+from train.model import export, models
 from train.model.gradients import LossScale
 from train.saving.checkpoint import Checkpoint
 from train.saving.timer import SaveTimer
@@ -189,7 +189,8 @@ class Report:
         return self._config.epoch(step, self._context.source.train_examples)
 
     def _serving_graph(self) -> tf.types.experimental.ConcreteFunction:
-        specification = tf.TensorSpec([None, *self._context.source.feature_shape], tf.float32, name="features")
+        dtype = models.input_dtype(self._context.model)
+        specification = tf.TensorSpec([None, *self._context.source.feature_shape], dtype, name="features")
         return tf.function(self._context.model.__call__).get_concrete_function(specification)
 
     def _show_predictions(self, step: int) -> None:

@@ -73,7 +73,7 @@ def test_a_strategy_that_does_not_fit_is_refused_with_what_would(
         ({"devices": "0"}, "--devices '0': expected a whole number from 1 to 64"),
         ({"workers": 0, "ps": 1}, "--ps 1 with --workers 0: parameter servers need workers"),
         ({"strategy": "mutliworker"}, "--strategy 'mutliworker' is not a strategy; did you mean 'multiworker'?"),
-        ({"strategy": "xyz"}, "known: auto, central, mirrored, multiworker, one, ps, tpu"),
+        ({"strategy": "xyz"}, "known: auto, central, mirrored, multiworker, one, pipeline, ps, tpu"),
     ],
 )
 def test_what_cannot_be_a_cluster_is_refused(options: dict[str, object], told: str) -> None:

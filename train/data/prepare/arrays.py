@@ -4,8 +4,10 @@ Sources of a TFDS dataset, in order:
     1. arrays that are prepared already;
     2. a TFDS dataset that is in the data folder already;
     3. the addresses that TFDS records;
-    4. Debian's package (Fashion-MNIST).
+    4. Debian's package (Fashion-MNIST, the Jargon File).
 What 3 and 4 fetch must have the sha256 that TFDS records, and goes through the real TFDS builder.
+
+A text (`train.data.prepare.text`) is no dataset of TFDS: 3 is left out, and its sha256 is recorded here.
 
 A dataset of the user's own, `package.module:function`, has one source: the function, which is called every time.
 """
@@ -82,7 +84,7 @@ def prepare(
             if not fresh:  # another process may have prepared them while this one waited
                 return _upgraded(data_dir, name, version)
         store.check_space(data_dir, NEEDED_BYTES)
-        return _prepare(name, version, data_dir, open_dataset or _tfds_dataset(), fetchers)
+        return _prepare(name, version, data_dir, open_dataset or _dataset_class(name), fetchers)
 
 
 def say(message: str) -> None:
@@ -186,12 +188,16 @@ def _build(name: str, dataset: Dataset, fetch: Fetch, scratch: Path) -> None:
     fetch(name, files, sources, say)
     wrong = [file.name for file in files if sha256(sources / file.name) != file.sha256]
     if wrong:
-        raise PrerequisiteError(f"{', '.join(wrong)} not with the sha256 that TFDS records")
-    say(f"{len(files)} files have the sha256 that TFDS records; TFDS builds {name} from them (about 20 s)")
+        raise PrerequisiteError(f"{', '.join(wrong)} not with the recorded sha256")
+    say(f"{len(files)} files have the recorded sha256; building {name} from them (20 s where TFDS does it)")
     dataset.build(sources, scratch)
 
 
-def _tfds_dataset() -> Callable[[str, str, Path], Dataset]:
+def _dataset_class(name: str) -> Callable[[str, str, Path], Dataset]:
+    from train.data.prepare import text  # imports NumPy
+
+    if name in text.TEXTS:
+        return text.TextDataset
     with quiet.imports():  # TensorFlow, only once there is something to prepare
         from train.data.prepare.tfds_dataset import TfdsDataset
 

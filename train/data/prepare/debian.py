@@ -1,13 +1,15 @@
-"""Fashion-MNIST from Debian's package `dataset-fashion-mnist`: for machines that reach a Debian mirror and little else.
+"""Data from Debian's packages: for machines that reach a Debian mirror and little else.
 
-The package holds the original four files, but was built with new gzip headers (no name, another time), so their
-sha256 is not the one that TFDS records. With the original headers back, they are the original files, bit for bit.
+`dataset-fashion-mnist` holds the original four files, but was built with new gzip headers (no name, another time), so
+their sha256 is not the one that TFDS records. With the original headers back, they are the original files, bit for bit.
+`dict-jargon` holds the text of the Jargon File, which is in the public domain, compressed.
 apt-get runs with its own lists and cache: it needs no root, no lists from before, and changes nothing on the machine.
 """
 
 from __future__ import annotations
 
 import errno
+import gzip
 import os
 import shutil
 import struct
@@ -18,7 +20,7 @@ from pathlib import Path
 from cluster.errors import PrerequisiteError
 from train.data.prepare.download import SourceFile
 
-PACKAGES = {"fashion_mnist": "dataset-fashion-mnist"}
+PACKAGES = {"fashion_mnist": "dataset-fashion-mnist", "jargon_file": "dict-jargon"}
 COMMAND_TIMEOUT_S = 180.0
 
 _MTIMES = {"train": 1504176606, "t10k": 1504176627}
@@ -53,14 +55,20 @@ def fetch(dataset: str, files: Sequence[SourceFile], folder: Path, say: Callable
     unpack = _run(["dpkg-deb", "-x", str(archive), "unpacked"], scratch)
     if unpack.returncode != 0:
         raise PrerequisiteError(f"{archive.name}: {_first_error(unpack.stdout)}")
-    found = {path.name: path for path in (scratch / "unpacked").rglob("*.gz")}
+    found = {path.name: path for path in (scratch / "unpacked").rglob("*.[gd]z")}
     for file in files:
-        if file.name not in found:
-            raise PrerequisiteError(f"{archive.name} holds no {file.name}")
-        content = found[file.name].read_bytes()
-        mtime = _MTIMES[file.name.partition("-")[0]]
-        (folder / file.name).write_bytes(with_header(content, file.name.removesuffix(".gz"), mtime))
+        packed = file.name if file.name.endswith(".gz") else f"{file.name}.dz"
+        if packed not in found:
+            raise PrerequisiteError(f"{archive.name} holds no {packed}")
+        (folder / file.name).write_bytes(_original(file.name, found[packed].read_bytes()))
     shutil.rmtree(scratch)
+
+
+def _original(name: str, content: bytes) -> bytes:
+    """Return a file as it originally was: with its own gzip header, or not compressed."""
+    if name.endswith(".gz"):
+        return with_header(content, name.removesuffix(".gz"), _MTIMES[name.partition("-")[0]])
+    return gzip.decompress(content)  # dictzip's files are gzip files
 
 
 def with_header(content: bytes, name: str, mtime: int) -> bytes:

@@ -30,6 +30,7 @@ class SourceFile:
 
     name: str
     url: str
+    """Empty where it can be had from a package alone."""
     size_bytes: int
     sha256: str
 
@@ -38,8 +39,10 @@ def fetch(dataset: str, files: Sequence[SourceFile], folder: Path, say: Callable
     """Download `files` into `folder`, once the first address has answered within `PROBE_TIMEOUT_S`.
 
     Raises:
-        PrerequisiteError: no answer, a broken connection, or not done within `DOWNLOAD_TIMEOUT_S`.
+        PrerequisiteError: no address is known, no answer, a broken connection, or not done within `DOWNLOAD_TIMEOUT_S`.
     """
+    if not files[0].url:
+        raise PrerequisiteError(f"no address of {files[0].name} is known")
     probe(files[0].url)
     deadline = time.monotonic() + DOWNLOAD_TIMEOUT_S
     for file in files:

@@ -106,7 +106,7 @@ def test_no_source_at_all_says_why_each_failed_and_what_to_do(tmp_path: Path) ->
     assert "\n" not in message
     assert (
         "no source has mnist-3.0.1: TFDS dataset in place: none there; web: no such host; "
-        "package: train.gz not with the sha256 that TFDS records. " in message
+        "package: train.gz not with the recorded sha256. " in message
     )
     assert f"copy the folder {tmp_path}/arrays/mnist-3.0.1 from a machine that has it" in message
     assert 3 == error.value.exit_code

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster import spec
 from cluster.errors import TimedOut, UsageError
 from cluster.launch import configuration
 from train.config import TrainConfig
@@ -45,7 +46,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
 
     def of(model: str, loss: str = "own_tried:each") -> None:
         config = TrainConfig(dataset="own_tried:data", model=model, loss=loss).to_json()
-        configuration.check(config, "one", [str(tmp_path / "own")], tmp_path / "data")
+        configuration.check(config, spec.build(workers=0), [str(tmp_path / "own")], tmp_path / "data")
 
     return of
 
@@ -81,4 +82,4 @@ def test_a_model_that_never_returns_is_ended(check: Callable[..., None], monkeyp
 def test_what_is_built_in_is_not_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(subprocess, "Popen", None)
     for config in (TrainConfig(), TrainConfig(dataset="train.data.synthetic:imagenet", model="resnet50")):
-        configuration.check(config.to_json(), "one", [], tmp_path)
+        configuration.check(config.to_json(), spec.build(workers=0), [], tmp_path)

@@ -1,0 +1,100 @@
+"""How many tasks and devices a number of stages is, and what does not go with stages: before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cluster import spec
+from cluster.errors import UsageError
+from cluster.launch.request import Request, topology
+
+CONFIG: dict[str, Any] = {"global_batch": 192, "micro_batches": 4, "loop": "custom", "source": "memory"}
+
+
+def cluster(**options: Any) -> spec.ClusterSpec:
+    return spec.build(**topology(Request(strategy="pipeline", **options)))
+
+
+@pytest.mark.parametrize(
+    ("options", "tasks", "devices"),
+    [
+        ({"stages": "4"}, 4, 1),
+        ({"workers": "1"}, 2, 1),
+        ({"stages": "2", "workers": "1"}, 2, 1),
+        ({"stages": "3", "workers": "0"}, 1, 3),
+        ({"workers": "0", "devices": "2"}, 1, 2),
+        ({"stages": "1"}, 1, 1),
+    ],
+)
+def test_each_stage_is_a_task_or_a_device_of_the_only_one(options: dict[str, str], tasks: int, devices: int) -> None:
+    built = cluster(**options)
+    assert (tasks, devices, tasks * devices) == (len(built.tasks), built.devices, built.stages)
+    assert 1 == built.replicas
+
+
+def test_a_run_that_goes_on_may_have_another_number_of_stages() -> None:
+    before = cluster(stages="2")
+    again = topology(Request(resume="run", stages="4"), before)
+    assert 4 == spec.build(**again).stages
+    assert 2 == spec.build(**topology(Request(resume="run"), before)).stages
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Request(stages="2"),
+        Request(stages="2", strategy="multiworker"),
+        Request(stages="3", workers="1", strategy="pipeline"),
+        Request(stages="3", workers="0", devices="2", strategy="pipeline"),
+        Request(stages="2", ps="1", strategy="pipeline"),
+        Request(workers="2", devices="2", strategy="pipeline"),
+        Request(stages="0", strategy="pipeline"),
+        Request(stages="two", strategy="pipeline"),
+    ],
+)
+def test_stages_that_the_topology_has_not_are_refused(request_: Request) -> None:
+    with pytest.raises(UsageError):
+        spec.build(**topology(request_))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"loop": "fit"},
+        {"source": "stream"},
+        {"callbacks": "tutorial"},
+        {"pipeline": {"schedule": "pipedream", "remat": True}},
+        {"pipeline": {"schedule": "pipedream"}, "optimizer": {"clip_norm": 1.0}},
+    ],
+)
+def test_what_a_pipeline_has_not_is_refused(config: dict[str, Any]) -> None:
+    spec.check_stages(cluster(stages="2"), CONFIG)
+    with pytest.raises(UsageError):
+        spec.check_stages(cluster(stages="2"), CONFIG | config)
+
+
+@pytest.mark.parametrize("config", [{"pipeline": {"remat": True}}, {"pipeline": {"schedule": "1f1b"}}])
+def test_what_only_a_pipeline_has_is_refused_without(config: dict[str, Any]) -> None:
+    alone = spec.build(workers=0)
+    spec.check_stages(alone, {"global_batch": 192})
+    with pytest.raises(UsageError):
+        spec.check_stages(alone, {"global_batch": 192} | config)
+
+
+def test_options_of_a_pipeline_reach_the_training() -> None:
+    request = Request(micro_batches="8", schedule="1f1b", remat=True, cut="dense,logits")
+    words = " ".join(request.training())
+    for expected in (
+        "--micro-batches 8",
+        "--pipeline.schedule 1f1b",
+        "--pipeline.cut dense,logits",
+        "--pipeline.remat",
+    ):
+        assert expected in words
+
+
+def test_a_pipeline_has_no_float16() -> None:
+    with pytest.raises(UsageError):
+        spec.check_precision(cluster(stages="2"), "fp16")

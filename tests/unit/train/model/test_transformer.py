@@ -1,0 +1,55 @@
+"""The Transformer sees no token that comes later, has the size that its options say, and a loss for each example."""
+
+import math
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cluster.errors import UsageError
+from train.config import TrainConfig, Transformer, resolve
+from train.model import models, objectives
+from train.model.transformer import transformer_lm
+
+
+@pytest.mark.slow
+def test_no_output_depends_on_a_later_token():
+    model = transformer_lm((6,), 11, layers=2, width=8, heads=2)
+    tokens = np.array([[1, 2, 3, 4, 5, 6]], np.int32)
+    changed = tokens.copy()
+    changed[0, 4] = 9
+    one, other = model(tokens).numpy(), model(changed).numpy()
+    assert one[:, :4].tobytes() == other[:, :4].tobytes()
+    assert not np.array_equal(one[:, 4:], other[:, 4:])
+
+
+@pytest.mark.slow
+def test_options_set_the_size():
+    config = TrainConfig(model="transformer_lm", transformer=Transformer(layers=3, width=16, heads=2))
+    model = models.of(config, (8,), 256)
+    attention, feed_forward, norms = 4 * 16 * 16 + 4 * 16, 2 * 64 * 16 + 64 + 16, 2 * 2 * 16
+    embedding, logits = 256 * 16 + 8 * 16, 256 * 16 + 256 + 2 * 16
+    assert 3 * (attention + feed_forward + norms) + embedding + logits == model.count_params()
+    assert ("int32", (None, 8, 256)) == (models.input_dtype(model), model.output_shape)
+
+
+def test_examples_that_are_no_sequences_are_refused():
+    with pytest.raises(UsageError):
+        transformer_lm((28, 28, 1), 10)
+
+
+def test_an_example_of_a_sequence_has_the_mean_loss_of_its_positions():
+    objective = objectives.build("sparse_categorical_crossentropy", classifies=True, predicts_text=True)
+    labels_BT, logits_BTK = tf.constant([[0, 1], [1, 1]], tf.int64), tf.zeros([2, 2, 4])
+    assert [math.log(4)] * 2 == pytest.approx(objective.loss(labels_BT, logits_BTK).numpy().tolist())
+    assert [0.5, 0.0] == objective.score(labels_BT, logits_BTK).numpy().tolist()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--transformer.width", "10"), ("--transformer.context", "100"), ("--transformer.layers", "0")],
+)
+def test_a_size_that_cannot_be_is_refused(words):
+    resolve("transformer_lm", ["--transformer.layers", "2"])
+    with pytest.raises(UsageError):
+        resolve("transformer_lm", words)

@@ -1,0 +1,272 @@
+"""The stages of one process compute the gradients of one device, bit for bit, whatever the cut and the schedule."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow import keras
+
+from train.model import keras_compat
+from train.model.transformer import transformer_lm
+from train.pipeline import blocks, schedule
+from train.pipeline.edges import LocalEdges
+from train.pipeline.partition import Plan, partition
+from train.pipeline.stage import NEVER_INLINED, Stage, add
+
+BATCH, CONTEXT, VOCABULARY, MICRO_BATCHES = 8, 6, 11, 4
+MICRO = BATCH // MICRO_BATCHES
+
+
+@pytest.fixture(autouse=True, scope="module")
+def exact():
+    keras_compat.install()
+    tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
+
+
+def new_model():
+    keras.utils.set_random_seed(3)
+    return transformer_lm((CONTEXT,), VOCABULARY, layers=2, width=8, heads=2)
+
+
+def new_cnn():
+    keras.utils.set_random_seed(3)
+    make = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 1), name="image"),
+            make.Conv2D(4, 3, activation="relu"),
+            make.MaxPooling2D(),
+            make.Dropout(0.5),
+            make.Flatten(),
+            make.Dense(16, activation="relu"),
+            make.Dropout(0.3),
+            make.Dense(VOCABULARY),
+        ]
+    )
+
+
+def data(model, step):
+    random = np.random.default_rng(step)
+    if model.name == "transformer_lm":
+        return random.integers(0, VOCABULARY, (2, BATCH, CONTEXT)).astype(np.int32)
+    return [random.normal(size=(BATCH, 8, 8, 1)).astype(np.float32), random.integers(0, VOCABULARY, BATCH)]
+
+
+class Task:
+    """A model, its data of one step, and its loss."""
+
+    def __init__(self, model):
+        self.model = model
+        self.features, self.labels = [tf.constant(part) for part in data(model, 0)]
+
+    def batch(self, _step, at):
+        return self.features[at * MICRO : (at + 1) * MICRO]
+
+    def loss(self, outputs, _step, at):
+        labels = self.labels[at * MICRO : (at + 1) * MICRO]
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, outputs)
+        return tf.stack([tf.reduce_sum(losses) / BATCH, 0.0])
+
+
+def of_one_device(task, step=0):
+    """Return the loss and the gradients of one device that takes the same micro-batches in order."""
+    variables = [variable.value for variable in task.model.trainable_variables]
+
+    @tf.function(autograph=False, experimental_attributes=NEVER_INLINED)
+    def forward(features, step, at):
+        with keras_compat.random_place(step, tf.zeros_like(at), at):
+            return task.loss(task.model(features, training=True), step, at)
+
+    @tf.function(autograph=False)
+    def run(step):
+        sums, results = None, []
+        for at in range(MICRO_BATCHES):
+            number = tf.constant(at, tf.int64)
+            with tf.GradientTape() as tape:
+                results.append(forward(task.batch(step, number), step, number))
+            found = tape.gradient(results[-1], variables, output_gradients=tf.constant([1.0, 0.0]))
+            found = [tf.convert_to_tensor(each) for each in found]
+            sums = add([tf.zeros_like(each) for each in found] if sums is None else sums, found)
+        return tf.add_n(results), sums
+
+    return run(tf.constant(step, tf.int64))
+
+
+def of_stages(task, number, name, remat=False, step=0, cut=()):
+    """Return the same of `number` stages within this process."""
+    chain = blocks.chain(task.model)
+    found = partition(blocks.estimate(chain, MICRO, 2), Plan(number), cut)
+    edges, gradients = LocalEdges(), {}
+
+    def update(at):
+        return lambda sums, _micro_batch: gradients.update({at: sums}) or tf.zeros([])
+
+    stages = [
+        Stage(
+            blocks.stage_model(chain[each.first : each.last], each.number),
+            each.number,
+            number,
+            MICRO,
+            edges,
+            features=task.batch,
+            loss=task.loss,
+            update=update(each.number),
+            remat=remat,
+        )
+        for each in found
+    ]
+
+    @tf.function(autograph=False)
+    def run(step):
+        for stage in stages:
+            stage.begin(step)
+        for at, instruction in schedule.interleave(schedule.build(name, number, MICRO_BATCHES)):
+            stages[at].execute(instruction)
+        results = [stage.end() for stage in stages]
+        return tf.add_n(results), [gradient for at in range(number) for gradient in gradients[at]]
+
+    return run(tf.constant(step, tf.int64))
+
+
+def assert_same_bits(one, other):
+    assert one[0].numpy().tobytes() == other[0].numpy().tobytes()
+    assert len(one[1]) == len(other[1])
+    for expected, actual in zip(one[1], other[1], strict=True):
+        assert expected.numpy().tobytes() == actual.numpy().tobytes()
+
+
+@pytest.fixture(scope="module")
+def transformer(exact):
+    """A Transformer, and what one device computes."""
+    task = Task(new_model())
+    return task, of_one_device(task)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stages", "name", "remat"), [(2, "1f1b", False), (4, "1f1b", False), (3, "gpipe", True)], ids=str
+)
+def test_stages_compute_the_gradients_of_one_device(transformer, stages, name, remat):
+    task, expected = transformer
+    assert_same_bits(expected, of_stages(task, stages, name, remat))
+
+
+@pytest.mark.slow
+def test_random_layers_drop_by_step_and_micro_batch():
+    task = Task(new_cnn())
+    assert of_one_device(task, 0)[0].numpy()[0] != of_one_device(task, 1)[0].numpy()[0]
+    assert_same_bits(of_one_device(task, 1), of_stages(task, 2, "gpipe", step=1))
+
+
+def test_stage_models_have_the_variables_of_the_model_in_order():
+    model = new_model()
+    chain = blocks.chain(model)
+    assert len(chain) == 7
+    stages = [blocks.stage_model(part, at) for at, part in enumerate((chain[:2], chain[2:5], chain[5:]))]
+    own = [id(variable) for stage in stages for variable in stage.trainable_variables]
+    assert own == [id(variable) for variable in model.trainable_variables]
+
+
+def test_a_residual_block_is_never_cut():
+    names = [block.names for block in blocks.chain(new_model())]
+    assert ("layer_0_attention_norm", "layer_0_attention", "layer_0_attention_add") in names
+
+
+def test_a_layer_that_is_called_twice_keeps_what_is_between_in_one_block():
+    shared = keras.layers.Dense(4, name="shared")
+    inputs = keras.Input((4,))
+    middle = keras.layers.Dense(4, name="middle")(shared(inputs))
+    outputs = keras.layers.Dense(2, name="last")(shared(middle))
+    assert [block.names for block in blocks.chain(keras.Model(inputs, outputs))] == [("shared", "middle"), ("last",)]
+
+
+def of_pipedream(task, number):
+    """Return the weights after one step of PipeDream on `number` stages within this process."""
+    chain = blocks.chain(task.model)
+    found = partition(blocks.estimate(chain, MICRO, 1), Plan(number))
+    edges = LocalEdges()
+
+    def stage_of(each):
+        model = blocks.stage_model(chain[each.first : each.last], each.number)
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        optimizer.build(model.trainable_variables)
+
+        def update(sums, _micro_batch):
+            optimizer.apply(sums, model.trainable_variables)
+            with tf.control_dependencies([optimizer.iterations.value.read_value()]):
+                return tf.zeros([])
+
+        return Stage(
+            model,
+            each.number,
+            number,
+            MICRO,
+            edges,
+            features=task.batch,
+            loss=task.loss,
+            update=update,
+            accumulates=False,
+        )
+
+    stages = [stage_of(each) for each in found]
+
+    @tf.function(autograph=False)
+    def run(step):
+        for stage in stages:
+            stage.begin(step)
+        for at, instruction in schedule.interleave(schedule.build("pipedream", number, MICRO_BATCHES)):
+            stages[at].execute(instruction)
+        return tf.add_n([stage.end() for stage in stages])
+
+    run(tf.constant(0, tf.int64))
+    return [variable.numpy() for variable in task.model.trainable_variables]
+
+
+def simulated_pipedream(task, number):
+    """Return the same from one micro-batch after the other, with copies of the weights as old as they were there."""
+    chain = blocks.chain(task.model)
+    found = partition(blocks.estimate(chain, MICRO, 1), Plan(number))
+    models = [blocks.stage_model(chain[each.first : each.last], each.number) for each in found]
+    variables = [variable.value for model in models for variable in model.trainable_variables]
+    stage_of = [at for at, model in enumerate(models) for _ in model.trainable_variables]
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer.build(task.model.trainable_variables)
+
+    def called(at):
+        def forward(values, step, number_of_batch):
+            with keras_compat.random_place(step, tf.zeros_like(number_of_batch), number_of_batch):
+                outputs = models[at](values, training=True)
+            return task.loss(outputs, step, number_of_batch) if at == number - 1 else outputs
+
+        return tf.function(forward, autograph=False, experimental_attributes=NEVER_INLINED)
+
+    forwards = [called(at) for at in range(number)]
+
+    @tf.function(autograph=False)
+    def gradients(at):
+        step = tf.zeros([], tf.int64)
+        with tf.GradientTape() as tape:
+            values = task.batch(step, at)
+            for forward in forwards:
+                values = forward(values, step, at)
+        found = tape.gradient(values, variables, output_gradients=tf.constant([1.0, 0.0]))
+        return [tf.convert_to_tensor(each) for each in found]
+
+    versions = [[variable.numpy() for variable in variables]]
+    for micro_batch in range(MICRO_BATCHES):
+        for at, variable in enumerate(variables):
+            age = schedule.staleness(stage_of[at], number, micro_batch)
+            variable.assign(versions[micro_batch - age][at])
+        found = gradients(tf.constant(micro_batch, tf.int64))
+        for variable, newest in zip(variables, versions[-1], strict=True):
+            variable.assign(newest)
+        optimizer.apply(found, task.model.trainable_variables)
+        versions.append([variable.numpy() for variable in variables])
+    return versions[-1]
+
+
+@pytest.mark.slow
+def test_pipedream_computes_the_bits_of_a_simulation_of_its_delays():
+    expected = simulated_pipedream(Task(new_cnn()), 3)
+    actual = of_pipedream(Task(new_cnn()), 3)
+    assert [each.tobytes() for each in expected] == [each.tobytes() for each in actual]
+    assert [each.tobytes() for each in of_pipedream(Task(new_cnn()), 2)] != [each.tobytes() for each in actual]

@@ -1,0 +1,71 @@
+"""A text as examples of the next byte: windows of bytes, and for each byte the one that follows it.
+
+The Jargon File 4.4.7 (in the public domain): 1.4 MB of English, from Debian's package `dict-jargon`.
+
+Shapes: N windows, L bytes of each, V values of a byte.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from cluster.errors import PrerequisiteError
+from train.data.arrays import WINDOW
+from train.data.prepare.download import SourceFile
+
+TEXTS = {
+    "jargon_file": SourceFile(
+        "jargon.dict", "", 1_418_350, "6c8118c277d0b00736d406d4941b77b69932d6ab125f7179ff88fe12939cc19e"
+    )
+}
+"""The file of each text that is known here."""
+TEST_SHARE = 0.1
+"""Of the windows, the last of the text."""
+VOCABULARY = 256
+
+
+class TextDataset:
+    """One version of one text in one data folder; see `train.data.prepare.arrays.Dataset`."""
+
+    def __init__(self, name: str, version: str, data_dir: Path) -> None:
+        self._file = TEXTS[name]
+        self._path = data_dir / name / version / self._file.name
+
+    def source_files(self) -> tuple[SourceFile, ...]:
+        return (self._file,)
+
+    def build(self, sources: Path, scratch: Path) -> None:  # noqa: ARG002  # the text needs no building
+        shutil.rmtree(self._path.parent, ignore_errors=True)
+        self._path.parent.mkdir(parents=True)
+        os.replace(sources / self._file.name, self._path)
+
+    def decode(self) -> tuple[tuple[str, ...], dict[str, tuple[np.ndarray, np.ndarray]]]:
+        """Return the names of the bytes and, for "train" and "test", bytes and those after: uint8 and int64 `[N, L]`.
+
+        Raises:
+            PrerequisiteError: the text is not there yet, or damaged.
+        """
+        try:
+            text = self._path.read_bytes()
+        except FileNotFoundError:
+            raise PrerequisiteError("none there") from None
+        if len(text) != self._file.size_bytes:
+            raise PrerequisiteError(f"{self._path} has {len(text)} bytes, not {self._file.size_bytes}")
+        return tuple(f"byte {value}" for value in range(VOCABULARY)), split(text)
+
+    def files(self) -> tuple[Path, ...]:
+        return (self._path,)
+
+
+def split(text: bytes, window: int = WINDOW) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return windows to train on and, of the last part of the text, to test on; the rest after the last is left out."""
+    values = np.frombuffer(text, np.uint8)
+    count = (len(values) - 1) // window
+    features_NL = values[: count * window].reshape(count, window)
+    labels_NL = values[1 : count * window + 1].reshape(count, window).astype(np.int64)
+    train = count - max(1, round(TEST_SHARE * count))
+    return {"train": (features_NL[:train], labels_NL[:train]), "test": (features_NL[train:], labels_NL[train:])}

@@ -1,0 +1,142 @@
+"""A Keras model as a chain of blocks: where it can be cut, and the model of each stage, with the same layers.
+
+A cut needs a place that exactly one tensor crosses. It lies before a layer with weights, so that what a compiler may
+fuse with the layer before it (activations, additions, batch normalisation) stays in the same stage: a cut there would
+change bits. A layer that is called twice keeps all between its calls in one block.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from cluster.errors import UsageError
+from train.pipeline.partition import Block
+
+
+@dataclass(frozen=True)
+class ModelBlock:
+    """A part of a model that is never cut.
+
+    Attributes:
+        nodes: Keras's calls of layers, each after those that it needs.
+        inputs: the symbolic tensor that enters it.
+        outputs: the symbolic tensor that leaves it.
+    """
+
+    nodes: tuple[Any, ...]
+    inputs: Any
+    outputs: Any
+
+    @property
+    def layers(self) -> tuple[keras.Layer, ...]:
+        """In the order in which they are called first."""
+        return tuple(dict.fromkeys(node.operation for node in self.nodes))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of its layers."""
+        return tuple(layer.name for layer in self.layers)
+
+    @property
+    def trainable_variables(self) -> list[keras.Variable]:
+        """Of its layers, each once."""
+        variables = [variable for layer in self.layers for variable in layer.trainable_variables]
+        return list({id(variable): variable for variable in variables}.values())
+
+
+def chain(model: keras.Model) -> list[ModelBlock]:
+    """Return the blocks of a Sequential or functional model with one input and one output.
+
+    Raises:
+        UsageError: it is another kind of model, whose layers' connections Keras does not know.
+    """
+    if isinstance(model, keras.Sequential):
+        model = model._functional
+    if not isinstance(model, keras.Model) or not hasattr(model, "_nodes_by_depth") or len(model.inputs) != 1:
+        raise UsageError(
+            "--strategy pipeline needs a Sequential or functional Keras model with one input; this one is "
+            f"{type(model).__name__}"
+        )
+    if len(model.outputs) != 1:
+        raise UsageError(f"--strategy pipeline needs a model with one output; this one has {len(model.outputs)}")
+    nodes = _sorted_nodes(model)
+    cuts = [(0, model.inputs[0])]
+    cuts += [(at, crossing) for at in range(1, len(nodes)) if (crossing := _cut_before(nodes, at, model)) is not None]
+    cuts.append((len(nodes), model.outputs[0]))
+    return [
+        ModelBlock(tuple(nodes[first:last]), inputs, outputs)
+        for (first, inputs), (last, outputs) in itertools.pairwise(cuts)
+    ]
+
+
+def stage_model(blocks: Sequence[ModelBlock], number: int) -> keras.Model:
+    """Return the model of a stage's blocks; its layers and variables are those of the whole model."""
+    return keras.Model(blocks[0].inputs, blocks[-1].outputs, name=f"stage_{number}")
+
+
+def estimate(blocks: Sequence[ModelBlock], micro_batch: int, slots: int) -> list[Block]:
+    """Return what blocks cost, by their FLOPs and the sizes of their tensors.
+
+    Args:
+        blocks: from `chain`.
+        micro_batch: examples in one.
+        slots: variables that the optimizer keeps beside each weight.
+    """
+    return [_estimate(block, micro_batch, slots) for block in blocks]
+
+
+def _estimate(block: ModelBlock, micro_batch: int, slots: int) -> Block:
+    parameters = sum(math.prod(variable.shape) for variable in block.trainable_variables)
+    kept = flops = 0
+    for node in block.nodes:
+        outputs = sum(math.prod(tensor.shape[1:]) for tensor in node.output_tensors)
+        kept += 4 * micro_batch * outputs
+        flops += micro_batch * _flops(node.operation, outputs)
+    return Block(
+        block.names,
+        float(3 * flops),  # the backward takes two products for each of the forward
+        4 * parameters,
+        4 * parameters * (1 + slots),
+        kept,
+        4 * micro_batch * math.prod(block.outputs.shape[1:]),
+    )
+
+
+def _flops(layer: keras.Layer, outputs: int) -> int:
+    """Return about the floating-point operations of one example: two for each weight at each place it is used at."""
+    flops = outputs
+    for variable in layer.trainable_variables:
+        if len(variable.shape) >= 2 and "embedding" not in variable.path:
+            flops += 2 * math.prod(variable.shape) * max(1, outputs // variable.shape[-1])
+    return flops
+
+
+def _sorted_nodes(model: keras.Model) -> list[Any]:
+    """Return the calls of layers in an order in which each comes after those that it needs; no input layers."""
+    depths = model._nodes_by_depth
+    nodes = [node for depth in sorted(depths, reverse=True) for node in depths[depth]]
+    return [node for node in nodes if not node.is_input]
+
+
+def _cut_before(nodes: Sequence[Any], at: int, model: keras.Model) -> Any | None:
+    """Return the only tensor that crosses the place before a node, where a cut may be; otherwise None."""
+    after = nodes[at:]
+    made = {id(tensor): tensor for node in nodes[:at] for tensor in node.output_tensors}
+    made[id(model.inputs[0])] = model.inputs[0]
+    needed = [tensor for node in after for tensor in node.input_tensors] + list(model.outputs)
+    crossing = {id(tensor): tensor for tensor in needed if id(tensor) in made}
+    if len(crossing) != 1 or id(model.inputs[0]) in crossing:
+        return None
+    layer = nodes[at].operation
+    if not getattr(layer, "trainable_variables", None) or isinstance(layer, keras.layers.BatchNormalization):
+        return None
+    before = {id(node.operation) for node in nodes[:at]}
+    shared = any(id(node.operation) in before for node in after)
+    weighs = any(getattr(node.operation, "trainable_variables", None) for node in nodes[:at])
+    return next(iter(crossing.values())) if weighs and not shared else None

@@ -1,0 +1,192 @@
+"""One stage of a pipeline: executes the instructions of its schedule as operations of a graph.
+
+Operations of a stage run in the order of its instructions, held by control dependencies; sends run beside them, and a
+receive may begin while the computation before it still runs, but not earlier: all receive buffers of a step would be
+allocated at once otherwise, and the bound of 1F1B lost.
+
+Forward, backward and the addition of gradients are functions of their own, never inlined: traced once whatever the
+number of micro-batches, and optimised alike wherever they are called, so that their bits are those of one device.
+
+Shapes: B micro-batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from train.model import keras_compat
+from train.pipeline.edges import GRADIENTS, VALUES, Edges
+from train.pipeline.schedule import Action, Instruction
+
+NEVER_INLINED = {"_noinline": True}
+
+Features = Callable[[tf.Tensor], tf.Tensor]
+"""micro-batch, int64 scalar -> what enters the model, `[B, ...]`."""
+Loss = Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor]
+"""outputs `[B, ...]`, step, micro-batch -> `[2] float32`: the micro-batch's share of the loss, and of the score."""
+Update = Callable[[Sequence[tf.Tensor], int], tf.Tensor]
+"""Applies the gradients of the stage's variables, after a micro-batch; returns 0 once that is done, or NaN where they
+are not finite."""
+
+
+class Stage:
+    """One stage's part of one step, while its graph is traced."""
+
+    def __init__(
+        self,
+        model: keras.Model,
+        number: int,
+        stages: int,
+        micro_batch: int,
+        edges: Edges,
+        *,
+        features: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
+        loss: Loss,
+        update: Update,
+        remat: bool = False,
+        accumulates: bool = True,
+        device: str | None = None,
+    ) -> None:
+        """Prepare to execute.
+
+        Args:
+            model: of this stage, see `blocks.stage_model`.
+            number: of this stage, from 0.
+            stages: of the pipeline.
+            micro_batch: examples in one.
+            edges: to its neighbours.
+            features: of the first stage: step, micro-batch -> what enters the model.
+            loss: of the last stage.
+            update: applies gradients.
+            remat: whether to keep what enters the stage alone, and to compute the rest again for the backward.
+            accumulates: whether gradients are added up, from zeros, as on one device; otherwise there is one an update.
+            device: on which it computes; None: wherever TensorFlow places it.
+        """
+        self._model, self._number, self._stages = model, number, stages
+        self._edges, self._features, self._update = edges, features, update
+        self._remat, self._accumulates, self._device = remat, accumulates, device
+        self._first, self._last = number == 0, number == stages - 1
+        self._variables = [variable.value for variable in model.trainable_variables]
+        self._inputs = tf.TensorSpec([micro_batch, *model.inputs[0].shape[1:]], model.inputs[0].dtype)
+        self._outputs = tf.TensorSpec([micro_batch, *model.outputs[0].shape[1:]], model.outputs[0].dtype)
+
+        def forward(values: tf.Tensor, step: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
+            with keras_compat.random_place(step, tf.zeros_like(at), at):
+                outputs = model(values, training=True)
+            return loss(outputs, step, at) if self._last else outputs
+
+        self._forward = tf.function(forward, autograph=False, experimental_attributes=NEVER_INLINED)
+
+    def begin(self, step: tf.Tensor) -> None:
+        """Begin a step."""
+        self._step = step
+        self._values: dict[int, tf.Tensor] = {}
+        self._gradients: dict[int, tf.Tensor] = {}
+        self._kept: dict[int, tuple[Any, ...]] = {}
+        self._sums: list[tf.Tensor] | None = None
+        self._results: list[tf.Tensor] = []
+        self._flags: list[tf.Tensor] = []
+        self._chain: list[tf.Tensor | tf.Operation] = [step, step]
+        self._sent: list[tf.Operation] = []
+
+    @property
+    def sums(self) -> list[tf.Tensor]:
+        """The gradients of the stage's variables, added up since the last update."""
+        assert self._sums is not None
+        return self._sums
+
+    def end(self) -> tf.Tensor:
+        """Return what the step gave, `[2] float32`: loss and score on the last stage, zeros on others."""
+        with tf.control_dependencies([*self._sent, self._chain[-1]]):
+            result = functools.reduce(operator.add, self._results, tf.zeros([2]))
+            return result + tf.stack([functools.reduce(operator.add, self._flags, tf.zeros([])), 0.0])
+
+    def execute(self, instruction: Instruction) -> None:
+        """Add the operations of an instruction to the graph."""
+        at = instruction.micro_batch
+        with tf.device(self._device):
+            match instruction.action:
+                case Action.RECEIVE_VALUES:
+                    with tf.control_dependencies([self._chain[-2]]):
+                        self._values[at] = self._edges.receive(self._inputs, VALUES, self._number, at)
+                case Action.RECEIVE_GRADIENTS:
+                    with tf.control_dependencies([self._chain[-2]]):
+                        self._gradients[at] = self._edges.receive(self._outputs, GRADIENTS, self._number, at)
+                case Action.FORWARD:
+                    self._do_forward(at)
+                case Action.BACKWARD:
+                    self._do_backward(at)
+                case Action.SEND_VALUES:
+                    self._send(self._values.pop(at), VALUES, at)
+                case Action.SEND_GRADIENTS:
+                    self._send(self._gradients.pop(at), GRADIENTS, at)
+                case Action.UPDATE:
+                    self._do_update(at)
+
+    def _do_forward(self, at: int) -> None:
+        micro_batch = tf.constant(at, tf.int64)
+        with tf.control_dependencies([self._chain[-2]]):
+            values = self._features(self._step, micro_batch) if self._first else self._values.pop(at)
+        with tf.control_dependencies([self._chain[-1]]):
+            if self._remat:
+                outputs = self._forward(values, self._step, micro_batch)
+                self._kept[at] = (values, micro_batch)
+            else:
+                self._kept[at] = (*self._taped(values, micro_batch), values)
+                outputs = self._kept[at][1]
+        self._done(outputs)
+        if not self._last:
+            self._values[at] = outputs
+        else:
+            self._results.append(outputs)
+
+    def _taped(self, values: tf.Tensor, micro_batch: tf.Tensor) -> tuple[tf.GradientTape, tf.Tensor]:
+        with tf.GradientTape() as tape:
+            if not self._first:
+                tape.watch(values)
+            outputs = self._forward(values, self._step, micro_batch)
+        return tape, outputs
+
+    def _do_backward(self, at: int) -> None:
+        with tf.control_dependencies([self._chain[-1]]):
+            if self._remat:
+                values, micro_batch = self._kept.pop(at)
+                tape, outputs = self._taped(values, micro_batch)
+            else:
+                tape, outputs, values = self._kept.pop(at)
+            # Of [loss, score] the loss alone is minimised.
+            seed = tf.constant([1.0, 0.0]) if self._last else self._gradients.pop(at)
+            sources = self._variables if self._first else [values, *self._variables]
+            gradients = tape.gradient(outputs, sources, output_gradients=seed)
+            if not self._first:
+                self._gradients[at] = gradients.pop(0)
+            dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
+            if self._accumulates:
+                zeros = [tf.zeros_like(gradient) for gradient in dense]
+                dense = add(zeros if self._sums is None else self._sums, dense)
+            self._sums = dense
+        self._done(self._sums[0])
+
+    def _do_update(self, at: int) -> None:
+        with tf.control_dependencies([self._chain[-1]]):
+            self._flags.append(self._update(self.sums, at))
+        self._sums = None
+        self._done(self._flags[-1])
+
+    def _send(self, tensor: tf.Tensor, direction: int, at: int) -> None:
+        self._sent += self._edges.send(tensor, direction, self._number, at)
+
+    def _done(self, tensor: tf.Tensor) -> None:
+        self._chain.append(tensor)
+
+
+@tf.function(autograph=False, experimental_attributes=NEVER_INLINED)
+def add(sums: list[tf.Tensor], gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Return the sums of gradients: of two at a time, so that no rewriting changes their order."""
+    return [one + other for one, other in zip(sums, gradients, strict=True)]
