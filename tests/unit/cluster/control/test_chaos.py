@@ -15,11 +15,12 @@ import pytest
 from invoke import Exit, MockContext
 
 import tasks
-from cluster.control import chaos, faults
+from cluster.control import chaos
 from cluster.control.chaos import Fault, Result
 from cluster.errors import TimedOut, UsageError
 from cluster.paths import ROOT
 from cluster.run.folder import RunFolder
+from cluster.runtime import faults
 from cluster.system.journal import read_json_lines
 from cluster.system.json_files import read_json, write_json
 from tests.unit.gang import Gang, StartGang

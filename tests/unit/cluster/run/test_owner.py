@@ -59,8 +59,8 @@ def test_a_daemon_that_hides_ends_when_the_supervisor_is_killed(start_gang: Star
     daemon = daemon_of(gang)
     keeper = gang.keeper["pid"]
     children = map(int, Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split())
-    (supervisor,) = (child for child in children if child != daemon["pid"])
-    os.kill(supervisor, signal.SIGKILL)
+    (pid,) = (child for child in children if child != daemon["pid"])
+    os.kill(pid, signal.SIGKILL)
     wait_for(lambda: not processes.alive(daemon), "the daemon's end", timeout_s=300)
     wait_for(lambda: not supervisor.running(gang.run), "the keeper's end", timeout_s=300)
 
