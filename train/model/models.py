@@ -69,7 +69,7 @@ def build(name: str, feature_shape: tuple[int, ...], num_outputs: int, **options
 
     Raises:
         UsageError: there is no such function, or it does not return a model of the Keras in use that gives
-            `[B, num_outputs]`, or `[B, T, num_outputs]` for sequences of T features.
+            `[B, num_outputs]`, or `[B, T, num_outputs]` for T tokens.
     """
     function = MODELS[name] if name in MODELS else references.load("--model", name)
     model = references.call("--model", name, functools.partial(function, **options), feature_shape, num_outputs)
@@ -82,7 +82,8 @@ def build(name: str, feature_shape: tuple[int, ...], num_outputs: int, **options
     # Called, not `build`: that leaves a model that is a class of the user's own without its layers' variables.
     outputs = model(keras.Input(feature_shape, dtype=input_dtype(model)))
     shape = getattr(outputs, "shape", None)
-    if shape is None or tuple(shape) not in ((None, num_outputs), (None, *feature_shape[:1], num_outputs)):
+    positions = feature_shape if input_dtype(model) == "int32" else ()
+    if shape is None or tuple(shape) not in ((None, num_outputs), (None, *positions, num_outputs)):
         given = type(outputs).__name__ if shape is None else tuple(shape)
         raise UsageError(f"--model {name!r} gives {given}, expected (None, {num_outputs}): an output a class or value")
     return model
