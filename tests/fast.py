@@ -18,9 +18,9 @@ import pytest
 
 LEFT_OUT = ("docker", "long", "slow")
 TENSORFLOW = ("tensorflow", "keras", "tf_keras")
-LIMIT_S = 4.0
-"""Seconds of processor time that a fast test may take: twice what the longest takes, and less than a process of its own
-needs to import TensorFlow."""
+LIMIT_S = 8.0
+"""Seconds of processor time that a fast test may take: four times what the longest takes, since the same work takes
+more of it on a busy machine. What imports TensorFlow is found by the import, not by its time."""
 
 _active = False
 

@@ -92,8 +92,7 @@ def test_replicas_are_as_many_as_gpus(resolved: None, nvidia_smi: NvidiaSmi) -> 
     assert (2, 8) == (planned.cluster.devices, planned.cluster.replicas)
     assert 8 == planning.plan(Request(workers="3", gpus="all", devices="2", runtime="local")).cluster.replicas
     error = refusal(Request(workers="3", gpus="all", devices="4", runtime="local"))
-    told = "--devices 4 with --gpus all: a task with 2 GPUs has as many replicas; leave --devices out, or ask for "
-    assert (EXIT_USAGE, True) == (error.exit_code, str(error).startswith(told))
+    assert (EXIT_USAGE, True) == (error.exit_code, str(error).startswith("--devices 4 with --gpus all: "))
     error = refusal(Request(strategy="one", gpus="all", runtime="local"))
     assert str(error).startswith("--strategy one cannot run on --workers 0 --ps 0 --devices 8")
     error = refusal(Request(workers="4", gpus="5", runtime="local"))  # 192 is not divisible by 5
