@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 import signal
 import sys
 import time
@@ -99,12 +100,12 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
     """Puts an `nvidia-smi` on the PATH that says what is recorded of a host; see `nvidia/README.md`."""
 
     def put(host: str) -> None:
-        recorded, program = NVIDIA / host, tmp_path / host / "nvidia-smi"
+        folder, program = shlex.quote(str(NVIDIA / host)), tmp_path / host / "nvidia-smi"
         program.parent.mkdir()
         program.write_text(
-            f'#!/bin/sh\ncase "$*" in\n"{" ".join(devices.QUERY)}") exec /bin/cat {recorded}/query.csv;;\n'
-            f'"--query-gpu={",".join(gpu_host.FIELDS)} --format=csv,nounits") exec /bin/cat {recorded}/settings.csv;;\n'
-            f'"topo -m") exec /bin/cat {recorded}/topo.txt;;\n"-L") exec /bin/cat {recorded}/list.txt;;\n'
+            f'#!/bin/sh\ncase "$*" in\n"{" ".join(devices.QUERY)}") exec /bin/cat {folder}/query.csv;;\n'
+            f'"--query-gpu={",".join(gpu_host.FIELDS)} --format=csv,nounits") exec /bin/cat {folder}/settings.csv;;\n'
+            f'"topo -m") exec /bin/cat {folder}/topo.txt;;\n"-L") exec /bin/cat {folder}/list.txt;;\n'
             '*) echo "Invalid combination of input arguments." >&2; exit 2;;\nesac\n'
         )
         program.chmod(0o755)

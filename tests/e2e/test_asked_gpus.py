@@ -61,7 +61,8 @@ def host(clusters: Clusters, nvidia_smi: Callable[[str], None], monkeypatch: pyt
     context = Context(Config(overrides={"run": {"in_stream": False}}))
     context._set(remainder="")
     yield context
-    for run in teardown.leftovers(clusters.runs_dir).runs:
+    for name in teardown.leftovers(clusters.runs_dir).found:
+        run = clusters.run(name)
         teardown.kill(run, shell(context))
         teardown.record_end(run)  # no agent is left to write it, and until then its GPUs are taken
     clusters.invoke("down")

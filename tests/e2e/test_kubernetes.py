@@ -26,7 +26,7 @@ from tests.unit.cluster.runtime.kubernetes.test_manifests import expanded
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("require_engine", "images")]
-LONGER = (*TRAINING, "--max-steps", "80", "--global-batch", "192")
+LONGER = (*TRAINING, "--max-steps", "80")
 KILLED = 137
 
 
