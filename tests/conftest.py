@@ -29,6 +29,9 @@ NVIDIA = Path(__file__).parent / "unit" / "nvidia"
 # A shell that runs the suite in the background has it ignore SIGINT, and whatever it starts would, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# So it is with SIGHUP under `nohup`; unlike an ignored signal, a handler is not inherited.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 FIRST_EPHEMERAL_PORT = 32768
 """Where Linux begins with the ports that it gives out by itself."""

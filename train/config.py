@@ -414,7 +414,13 @@ def _parse(base: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
-            return tyro.cli(TrainConfig, args=list(overrides), default=base, config=(tyro.conf.SuppressFixed,))
+            return tyro.cli(
+                TrainConfig,
+                prog="invoke up --",  # by default the program's path, which tyro reads as a shell would
+                args=list(overrides),
+                default=base,
+                config=(tyro.conf.SuppressFixed,),
+            )
     except SystemExit as error:
         if not error.code:
             raise Help(output.getvalue()) from None

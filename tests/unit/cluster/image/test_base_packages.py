@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -64,7 +65,7 @@ def test_a_base_that_cannot_be_read_is_told(record: Path, docker: Callable[[str]
 def test_up_goes_on_with_a_warning(docker: Callable[[str], Path]) -> None:
     docker("echo bash 0")
     command = [sys.executable, "-m", "cluster.image.base_packages"]
-    assert command == images.base_commands()[-1].split()
+    assert command == shlex.split(images.base_commands()[-1])
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (0, "", 1) == (done.returncode, done.stdout, done.stderr.count("\n"))
     assert done.stderr.startswith("warning: ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shlex
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -136,8 +137,16 @@ class Shell:
 
     def __call__(self, command: str) -> None:
         self.commands.append(command)
-        if found := re.match(r"docker image save --output=(\S+)", command):
-            archive(Path(found[1]), self.builds.pop(0))
+        if path := output(command):
+            archive(path, self.builds.pop(0))
+
+
+def output(command: str) -> Path | None:
+    """Return where a command saves an image; None if it is no such command."""
+    words = shlex.split(command)
+    if words[:3] != ["docker", "image", "save"]:
+        return None
+    return next(Path(word.removeprefix("--output=")) for word in words if word.startswith("--output="))
 
 
 @pytest.mark.usefixtures("engine_ready")
@@ -154,7 +163,7 @@ def test_two_builds_must_be_from_nothing_and_leave_nothing() -> None:
     assert all("--no-cache" in each for each in builds)
     assert [each.split()[-1:] for each in removals] == tags
     assert not {images.train_image("cpu"), images.tensorboard_image()} & {tag for (tag,) in tags}
-    assert not [path for each in saves for path in re.findall(r"--output=(\S+)", each) if Path(path).parent.exists()]
+    assert not [path for each in saves if (path := output(each)) and path.parent.exists()]
 
 
 @pytest.mark.usefixtures("engine_ready")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -105,7 +107,8 @@ def test_modules_of_one_s_own_are_mounted_and_on_the_path(
     assert planned.run.name.startswith("mine.presets-small-")
     path = f"{tmp_path}/mine"
     assert path == planned.compose["tasks"]["chief"]["environment"]["PYTHONPATH"]
-    assert startup.commands(planned)[0].startswith(f"PYTHONPATH={path} {startup.sys.executable} -m train.data prepare ")
+    prepare = [f"PYTHONPATH={path}", sys.executable, "-m", "train.data", "prepare"]
+    assert prepare == shlex.split(startup.commands(planned)[0])[:5]
     docker(WORKING_ENGINE)
     task = planning.plan(Request(preset="mine.presets:small", workers="1")).compose["services"]["chief"]
     assert "/code/0" == task["environment"]["PYTHONPATH"]
