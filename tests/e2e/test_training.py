@@ -85,6 +85,16 @@ def test_containers_must_give_the_same_bits_as_processes(clusters: Clusters, thr
     assert {} == containers(contained)
 
 
+@pytest.mark.long
+@pytest.mark.docker
+@pytest.mark.usefixtures("require_engine", "images")
+def test_processes_must_give_the_same_bits_as_containers(clusters: Clusters) -> None:
+    contained = clusters.up("in-containers", "--workers=1", runtime="docker")
+    told, again = clusters.rerun(contained.name, "--runtime=local")
+    assert f"identical: the losses of {STEPS} logged steps and the final weights are the same bits" in told
+    assert "local" == read_json(again.manifest)["runtime"]
+
+
 def test_chief_alone_must_agree_with_chief_and_workers(clusters: Clusters, three: RunFolder) -> None:
     alone = clusters.up("alone", "--workers=0 -- --max-steps 20")
     assert "OneDeviceStrategy" == summary(alone)["strategy"]
