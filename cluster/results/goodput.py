@@ -40,17 +40,17 @@ def split(
         end = min([time for number, time in failures.items() if number > generation] + [ended])
         if down_since is not None:
             if first_step is not None:
-                seconds["restart"] += first_step - down_since
+                seconds["restart"] += max(0.0, first_step - down_since)
                 down_since = None
         else:
-            seconds["start"] += ledger["began"] - accounted_until
+            seconds["start"] += max(0.0, ledger["began"] - accounted_until)
             seconds["compile"] += max(0.0, (end if first_step is None else first_step) - ledger["began"])
         next_first = next((later["first"] for later in ledgers if later["generation"] > generation), ledger["step"])
         for part, part_s in _with_lost_steps(ledger, next_first).items():
             seconds[part] += part_s
         accounted_until = ledger["updated_at"]
     if down_since is not None:
-        seconds["restart"] += ended - down_since
+        seconds["restart"] += max(0.0, ended - down_since)
     return _with_other(seconds, ended - started)
 
 

@@ -109,7 +109,7 @@ def script(
 
 {exported}
 
-trap '{agent} stop' USR1  # the time limit is near: every task saves at the same step and ends
+trap {shlex.quote(f"{agent} stop")} USR1  # the time limit is near: every task saves at the same step and ends
 trap 'ended=yes' TERM  # scancel or preemption: the tasks do the same, and Slurm decides what follows
 
 srun --export=ALL --kill-on-bad-exit=0 --wait={LEAVE_S} {agent} task {words} &

@@ -86,6 +86,13 @@ def test_parts_never_make_more_than_the_whole() -> None:
     assert {"start": 1.0, "compile": 1.0, "compute": 8.0} == split(10.0, too_long)
 
 
+def test_no_part_is_negative_where_two_clocks_disagree() -> None:
+    again = ledger(1, 9.0, 10.0, 12.0, first=1, step=2, timed_steps=1, seconds={"compute": 1.0})
+    parts = split(20.0, ledger(0, 5.0, 6.0, 20.0), again, failures={1: 11.0})
+    assert not [part for part, seconds in parts.items() if seconds < 0]
+    assert "restart" not in split(20.0, ledger(0, 5.0, 6.0, 20.0), failures={1: 20.01})
+
+
 def test_a_run_of_which_the_chief_recorded_nothing_has_no_split() -> None:
     assert goodput.split(0.0, 10.0, [], {1: 3.0}) is None
 

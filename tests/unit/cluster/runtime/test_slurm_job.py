@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,7 +48,10 @@ def test_the_job_saves_before_its_time_is_over_and_is_queued_again() -> None:
     assert "requeue" in found
 
 
-def test_the_script_is_one_that_bash_can_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("python", ["/usr/bin/python3", "/it's (1) $(false)/bin/python"])
+def test_the_script_is_one_that_bash_can_read(monkeypatch: pytest.MonkeyPatch, python: str) -> None:
+    monkeypatch.setattr(sys, "executable", python)
+    assert python in shlex.split(next(line for line in script().splitlines() if line.startswith("srun ")))
     subprocess.run(["bash", "-n"], input=script(), text=True, check=True)
 
 
