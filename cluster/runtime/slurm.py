@@ -49,14 +49,14 @@ class Slurm(Runtime):
 
     def probe(self) -> Availability:
         """Return whether Slurm's controller answers."""
-        code, printed, complained = processes.run(["sinfo", "--noheader", "--format=%D %T"], ANSWER_S)
+        code, printed, complained = _nodes()
         if code:
             return Availability(False, f"Slurm does not answer ({_last(complained)})", "use a login node")
         return Availability(True, "queued by sbatch" if printed.strip() else "this cluster has no nodes now")
 
     def examine(self) -> list[Finding]:
         """Return whether Slurm answers and has nodes; nothing where it is not installed."""
-        code, printed, complained = processes.run(["sinfo", "--noheader", "--format=%D %T"], ANSWER_S)
+        code, printed, complained = _nodes()
         if code in (126, 127):
             return []
         if code:
@@ -172,6 +172,11 @@ def _environment(work: Workload) -> dict[str, str]:
     gpus = {"GPUS_PER_TASK": work.job.gpus_per_task} if work.job.gpus_per_task else {"CUDA_VISIBLE_DEVICES": NO_DEVICE}
     temporary = {"TMPDIR"} & kept.keys()  # this machine's own; a node has another
     return {name: value for name, value in (kept | given | own | gpus).items() if name not in temporary}
+
+
+def _nodes() -> tuple[int, str, str]:
+    """Ask Slurm for its nodes; return the exit code, a line for each state of nodes, and the complaint."""
+    return processes.run(["sinfo", "--noheader", "--format=%D %T"], ANSWER_S)
 
 
 def _last(text: str) -> str:
