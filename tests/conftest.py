@@ -57,6 +57,15 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    """Undo what a program that ran inside a test set: other tests of this process would have its handlers."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
 def isolation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs and data in the test's own folder, and none of the variables that tasks are started with."""
     monkeypatch.setenv("RUNS_DIR", str(tmp_path / "runs"))
