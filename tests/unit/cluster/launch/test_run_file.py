@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.checks import documents
-from cluster.cli import docs
+from cluster.cli.tasks import docs
 from cluster.errors import EXIT_USAGE, UsageError
 from cluster.launch import run_file
 from cluster.launch.request import OPTIONS, Request
