@@ -11,12 +11,10 @@ records the address of its node and a port that is free there, and the chief's m
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -42,9 +40,8 @@ from cluster.run.folder import REQUEUE, RunFolder
 from cluster.spec import ClusterSpec, Role, Task
 from cluster.system import processes
 from cluster.system.json_files import write_json
+from cluster.system.ports import free_port
 
-PORTS = range(20000, 32000)
-"""Below the ports that Linux gives to outgoing connections."""
 POLL_S = 0.1
 SCONTROL_S = 30.0
 REACH_S = 20.0
@@ -92,7 +89,7 @@ def _join(run: RunFolder) -> tuple[ClusterSpec, Task]:
         raise UsageError(f"the job has more tasks than the {len(tasks)} of {run.name}; start it with `invoke up`")
     name, node = tasks[number].name, os.environ["SLURMD_NODENAME"]
     host = node_address(node)
-    write_json(places(run) / f"{name}.json", {"node": node, "host": host, "port": free_port(host, number)})
+    write_json(places(run) / f"{name}.json", {"node": node, "host": host, "port": task_port(host, number)})
     cluster = assemble(run) if number == 0 else await_cluster(run)
     return cluster, cluster.task(name)
 
@@ -133,19 +130,9 @@ def node_address(node: str) -> str:
     return found[1]
 
 
-def free_port(host: str, number: int) -> int:
-    """Return a port of this node on which nothing listens; tasks of one job on one node look in different places.
-
-    Raises:
-        PrerequisiteError: there is none.
-    """
-    first = int(os.environ["SLURM_JOB_ID"]) * 521 + number * 31
-    for offset in range(len(PORTS)):
-        port = PORTS.start + (first + offset) % len(PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((host, port))
-            return port
-    raise PrerequisiteError(f"no port of {host} from {PORTS.start} to {PORTS.stop - 1} is free")
+def task_port(host: str, number: int) -> int:
+    """Return a free port of this node for a task; tasks of one job on one node look in different places."""
+    return free_port(host, int(os.environ["SLURM_JOB_ID"]) * 521 + number * 31)
 
 
 def assemble(run: RunFolder) -> ClusterSpec:

@@ -25,10 +25,10 @@ from cluster.run.folder import RunFolder
 from cluster.runtime import inherited, registry
 from cluster.runtime import memory as limits
 from cluster.runtime.base import Runtime, Workload
-from cluster.runtime.batch import Job
 from cluster.runtime.memory import Memory
 from cluster.runtime.network import Network
 from cluster.runtime.payload import Payload
+from cluster.runtime.slurm.batch import Job
 from cluster.spec import ClusterSpec
 
 

@@ -31,8 +31,9 @@ from cluster.launch.request import OPTIONS, Request
 from cluster.paths import ROOT
 from cluster.run import owner
 from cluster.run.folder import RunFolder
-from cluster.runtime import overlay, supervisor
 from cluster.runtime import tensorboard as board
+from cluster.runtime.compose import overlay
+from cluster.runtime.local import supervisor
 from cluster.system.json_files import write_json
 
 MakeRun = Callable[..., RunFolder]

@@ -20,7 +20,9 @@ from cluster.launch.request import Request
 from cluster.run import owner
 from cluster.run.folder import RunFolder
 from cluster.runtime import memory as limits
-from cluster.runtime import overlay, supervisor, tensorboard
+from cluster.runtime import tensorboard
+from cluster.runtime.compose import overlay
+from cluster.runtime.local import supervisor
 from cluster.system.json_files import read_json, write_json
 from tests.unit.launching import CONFIG, WORKING_ENGINE, Commands, refusal
 
