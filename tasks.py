@@ -12,7 +12,7 @@ from invoke import Collection, Exit
 
 from cluster import spec
 from cluster.cli.command_line import JSON_HELP, in_checkout, shell, show, task
-from cluster.cli.tasks import checks, data, docs, image, k8s, requirements, runs, saved
+from cluster.cli.tasks import checks, data, docs, explain, image, k8s, requirements, runs, saved
 from cluster.errors import UsageError
 from cluster.launch import startup
 
@@ -89,6 +89,7 @@ ns = Collection(
     checks.verify,
     checks.rerun,
     checks.chaos,
+    explain.explain,
     bench,
     test,
     golden,
