@@ -21,6 +21,7 @@ from cluster.spec import MAX_TASKS, ClusterSpec, Role, parse_count
 PRESET = "fashion_mnist"
 LOOPS = ("custom", "fit")
 SCHEDULES = ("gpipe", "1f1b", "pipedream")
+PARTITIONS = ("flops", "measured")
 WORKERS = "2"
 DEVICE_FILES = {"tpu": ("/dev/accel*", "/dev/vfio/[0-9]*")}
 """The files of the hardware that some strategies need, where this machine has it."""
@@ -98,6 +99,13 @@ class Request:
     remat: bool = switch(
         Group.TRAINS,
         "with --strategy pipeline: compute activations again for the backward instead of keeping them",
+        needs=Needs.TRAINER,
+    )
+    partition_by: str = option(
+        Group.TRAINS,
+        "with --strategy pipeline: what the cut evens out, flops, or measured, the times of its blocks on this machine",
+        PARTITIONS[0],
+        choices=PARTITIONS,
         needs=Needs.TRAINER,
     )
     cut: str = option(
@@ -225,8 +233,8 @@ class Request:
         """Return the overrides of the training configuration, those that are options of `up` first."""
         ours = [each for each in OPTIONS.values() if each.is_override and getattr(self, each.name)]
         words = [word for each in ours for word in (f"--{each.key}", getattr(self, each.name))]
-        stages = {f"--pipeline.{name}": getattr(self, name) for name in ("schedule", "cut")}
-        words += [word for pair in stages.items() if pair[1] for word in pair]
+        stages = [OPTIONS[name] for name in ("schedule", "partition_by", "cut") if getattr(self, name)]
+        words += [word for each in stages for word in (f"--pipeline.{each.key}", getattr(self, each.name))]
         words += ["--pipeline.remat"] if self.remat else []
         return [*words, *self.train, *self.overrides]
 
