@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.launch.request import PRESET, Request
+from cluster.options.request import PRESET, Request
 from cluster.paths import ROOT
 from cluster.runtime import inherited
 from cluster.spec import ClusterSpec

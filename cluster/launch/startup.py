@@ -12,11 +12,11 @@ from typing import Any
 
 from cluster.errors import PrerequisiteError
 from cluster.launch import manifest, packages, planning, teardown
-from cluster.launch.folders import MIN_FREE_BYTES, check_folder, data_dir, runs_dir, shown
+from cluster.launch.folders import MIN_FREE_BYTES, check_folder, data_dir, runs_dir
 from cluster.launch.plan import Plan
-from cluster.launch.request import Request
 from cluster.launch.scripts import lay_out
-from cluster.messages import counted
+from cluster.messages import counted, short_path
+from cluster.options.request import Request
 from cluster.run import claim, owner, provenance
 from cluster.run.folder import SCALE
 from cluster.runtime import registry, tensorboard
@@ -135,7 +135,7 @@ def check_machine(plan: Plan, ending: int = 0) -> None:
     free = shutil.disk_usage(runs_dir()).free
     if free < MIN_FREE_BYTES:
         raise PrerequisiteError(
-            f"{free / 2**20:.0f} MiB are free for {shown(runs_dir())}, a run needs {MIN_FREE_BYTES / 2**20:.0f}; "
+            f"{free / 2**20:.0f} MiB are free for {short_path(runs_dir())}, a run needs {MIN_FREE_BYTES / 2**20:.0f}; "
             "free space, or set RUNS_DIR to another disk"
         )
     if plan.tensorboard_port:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from cluster.launch import configuration, folders, planning, startup
-from cluster.launch.request import Request
-from cluster.runtime import supervisor
+from cluster.options.request import Request
+from cluster.runtime.local import supervisor
 from cluster.system.json_files import read_json, write_json
 from tests.unit.launching import CONFIG, WORKING_ENGINE, Commands, refusal
 

@@ -8,7 +8,8 @@ import pytest
 
 from cluster import spec
 from cluster.errors import UsageError
-from cluster.launch.request import Request, topology
+from cluster.options.request import Request
+from cluster.options.topology import topology
 
 CONFIG: dict[str, Any] = {"global_batch": 192, "micro_batches": 4, "loop": "custom", "source": "memory"}
 

@@ -12,7 +12,8 @@ from cluster import spec
 from cluster.errors import UsageError, nearest
 from cluster.image import images
 from cluster.launch import configuration, folders, planning
-from cluster.launch.request import PRESET, Request, check_together, topology
+from cluster.options.request import PRESET, Request, check_together
+from cluster.options.topology import topology
 from cluster.runtime import inherited, memory
 from cluster.runtime.kubernetes import jobs, objects
 from cluster.runtime.kubernetes.pods import Manifest
