@@ -1,6 +1,6 @@
 """The cluster as a job of a Slurm site: queued by `sbatch`, found by its name, ended by `scancel`.
 
-`batch.py` has the batch script. Where its tasks run, and how they find each other, is `cluster/agent/slurm.py`.
+`batch.py` has the batch script, `cluster/agent/schedulers/slurm.py` what it runs on the nodes.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster import spec
-from cluster.agent import slurm
+from cluster.agent.schedulers import slurm
 from cluster.errors import EXIT_PEER_LOST, PrerequisiteError, TimedOut
 from cluster.run.folder import REQUEUE, SCALE, RunFolder
 from cluster.system.json_files import write_json

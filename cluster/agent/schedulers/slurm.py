@@ -1,9 +1,11 @@
-"""What a Slurm job runs on its nodes: each task finds its place, the chief's writes the cluster, then the agents run.
+"""What a Slurm job runs on its nodes: each task records its place, the chief writes the cluster, then the agents run.
 
-    python -m cluster.agent.slurm task [ARGUMENT ...]   a task of `srun`; the arguments are the agent's
-    python -m cluster.agent.slurm stop                  the job's time is running out: every task saves and ends
-    python -m cluster.agent.slurm result                exit code 75 if the job is to be queued again, else how it ended
-    python -m cluster.agent.slurm check                 says as JSON what this node has; `invoke doctor --runtime slurm`
+    python -m cluster.agent.schedulers.slurm COMMAND
+
+    task [ARGUMENT ...]   run a task of `srun`; the arguments are the agent's
+    stop                  the job's time is running out: every task saves and ends
+    result                exit with 75 if the job is to be queued again, otherwise with how the run ended
+    check                 print as JSON what this node has, for `invoke doctor --runtime slurm`
 
 Where the tasks run is known only when the job has its nodes, and again elsewhere after each requeue. So every task
 records the address of its node and a port that is free there, and the chief's makes the cluster of all of them.
@@ -25,7 +27,7 @@ from typing import Any
 
 from cluster import settings, tf_config
 from cluster.agent import rendezvous
-from cluster.agent.pod import exit_code, go_on
+from cluster.agent.schedulers.lifecycle import exit_code, go_on
 from cluster.errors import (
     EXIT_FAILED,
     EXIT_PEER_LOST,
