@@ -8,7 +8,7 @@ from cluster import settings
 from cluster.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, show, task
 from cluster.errors import UsageError
 from cluster.launch import folders
-from cluster.messages import plain
+from cluster.messages import plain, short_path
 from cluster.reports import comparison, listing, page
 from cluster.system.files import write_text
 
@@ -44,7 +44,7 @@ def compare(c, run=None, others=None, plot="", trust=False, json=False):
     path = settings.expanded("plot", plot).absolute() if plot else picture
     path.parent.mkdir(parents=True, exist_ok=True)
     value["plot"] = str(path) if comparison.plot(found, path) else None
-    curves = [f"curves       {folders.shown(path)}"] if value["plot"] else []
+    curves = [f"curves       {short_path(path)}"] if value["plot"] else []
     show(value, lambda _: [plain(line) for line in comparison.lines(value, found) + curves], as_json=json)
 
 
@@ -61,7 +61,7 @@ def report(c, run=None, output="", quick=False, trust=False):
     path = settings.expanded("output", output).absolute() if output else folder.path / "report.html"
     _check_writable(path)
     write_text(path, page.render(folder, predictions=not quick, trust=trust))
-    print(folders.shown(path))
+    print(short_path(path))
 
 
 def _check_writable(path: Path) -> None:
