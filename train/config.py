@@ -334,9 +334,7 @@ class TrainConfig:
         """Return the configuration that `to_json` described."""
         value = {**value, "optimizer": Optimizer(**value["optimizer"])}
         parts = {"transformer": Transformer, "pipeline": Pipeline}
-        value |= {name: part(**value.get(name, {})) for name, part in parts.items()}
-        if seconds := value.pop("checkpoint_seconds", 0):  # of a run from before `checkpoint_every` had both
-            value["checkpoint_every"] = f"{seconds:g}s"
+        value |= {name: part(**value[name]) for name, part in parts.items()}
         return cls(**value).check()
 
 
