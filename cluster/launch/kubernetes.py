@@ -62,6 +62,7 @@ NOT_RENDERED = (
     *("script", "separate_chief", "requirements", "runtime", "network", "gpus", "gpu_runtime"),
     *("resume", "trust", "fresh", "detach"),
     *("partition", "time", "account", "nodes", "cpus_per_task"),
+    "partition_by",  # what is measured here is no measure of other machines
 )
 """Options that say what happens on the machine of `up`, or need code that the image does not hold."""
 ONCE = ("claim.yaml", "data.yaml")

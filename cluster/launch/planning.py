@@ -105,6 +105,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         resumes=bool(request.resume),
         replaces=request.fresh and run.path.exists(),
         trusts=request.trust,
+        previous=previous.run,
         about_resuming=tuple(about_resuming),
     )
 

@@ -19,6 +19,7 @@ from cluster.spec import parse_count
 PRESET = "fashion_mnist"
 LOOPS = ("custom", "fit")
 SCHEDULES = ("gpipe", "1f1b", "pipedream")
+PARTITIONS = ("flops", "measured")
 WORKERS = "2"
 _ONE_OF_RUNTIMES = f"{', '.join([registry.AUTO, *list(registry.RUNTIMES)[:-1]])} or {list(registry.RUNTIMES)[-1]}"
 _ONE_OF_STRATEGIES = ", ".join([strategies.AUTO, *list(strategies.STRATEGIES)[:-1]])
@@ -94,6 +95,13 @@ class Request:
     remat: bool = switch(
         Group.TRAINS,
         "with --strategy pipeline: compute activations again for the backward instead of keeping them",
+        needs=Needs.TRAINER,
+    )
+    partition_by: str = option(
+        Group.TRAINS,
+        "with --strategy pipeline: what the cut evens out, flops, or measured, the times of its blocks on this machine",
+        PARTITIONS[0],
+        choices=PARTITIONS,
         needs=Needs.TRAINER,
     )
     cut: str = option(
@@ -221,8 +229,8 @@ class Request:
         """Return the overrides of the training configuration, those that are options of `up` first."""
         ours = [each for each in OPTIONS.values() if each.is_override and getattr(self, each.name)]
         words = [word for each in ours for word in (f"--{each.key}", getattr(self, each.name))]
-        stages = {f"--pipeline.{name}": getattr(self, name) for name in ("schedule", "cut")}
-        words += [word for pair in stages.items() if pair[1] for word in pair]
+        stages = [OPTIONS[name] for name in ("schedule", "partition_by", "cut") if getattr(self, name)]
+        words += [word for each in stages for word in (f"--pipeline.{each.key}", getattr(self, each.name))]
         words += ["--pipeline.remat"] if self.remat else []
         return [*words, *self.train, *self.overrides]
 

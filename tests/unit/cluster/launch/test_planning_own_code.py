@@ -137,7 +137,7 @@ def test_a_resumed_run_finds_its_modules_where_they_were(tmp_path: Path, monkeyp
     monkeypatch.chdir(folder)
     overrides = ("--model", "own_cnn:build", "--no-deterministic")
     asked = Request(name="one", overrides=overrides, runtime="local", workers="0", tensorboard_port="0")
-    monkeypatch.setattr(configuration, "check", lambda *_: None)
+    monkeypatch.setattr(configuration, "check", lambda *_, **__: {})
     startup.start(planning.plan(asked), Commands(), began=time.time())
     write_json(planning.find_run("one").summary, {"state": "stopped"})
     monkeypatch.chdir(tmp_path)
