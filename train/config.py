@@ -1,14 +1,11 @@
-"""The training configuration: frozen dataclasses, presets that return complete ones, and dotted overrides."""
+"""The training configuration: frozen dataclasses, and the checks of their values."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import math
 import os
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ from cluster import spec, strategies
 from cluster.errors import UsageError, nearest
 from train import references
 from train.data.arrays import WINDOW
-from train.field_types import check_types, shown
+from train.field_types import check_types
 from train.pipeline.partition import PARTITIONS
 from train.pipeline.schedule import SCHEDULES
 from train.saving import timer
@@ -218,11 +215,11 @@ class TrainConfig:
         if self.max_steps is not None:
             _check_range("max_steps", self.max_steps, 1, 10**12)
         if not (math.isfinite(self.epochs) and self.epochs > 0):
-            raise UsageError(f"{_option('epochs')} {self.epochs:g}: expected a number above 0")
+            raise UsageError(f"{option('epochs')} {self.epochs:g}: expected a number above 0")
         self._check_checkpoint_every()
         if not (math.isfinite(self.optimizer.learning_rate) and self.optimizer.learning_rate > 0):
             raise UsageError(
-                f"{_option('optimizer.learning_rate')} {self.optimizer.learning_rate:g}: expected a number above 0"
+                f"{option('optimizer.learning_rate')} {self.optimizer.learning_rate:g}: expected a number above 0"
             )
         _check_range("optimizer.warmup_steps", self.optimizer.warmup_steps, 0, 10**9)
         if not 0 <= self.optimizer.momentum <= 1:
@@ -258,7 +255,7 @@ class TrainConfig:
             timer.parse(self.checkpoint_every)
         except ValueError:
             raise UsageError(
-                f"{_option('checkpoint_every')} {self.checkpoint_every!r}: expected optimizer steps from 1 to "
+                f"{option('checkpoint_every')} {self.checkpoint_every!r}: expected optimizer steps from 1 to "
                 "1000000000 such as 200, seconds from 0.1 such as 30s, or auto"
             ) from None
 
@@ -273,11 +270,15 @@ class TrainConfig:
             )
         spec.check_micro_batches(self.global_batch, self.bitwise_elastic, self.micro_batches, "virtual shards")
 
-    def pin(self) -> TrainConfig:
-        """Return this configuration with what depends on the machine written down, where bits depend on it."""
+    def pin(self, cores: int = 0) -> TrainConfig:
+        """Return this configuration with what depends on the machine written down, where bits depend on it.
+
+        Args:
+            cores: that each task can use; 0: those of this machine.
+        """
         threads, onednn = self.threads, self.onednn
         if self.deterministic:
-            threads = threads or len(os.sched_getaffinity(0))
+            threads = threads or cores or len(os.sched_getaffinity(0))
         if onednn == "auto" and (self.deterministic or self.model in REPEATABLE):
             onednn = "on" if self.model in REPEATABLE else "off"
         return dataclasses.replace(self, threads=threads, onednn=onednn)
@@ -293,7 +294,7 @@ class TrainConfig:
             if field_name == "dataset" and self.source == "stream":
                 continue  # any TFDS dataset: the data step knows them
             if reference or field_name != "callbacks":
-                references.check(_option(field_name), reference, built_in)
+                references.check(option(field_name), reference, built_in)
         return self
 
     def code_dirs(self) -> list[Path]:
@@ -338,125 +339,16 @@ class TrainConfig:
         return cls(**value).check()
 
 
-def fashion_mnist() -> TrainConfig:
-    """Fashion-MNIST with the two-conv CNN: above 0.88 accuracy after 3 epochs."""
-    return TrainConfig()
-
-
-def mnist() -> TrainConfig:
-    """MNIST with the two-conv CNN."""
-    return TrainConfig(preset="mnist", dataset="mnist")
-
-
-def resnet50_synthetic() -> TrainConfig:
-    """ResNet-50 v1.5 on made-up images, to see how many of them a machine trains on in a second."""
-    return TrainConfig(
-        preset="resnet50_synthetic",
-        dataset="train.data.synthetic:imagenet",
-        model="resnet50",
-        epochs=10**6,
-        max_steps=500,
-        steps_per_loop=10,
-        checkpoint_every=10**9,  # what is measured is training alone
-        evaluate_every=10**9,
-        optimizer=Optimizer(name="sgd", learning_rate=0.1, scaling="linear", base_batch=256),
-    )
-
-
-def transformer_lm() -> TrainConfig:
-    """A decoder-only Transformer on the bytes of the Jargon File."""
-    return TrainConfig(
-        preset="transformer_lm",
-        dataset="jargon_file",
-        model="transformer_lm",
-        global_batch=32,
-        epochs=8.0,
-    )
-
-
-PRESETS: dict[str, Callable[[], TrainConfig]] = {
-    preset.__name__: preset for preset in (fashion_mnist, mnist, resnet50_synthetic, transformer_lm)
-}
-
-
-class Help(Exception):
-    """The help of the training options was requested; this is its text."""
-
-
-def resolve(preset: str, overrides: Sequence[str], base: TrainConfig | None = None) -> TrainConfig:
-    """Return the preset's configuration, or `base`, with dotted overrides applied.
-
-    Args:
-        preset: a key of `PRESETS`, or `package.module:function` that returns a `TrainConfig`.
-        overrides: such as `["--epochs", "3", "--optimizer.learning-rate", "0.001"]`.
-        base: the configuration of a run that is resumed, instead of the preset.
-
-    Raises:
-        UsageError: the preset or an option is unknown (the nearest name is offered), or a value is out of range.
-    """
-    if base is None:
-        references.check("--preset", preset, PRESETS)
-        function = PRESETS.get(preset) or references.load("--preset", preset)
-        made = references.call("--preset", preset, function)
-        if not isinstance(made, TrainConfig):
-            raise UsageError(f"--preset {preset!r} returned {shown(made)}; expected a train.config.TrainConfig")
-        check_types(made, f"--preset {preset!r}: ")
-        base = dataclasses.replace(made, preset=preset)
-    known = {_option(name): name for name in _field_names(TrainConfig) if name != "preset"}
-    for word in overrides:
-        option = word.split("=", 1)[0].replace("_", "-")
-        if word.startswith("--") and option not in known and not _negates(option, known):
-            raise UsageError(f"override {word!r} is not an option of the training config{nearest(option, known)}")
-    return _parse(base, overrides).check().check_references().pin()
-
-
-def _parse(base: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
-    if not overrides:
-        return base  # a fifth of a second sooner
-    import tyro  # type-checked command line from the dataclasses; imported here because tasks need it only once
-
-    output = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
-            return tyro.cli(
-                TrainConfig,
-                prog="invoke up --",  # by default the program's path, which tyro reads as a shell would
-                args=list(overrides),
-                default=base,
-                config=(tyro.conf.SuppressFixed,),
-            )
-    except SystemExit as error:
-        if not error.code:
-            raise Help(output.getvalue()) from None
-        # A title, what is wrong, and advice, with a rule between each.
-        parts = [re.sub(r"[^\x21-\x7e]+", " ", part).strip() for part in re.split(r"[-\u2500]{4,}", output.getvalue())]
-        words = next(filter(None, parts[1:]), parts[0])
-        raise UsageError(f"override {' '.join(overrides)!r}: {words}; see `python -m train --help`") from None
-
-
-def _field_names(config: type, prefix: str = "") -> list[str]:
-    names = []
-    for item in dataclasses.fields(config):
-        if item.default_factory in (Optimizer, Transformer, Pipeline):
-            names += _field_names(item.default_factory, f"{prefix}{item.name}.")
-        else:
-            names.append(prefix + item.name)
-    return names
-
-
-def _option(name: str) -> str:
+def option(name: str) -> str:
+    """Return the command line's option for a field, such as `--optimizer.learning-rate`."""
     return "--" + name.replace("_", "-")
-
-
-def _negates(option: str, known: dict[str, str]) -> bool:
-    return option.startswith("--no-") and "--" + option[5:] in known
 
 
 def _check_range(name: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
-        raise UsageError(f"{_option(name)} {value}: expected a whole number from {low} to {high}")
+        raise UsageError(f"{option(name)} {value}: expected a whole number from {low} to {high}")
 
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise UsageError(f"{_option(name)} {value!r}{nearest(value, choices)}")
+        raise UsageError(f"{option(name)} {value!r}{nearest(value, choices)}")
