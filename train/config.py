@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import math
+import operator
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -17,7 +18,8 @@ from cluster import spec, strategies
 from cluster.errors import UsageError, nearest
 from train import references
 from train.data.arrays import WINDOW
-from train.field_types import check_types, shown
+from train.field_types import check_choice, check_range, check_types, option_of, shown
+from train.optimization import OPTIMIZERS, Optimizer
 from train.pipeline.schedule import SCHEDULES
 from train.saving import timer
 
@@ -31,39 +33,14 @@ REPEATABLE = ("two_conv_cnn",)
 LOSSES = ("sparse_categorical_crossentropy", "mean_squared_error")
 CALLBACKS = ("tutorial",)
 MAX_SHARDS = MAX_MICRO_BATCHES = 4096
-REFERENCES = {"dataset": DATASETS, "model": MODELS, "loss": LOSSES, "callbacks": CALLBACKS}
+REFERENCES = {
+    "dataset": DATASETS,
+    "model": MODELS,
+    "loss": LOSSES,
+    "callbacks": CALLBACKS,
+    "optimizer.name": OPTIMIZERS,
+}
 """What is built in for each field that may also name something of the user's own, `package.module:name`."""
-
-
-@dataclass(frozen=True)
-class Optimizer:
-    """How gradients become updates."""
-
-    name: str = "adam"
-    """`adam` or `sgd`."""
-
-    learning_rate: float = 2e-3
-    """Step size, above 0."""
-
-    warmup_steps: int = 100
-    """Steps over which the step size grows from near 0: 0 or more. The first steps of Adam are large otherwise, and
-    magnify how sums were rounded: runs on 1 and on 3 tasks would drift apart at once. With callbacks there is no
-    warm-up: they may set the step size themselves."""
-
-    momentum: float = 0.9
-    """For `sgd`: share of the last update that is kept, 0 to 1."""
-
-    scaling: str = "none"
-    """How `learning_rate`, which is meant for `base_batch` examples, follows the global batch: `none`: not at all;
-    `linear`: by their ratio (Goyal et al. 2017, arXiv:1706.02677); `sqrt`: by its root (Krizhevsky 2014,
-    arXiv:1404.5997)."""
-
-    base_batch: int = 256
-    """The global batch that `learning_rate` was found for, where `scaling` is not `none`; at least 1."""
-
-    clip_norm: float = 0.0
-    """Largest norm of the gradient of the whole global batch, over all weights together: a longer one is shortened to
-    it after the sum over replicas. 0: no bound."""
 
 
 @dataclass(frozen=True)
@@ -209,39 +186,32 @@ class TrainConfig:
             "evaluate_every": (0, 10**9),
         }
         for name, (low, high) in whole.items():
-            _check_range(name, getattr(self, name), low, high)
+            check_range(name, getattr(self, name), low, high)
         if self.max_steps is not None:
-            _check_range("max_steps", self.max_steps, 1, 10**12)
+            check_range("max_steps", self.max_steps, 1, 10**12)
         if not (math.isfinite(self.epochs) and self.epochs > 0):
-            raise UsageError(f"{_option('epochs')} {self.epochs:g}: expected a number above 0")
+            raise UsageError(f"{option_of('epochs')} {self.epochs:g}: expected a number above 0")
         self._check_checkpoint_every()
-        if not (math.isfinite(self.optimizer.learning_rate) and self.optimizer.learning_rate > 0):
+        self.optimizer.check()
+        if self.callbacks == "tutorial" and not self.rate_is_set:
             raise UsageError(
-                f"{_option('optimizer.learning_rate')} {self.optimizer.learning_rate:g}: expected a number above 0"
+                f"--optimizer.schedule {self.optimizer.schedule} with --callbacks tutorial, which set the step size: "
+                "leave one of them out"
             )
-        _check_range("optimizer.warmup_steps", self.optimizer.warmup_steps, 0, 10**9)
-        if not 0 <= self.optimizer.momentum <= 1:
-            raise UsageError(f"--optimizer.momentum {self.optimizer.momentum:g}: expected a number from 0 to 1")
-        clip_norm = self.optimizer.clip_norm
-        if not (math.isfinite(clip_norm) and clip_norm >= 0):
-            raise UsageError(f"--optimizer.clip-norm {clip_norm:g}: expected 0, or a number above 0")
-        _check_range("optimizer.base_batch", self.optimizer.base_batch, 1, 2**31 - 1)
-        _check_choice("optimizer.name", self.optimizer.name, ("adam", "sgd"))
-        _check_choice("optimizer.scaling", self.optimizer.scaling, spec.SCALINGS)
-        _check_choice("precision", self.precision, strategies.PRECISIONS)
-        _check_choice("loop", self.loop, LOOPS)
-        _check_choice("source", self.source, SOURCES)
-        _check_choice("onednn", self.onednn, ONEDNN)
+        check_choice("precision", self.precision, strategies.PRECISIONS)
+        check_choice("loop", self.loop, LOOPS)
+        check_choice("source", self.source, SOURCES)
+        check_choice("onednn", self.onednn, ONEDNN)
         self._check_bitwise_elastic()
         self._check_transformer()
-        _check_choice("pipeline.schedule", self.pipeline.schedule, SCHEDULES)
+        check_choice("pipeline.schedule", self.pipeline.schedule, SCHEDULES)
         return self
 
     def _check_transformer(self) -> None:
         size = self.transformer
-        _check_range("transformer.layers", size.layers, 1, 1000)
-        _check_range("transformer.heads", size.heads, 1, 1000)
-        _check_range("transformer.width", size.width, 1, 2**16)
+        check_range("transformer.layers", size.layers, 1, 1000)
+        check_range("transformer.heads", size.heads, 1, 1000)
+        check_range("transformer.width", size.width, 1, 2**16)
         if size.width % size.heads:
             raise UsageError(f"--transformer.width {size.width}: expected a multiple of the {size.heads} heads")
         if size.context < 2 or WINDOW % size.context:
@@ -252,7 +222,7 @@ class TrainConfig:
             timer.parse(self.checkpoint_every)
         except ValueError:
             raise UsageError(
-                f"{_option('checkpoint_every')} {self.checkpoint_every!r}: expected optimizer steps from 1 to "
+                f"{option_of('checkpoint_every')} {self.checkpoint_every!r}: expected optimizer steps from 1 to "
                 "1000000000 such as 200, seconds from 0.1 such as 30s, or auto"
             ) from None
 
@@ -282,17 +252,20 @@ class TrainConfig:
         Raises:
             UsageError: a name is neither built in nor one of the user's modules.
         """
-        for field_name, built_in in REFERENCES.items():
-            reference = getattr(self, field_name)
+        for field_name, reference in self.references().items():
             if field_name == "dataset" and self.source == "stream":
                 continue  # any TFDS dataset: the data step knows them
             if reference or field_name != "callbacks":
-                references.check(_option(field_name), reference, built_in)
+                references.check(option_of(field_name), reference, REFERENCES[field_name])
         return self
+
+    def references(self) -> dict[str, str]:
+        """Return what each field names that may also name something of the user's own."""
+        return {name: operator.attrgetter(name)(self) for name in REFERENCES}
 
     def code_dirs(self) -> list[Path]:
         """Return the folders from which the user's own modules come."""
-        named = [self.preset, *(getattr(self, field_name) for field_name in REFERENCES)]
+        named = [self.preset, *self.references().values()]
         return list(dict.fromkeys(folder for name in named if (folder := references.code_dir(name))))
 
     def needs_tf_keras(self, strategy: str) -> bool:
@@ -306,9 +279,14 @@ class TrainConfig:
         return spec.scale_rate(settings.learning_rate, settings.scaling, self.global_batch, settings.base_batch)
 
     @property
+    def rate_is_set(self) -> bool:
+        """Whether callbacks may set the step size, which takes one that is a number: no schedule and no warm-up."""
+        return bool(self.callbacks) and self.optimizer.schedule == "constant"
+
+    @property
     def warmup_steps(self) -> int:
-        """Steps of warm-up: none with callbacks, which can only set a step size that is a number."""
-        return 0 if self.callbacks else self.optimizer.warmup_steps
+        """Steps of warm-up."""
+        return 0 if self.rate_is_set else self.optimizer.warmup_steps
 
     def total_steps(self, num_examples: int) -> int:
         """Return the optimizer steps of the whole training on `num_examples` training examples."""
@@ -398,7 +376,7 @@ def resolve(preset: str, overrides: Sequence[str], base: TrainConfig | None = No
             raise UsageError(f"--preset {preset!r} returned {shown(made)}; expected a train.config.TrainConfig")
         check_types(made, f"--preset {preset!r}: ")
         base = dataclasses.replace(made, preset=preset)
-    known = {_option(name): name for name in _field_names(TrainConfig) if name != "preset"}
+    known = {option_of(name): name for name in _field_names(TrainConfig) if name != "preset"}
     for word in overrides:
         option = word.split("=", 1)[0].replace("_", "-")
         if word.startswith("--") and option not in known and not _negates(option, known):
@@ -440,19 +418,5 @@ def _field_names(config: type, prefix: str = "") -> list[str]:
     return names
 
 
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def _negates(option: str, known: dict[str, str]) -> bool:
     return option.startswith("--no-") and "--" + option[5:] in known
-
-
-def _check_range(name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise UsageError(f"{_option(name)} {value}: expected a whole number from {low} to {high}")
-
-
-def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise UsageError(f"{_option(name)} {value!r}{nearest(value, choices)}")

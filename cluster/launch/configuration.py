@@ -54,13 +54,14 @@ def check(config: dict[str, Any], cluster: ClusterSpec, path: Sequence[str], dat
         UsageError: they do not fit, or the model cannot be cut into the cluster's stages.
     """
     named = [str(config.get(part, "")) for part in ("dataset", "model", "loss")]
+    named.append(config.get("optimizer", {}).get("name", ""))
     if not cluster.kind.staged and not any(":" in name and not name.startswith("train.") for name in named):
         return []
     words = ["--config", json.dumps(config), "--strategy", cluster.strategy, "--data-dir", str(data_dir)]
     words += ["--stages", str(cluster.stages if cluster.kind.staged else 0)]
     stages: list[dict[str, Any]] = user_code.run(
         [sys.executable, "-m", "train.startup.preflight", *words],
-        f"--model {config['model']!r} or --loss {config['loss']!r}",
+        f"--model {config['model']!r}, --loss {config['loss']!r} or --optimizer.name {config['optimizer']['name']!r}",
         "PRESET_TIMEOUT_S",
         cwd=ROOT,
         environment=os.environ | {"PYTHONPATH": os.pathsep.join(path)},

@@ -14,7 +14,7 @@ from train.pipeline.blocks import ModelBlock
 from train.pipeline.partition import Plan, Stage, partition
 from train.pipeline.schedule import in_flight
 
-SLOTS = {"adam": 2, "sgd": 1}
+SLOTS = {"adam": 2, "adamw": 2, "lamb": 2, "lion": 1, "sgd": 1}
 """Variables that each optimizer keeps beside a weight."""
 
 

@@ -57,10 +57,11 @@ def check(config: TrainConfig, data_dir: Path, stages: int = 0) -> list[dict[str
         UsageError: it does not, or it is no model or loss, or it cannot be cut so.
     """
     from train.data import sources
-    from train.model import models, objectives
+    from train.model import models, objectives, optimizers
 
     source = sources.find(config, data_dir)
     model = models.of(config, source.feature_shape, source.num_outputs)
+    optimizers.build_for(config, model)
     _check_loss(config, source, objectives.build(config.loss, classifies=source.classifies).loss)
     return _stages(model, config, stages) if stages else []
 
