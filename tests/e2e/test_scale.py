@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.run.folder import RunFolder
-from cluster.runtime import supervisor
+from cluster.runtime.local import supervisor
 from cluster.system.journal import read_json_lines
 from cluster.system.json_files import read_json
 from tests.e2e.scenario import ENDLESS, TRAINING, Clusters, losses, step_of, summary
@@ -61,6 +61,7 @@ def undisturbed(clusters: Clusters) -> RunFolder:
     return clusters.up("undisturbed", f"--workers=2 -- {' '.join(LONGER)}")
 
 
+@pytest.mark.long  # `test_virtual_tasks.py` scales too, and compares every bit
 def test_fewer_workers_must_go_on_with_the_same_curve_while_somebody_waits(clusters: Clusters) -> None:
     run = begin(clusters, "fewer", "--workers=2", length=ENDLESS)
     before, waits = read_json(run.control / "started.json"), clusters.popen("wait", "fewer")

@@ -12,7 +12,7 @@ import pytest
 
 from cluster.image import engine
 from cluster.run.folder import RunFolder
-from cluster.runtime import supervisor
+from cluster.runtime.local import supervisor
 from tests.e2e.scenario import Clusters, summary
 from tests.e2e.test_containers import containers
 from tests.waiting import wait_for
@@ -135,6 +135,7 @@ def check_fit(run: RunFolder) -> None:
     assert history["loss"][-1] < history["loss"][0]
 
 
+@pytest.mark.long  # in containers each time, and as processes with one that is killed
 def test_keras_fit_must_train_on_chief_and_two_workers(clusters: Clusters, theirs: Path) -> None:
     run = run_script(clusters, "fit", theirs / "fit.py", "--workers=2", "--", "2")
     check_fit(run)

@@ -1,0 +1,111 @@
+"""The first process of a pod: finds or lays out the run folder, runs the task's agent, and says how the run ended.
+
+    python -m cluster.agent.schedulers.pod
+
+The environment has RUN_DIR and RECORDS_DIR, and TASK or the TF_CONFIG of an operator.
+
+Where `invoke up` starts the tasks, it writes the run folder first and reads the outcome last. In a cluster that starts
+pods from manifests nobody does either. So the chief's pod lays out the folder on the shared volume, from the records
+that the manifests mount at RECORDS_DIR, and a pod's exit code is what its controller goes by:
+
+    0        the run succeeded
+    1 to 4   the run failed, and starting it again would not help
+    130      the run stopped, because a pod was asked to end: every task has saved at the same step
+
+A run that stopped goes on when its pods start again: the chief's opens it, and the others wait for that.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from cluster import settings, spec, tf_config
+from cluster.agent import __main__ as agent
+from cluster.agent.schedulers.lifecycle import exit_code, go_on
+from cluster.errors import EXIT_INTERRUPTED, ClusterError, TimedOut
+from cluster.run import launch_records, records
+from cluster.run.folder import RunFolder
+from cluster.spec import Role
+from cluster.system.json_files import write_json
+
+POLL_S = 0.2
+
+
+def main() -> int:
+    """Run the task that the environment names; return the pod's exit code."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_INTERRUPTED))  # until the agent asks for a checkpoint
+    try:
+        run, given = RunFolder(Path(os.environ["RUN_DIR"])), os.environ.get("TASK")
+        task = given or _task_of_operator()
+        if task == Role.CHIEF:
+            begin(run, Path(os.environ["RECORDS_DIR"]))
+        else:
+            await_begin(run, settings.seconds("BARRIER_TIMEOUT_S"))
+        if not given:
+            _replace_tf_config(run, task)
+    except ClusterError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return agent.main([]) or exit_code(run)
+
+
+def begin(run: RunFolder, given: Path) -> None:
+    """Lay out the folder of a new run, or open one that stopped; any other is left as it is.
+
+    Args:
+        run: the run.
+        given: folder with its `cluster.json`, `config.json` and `started.json`. A run that goes on takes the cluster
+            from there, and keeps its configuration.
+    """
+    cluster = records.read(given / "cluster.json", launch_records.cluster)
+    if run.cluster.exists():
+        if (run.outcome or {}).get("state") == "stopped":
+            write_json(run.cluster, cluster.to_json())
+            go_on(run)
+        return
+    run.path.mkdir(parents=True, exist_ok=True)
+    run.create()
+    write_json(run.config, records.read(given / "config.json", launch_records.config))
+    started = records.read(given / "started.json", launch_records.started)
+    write_json(run.control / "started.json", {"time": time.time()} | started)
+    run.begin_generation(0)
+    write_json(run.cluster, cluster.to_json())
+
+
+def await_begin(run: RunFolder, timeout_s: float) -> None:
+    """Return once the chief's pod has laid out the run's folder, or opened it again.
+
+    Raises:
+        TimedOut: it has not.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not run.cluster.exists() or (run.outcome or {}).get("state") == "stopped":
+        if time.monotonic() > deadline:
+            raise TimedOut(f"{run.path} was not laid out in {timeout_s:g} s; see the log of the chief's pod")
+        time.sleep(POLL_S)
+
+
+def _task_of_operator() -> str:
+    """Return the name of the task that an operator's TF_CONFIG is for; it gives none to a chief that is alone."""
+    text = os.environ.get("TF_CONFIG")
+    if not text:
+        return Role.CHIEF.value
+    _, role, index = tf_config.parse(text)
+    return spec.task_name(role, index)
+
+
+def _replace_tf_config(run: RunFolder, name: str) -> None:
+    """Set TF_CONFIG and TASK as everywhere else: an operator lists the evaluator too, which a strategy waits for."""
+    cluster = run.load_cluster()
+    os.environ["TASK"] = name
+    os.environ.pop("TF_CONFIG", None)
+    if text := tf_config.dumps(cluster, cluster.task(name)):
+        os.environ["TF_CONFIG"] = text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

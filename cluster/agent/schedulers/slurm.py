@@ -1,0 +1,199 @@
+"""What a Slurm job runs on its nodes: each task records its place, the chief writes the cluster, then the agents run.
+
+    python -m cluster.agent.schedulers.slurm COMMAND
+
+    task [ARGUMENT ...]   run a task of `srun`; the arguments are the agent's
+    stop                  the job's time is running out: every task saves and ends
+    result                exit with 75 if the job is to be queued again, otherwise with how the run ended
+    check                 print as JSON what this node has, for `invoke doctor --runtime slurm`
+
+Where the tasks run is known only when the job has its nodes, and again elsewhere after each requeue. So every task
+records the address of its node and a port that is free there, and the chief's makes the cluster of all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cluster import settings, tf_config
+from cluster.agent import rendezvous
+from cluster.agent.schedulers.lifecycle import exit_code, go_on
+from cluster.errors import (
+    EXIT_FAILED,
+    EXIT_PEER_LOST,
+    EXIT_USAGE,
+    ClusterError,
+    PrerequisiteError,
+    TimedOut,
+    UsageError,
+)
+from cluster.run import launch_records, records
+from cluster.run.folder import REQUEUE, RunFolder
+from cluster.spec import ClusterSpec, Role, Task
+from cluster.system import processes
+from cluster.system.json_files import write_json
+from cluster.system.ports import free_port
+
+POLL_S = 0.1
+SCONTROL_S = 30.0
+REACH_S = 20.0
+"""How long nodes that are checked get to reach each other."""
+TIME_LIMIT = "time limit"
+"""Who asks for the stop that the end of the job's time makes necessary."""
+
+
+def main(arguments: list[str]) -> int:
+    """Do what the first word says; return the exit code."""
+    run = RunFolder(Path(os.environ["RUN_DIR"]))
+    try:
+        if arguments[:1] == ["task"]:
+            return _task(run, arguments[1:])
+        if arguments == ["stop"]:
+            run.request_stop(TIME_LIMIT, then=REQUEUE)
+            return 0
+        if arguments == ["result"]:
+            return result(run)
+        if arguments == ["check"]:
+            print(json.dumps(check(run)), flush=True)
+            return 0
+    except ClusterError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(__doc__, file=sys.stderr)
+    return EXIT_USAGE
+
+
+def _task(run: RunFolder, words: list[str]) -> int:
+    """Be a task of the job: run the agent of one of the run's tasks until it has ended by itself."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_PEER_LOST))  # until the agent asks for a checkpoint
+    cluster, task = _join(run)
+    os.environ |= {"TASK": task.name, "STOP_THEN": REQUEUE, "CLUSTER_JSON": str(places(run) / "cluster.json")}
+    if config := tf_config.dumps(cluster, task):
+        os.environ["TF_CONFIG"] = config
+    os.environ |= gpus(task.role, os.environ.get("GPUS_PER_TASK", ""))
+    return keep_agent([sys.executable, "-m", "cluster.agent", *words])
+
+
+def _join(run: RunFolder) -> tuple[ClusterSpec, Task]:
+    """Record where this task is; return the cluster of all and which of its tasks this one is."""
+    tasks, number = run.load_cluster().tasks, int(os.environ["SLURM_PROCID"])
+    if number >= len(tasks):
+        raise UsageError(f"the job has more tasks than the {len(tasks)} of {run.name}; start it with `invoke up`")
+    name, node = tasks[number].name, os.environ["SLURMD_NODENAME"]
+    host = node_address(node)
+    write_json(places(run) / f"{name}.json", {"node": node, "host": host, "port": task_port(host, number)})
+    cluster = assemble(run) if number == 0 else await_cluster(run)
+    return cluster, cluster.task(name)
+
+
+def gpus(role: Role, each: str) -> dict[str, str]:
+    """Return the variables by which a task sees the GPUs that Slurm gave it, or none of them."""
+    if not each or role not in (Role.CHIEF, Role.WORKER):
+        return {"CUDA_VISIBLE_DEVICES": "-1"}
+    return {"GPUS_GIVEN": each, "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+
+
+def check(run: RunFolder) -> dict[str, Any]:
+    """Return this node's name and clock, whether it sees the data, and what keeps it from reaching other nodes."""
+    data = Path(os.environ["DATA_DIR"]).is_dir()
+    found = {"node": os.environ["SLURMD_NODENAME"], "time": time.time(), "data": data, "unreached": ""}
+    cluster, task = _join(run)
+    try:
+        rendezvous.wait(cluster, task, token=run.name, timeout_s=REACH_S)
+    except ClusterError as error:
+        found["unreached"] = str(error)
+    return found
+
+
+def places(run: RunFolder) -> Path:
+    """Return the folder in which the tasks of this attempt of the job record where they are."""
+    return run.control / "slurm" / f"{os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+
+
+def node_address(node: str) -> str:
+    """Return where other nodes reach a node, as Slurm itself knows it.
+
+    Raises:
+        PrerequisiteError: Slurm does not say.
+    """
+    code, told, complained = processes.run(["scontrol", "--oneliner", "show", "node", node], SCONTROL_S)
+    if code or not (found := re.search(r"\bNodeAddr=(\S+)", told)):
+        raise PrerequisiteError(f"`scontrol show node {node}` names no address: {(complained or told).strip()[:200]}")
+    return found[1]
+
+
+def task_port(host: str, number: int) -> int:
+    """Return a free port of this node for a task; tasks of one job on one node look in different places."""
+    return free_port(host, int(os.environ["SLURM_JOB_ID"]) * 521 + number * 31)
+
+
+def assemble(run: RunFolder) -> ClusterSpec:
+    """Return the cluster on the places of its tasks, once all have one; a run that was under way goes on there.
+
+    Raises:
+        TimedOut: a task did not start.
+    """
+    cluster, folder, tasks = run.load_cluster(), places(run), []
+    for task in cluster.tasks:
+        place = _await_record(folder / f"{task.name}.json", f"{task.name} did not start on its node")
+        found = records.read(place, records.place)
+        tasks.append(replace(task, host=found["host"], port=found["port"]))
+    cluster = replace(cluster, tasks=tuple(tasks))
+    stopped = (run.outcome or {"state": "stopped"})["state"] == "stopped"
+    if run.heartbeats() and stopped:  # of an earlier attempt
+        go_on(run)
+    write_json(folder / "cluster.json", cluster.to_json())
+    return cluster
+
+
+def await_cluster(run: RunFolder) -> ClusterSpec:
+    """Return the cluster that the chief has made of the places of this attempt.
+
+    Raises:
+        TimedOut: it has not.
+    """
+    path = _await_record(places(run) / "cluster.json", "the chief did not start on its node")
+    return records.read(path, launch_records.cluster)
+
+
+def _await_record(path: Path, missing: str) -> Path:
+    deadline = time.monotonic() + settings.seconds("BARRIER_TIMEOUT_S")
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimedOut(f"{missing}, or does not see the folder of the run; see logs/slurm.log there")
+        time.sleep(POLL_S)
+    return path
+
+
+def keep_agent(command: Sequence[str]) -> int:
+    """Run the agent, again where it was killed; return the code that it ended with by itself."""
+    while True:
+        agent = subprocess.Popen(command, preexec_fn=processes.die_with_parent)
+        signal.signal(signal.SIGTERM, lambda *_, agent=agent: agent.terminate())
+        if (code := agent.wait()) >= 0:
+            return code
+
+
+def result(run: RunFolder) -> int:
+    """Return 75 if the job is to be queued again, because its run has not come to its end; else how it ended."""
+    outcome = run.outcome
+    if outcome is None and not (places(run) / "cluster.json").exists():
+        error = "Slurm did not start every task; see logs/slurm.log"
+        run.end("failed", task="chief", exit_code=EXIT_FAILED, error=error)
+    elif outcome is None or (outcome["state"] == "stopped" and run.requeue_requested):
+        return EXIT_PEER_LOST
+    return exit_code(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

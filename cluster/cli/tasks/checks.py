@@ -1,0 +1,94 @@
+"""The tasks that check: this machine, the strategies, whether a run repeats, and whether it recovers."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+from invoke import Exit
+
+from cluster import spec
+from cluster.checks import doctor as machine
+from cluster.checks import rerun as repetition
+from cluster.checks import verify as verification
+from cluster.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, shell, show, task
+from cluster.control import chaos as injection
+from cluster.control import storm as storming
+from cluster.control import view
+from cluster.control.faults import KINDS, STORM
+from cluster.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, UsageError
+from cluster.launch import folders, startup
+from cluster.options.request import OPTIONS
+
+
+@task(
+    bandwidth="also measure the all-reduce between GPUs, which takes a minute (default: no)",
+    gpus="with --bandwidth, which: all, how many, or ids such as 0,1 (default: all)",
+    runtime="slurm: also examine its nodes, in a step on all of them (default: this machine alone)",
+    json=JSON_HELP,
+)
+def doctor(c, bandwidth=False, gpus="", runtime="", json=False):
+    """Check what this machine has and lacks, each with its fix; exit code 3 where something must be mended."""
+    value = machine.look(bandwidth=bandwidth, gpus=gpus, runtime=runtime)
+    show(value, view.findings, as_json=json)
+    raise Exit(code=EXIT_DONE if value["ok"] else EXIT_PREREQUISITE)
+
+
+@task(write="renew the table in docs/strategies.md, if no row failed (default: no)", json=JSON_HELP)
+def verify(c, write=False, json=False):
+    """Train shortly with every strategy and both loops, and compare; exit code 1 where one failed."""
+    shell(c, aside=True)(startup.data_command("prepare", verification.DATASET))
+    rows = verification.examine(lambda line: print(line, file=sys.stderr if json else sys.stdout, flush=True))
+    show({"rows": rows}, lambda _: [], as_json=json)
+    if write:
+        print(f"renewed {' and '.join(verification.write(rows))}", file=sys.stderr)
+    raise Exit(code=EXIT_FAILED if verification.failed(rows) else EXIT_DONE)
+
+
+@task(
+    "run",
+    run=RUN_HELP,
+    runtime=f"{OPTIONS['runtime'].help} (default: the run's own)",
+    tolerance="largest relative difference between two losses that passes for equal (default: 0)",
+    trust=TRUST_HELP,
+    json=JSON_HELP,
+)
+def rerun(c, run=None, runtime="", tolerance="0", trust=False, json=False):
+    """Make a run once more and compare every logged loss and the final weights; exit code 0 where they are the same."""
+    folder = folders.find_run(run or "")
+    bound, sh = repetition.parse_tolerance(tolerance), shell(c, aside=json)
+    again, verdict = repetition.rerun(folder, runtime, bound, sh, trust=trust)
+    show(repetition.to_json(again, verdict), lambda _: repetition.lines(again, verdict), as_json=json)
+    raise Exit(code=repetition.exit_code(verdict))
+
+
+@task(
+    "kind",
+    "task",
+    kind=f"{', '.join(KINDS)}, or {STORM} (default: none, it must be named)",
+    task="task such as worker-1 (default: none, it must be named; a storm draws its own)",
+    at_step="not before the run has done this many steps (default: 0, at once)",
+    whole="kill the task's agent too, as when its machine dies (default: no, its program alone)",
+    faults="of a storm (default: 20)",
+    seed="of a storm: the same one draws the same faults (default: 0)",
+    kinds="of a storm, such as kill,pause (default: all that this run can outlive)",
+    timeout="seconds to wait for the step, and for the recovery (default: 300)",
+    run=RUN_HELP,
+    json=JSON_HELP,
+)
+def chaos(
+    c, kind=None, task=None, at_step="0", whole=False, faults="20", seed="0", kinds="", timeout="300", run="",
+    json=False,
+):  # fmt: skip
+    """Inject a real fault into a run and report its cost, once the run has recovered or ended."""
+    folder = folders.find_run(run)
+    if kind == STORM:
+        count, drawn = spec.parse_count("faults", faults, 1, 10_000), [word for word in kinds.split(",") if word]
+        raise Exit(code=storming.main(folder, count, spec.parse_count("seed", seed, 0, 2**31 - 1), drawn))
+    if not kind or (not task and kind in KINDS):
+        raise UsageError(f"chaos {kind or ''}: name a fault and a task, such as chaos kill worker-0, or chaos storm")
+    fault = injection.Fault(kind, task or "chief", spec.parse_count("at-step", at_step, 0, 10**12), whole)
+    injection.check(folder, fault)
+    result = injection.inflict(folder, fault, spec.parse_count("timeout", timeout, 1, 10**9))
+    show(dataclasses.asdict(result), lambda _: [f"{fault} at step {result.step}: {result.told}"], as_json=json)
+    raise Exit(code=EXIT_DONE if result.as_it_should else EXIT_FAILED)

@@ -1,0 +1,145 @@
+"""From options to manifests for Kubernetes: checked as `up` checks them, but for what only the machine of `up` has."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cluster import spec
+from cluster.errors import UsageError, nearest
+from cluster.image import images
+from cluster.launch import configuration, folders, planning
+from cluster.options.request import PRESET, Request, check_together
+from cluster.options.topology import topology
+from cluster.runtime import inherited, memory
+from cluster.runtime.kubernetes import jobs, objects
+from cluster.runtime.kubernetes.pods import Manifest
+from cluster.runtime.memory import TASK_MEMORY_BYTES
+from cluster.spec import ClusterSpec
+
+KINDS = ("jobset", "tfjob")
+NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
+"""Pods are called after it, with up to 23 characters more, and no label of a host name has more than 63."""
+MEMORY, CPUS, STORAGE, CLAIM = "4GiB", "2", "20Gi", "tf-cluster"
+MAX_GPUS = 64
+
+
+@dataclass(frozen=True)
+class Place:
+    """What is asked for of the Kubernetes cluster, as typed; empty is the default."""
+
+    kind: str = "jobset"
+    image: str = ""
+    tensorboard_image: str = ""
+    claim: str = CLAIM
+    storage: str = STORAGE
+    cpus: str = CPUS
+
+
+def render(request: Request, place: Place) -> dict[str, list[dict[str, Any]]]:
+    """Return the objects by the file that they belong to, in the order to apply them. Changes nothing.
+
+    Raises:
+        UsageError: something asked for cannot be done.
+    """
+    manifest = _manifest(request, place)
+    board = {"tensorboard.yaml": objects.tensorboard(manifest)} if manifest.tensorboard_image else {}
+    job = jobs.jobset(manifest) if place.kind == "jobset" else jobs.tfjob(manifest)
+    return {
+        "claim.yaml": [objects.claim(manifest, place.storage)],
+        "data.yaml": [objects.data_job(manifest)],
+        "records.yaml": [objects.records(manifest)],
+        "network-policy.yaml": [objects.network_policy(manifest)],
+        f"{place.kind}.yaml": [job],
+        **board,
+    }
+
+
+NOT_RENDERED = (
+    *("script", "separate_chief", "requirements", "runtime", "network", "gpus", "gpu_runtime"),
+    *("resume", "trust", "fresh", "detach"),
+    *("partition", "time", "account", "nodes", "cpus_per_task"),
+    "partition_by",  # what is measured here is no measure of other machines
+)
+"""Options that say what happens on the machine of `up`, or need code that the image does not hold."""
+ONCE = ("claim.yaml", "data.yaml")
+"""Applied once before the first run: what must outlive a run is not deleted with its manifests."""
+
+
+def kustomization(files: Mapping[str, object]) -> dict[str, Any]:
+    """Return the Kustomize base of a run's files."""
+    return {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [name for name in files if name not in ONCE],
+    }
+
+
+def _manifest(request: Request, place: Place) -> Manifest:
+    check_together(request, scripted=False)
+    if place.kind not in KINDS:
+        raise UsageError(f"--kind {place.kind!r} is no kind of job{nearest(place.kind, KINDS)}")
+    name = request.name or (request.preset or PRESET).rpartition(":")[2].replace("_", "-").lower()
+    if not NAME.fullmatch(name):
+        raise UsageError(
+            f"--name {name!r}: Kubernetes takes small letters, digits and '-', at most 40, the first a letter; "
+            "choose such a name"
+        )
+    gpus = spec.parse_count("gpus-per-task", request.gpus_per_task or 0, 0, MAX_GPUS)
+    cluster = _cluster(request, gpus)
+    config, _, _ = configuration.resolve(request, None, None, folders.data_dir())
+    planning.check_sharing(config, cluster)
+    board = request.number("tensorboard_port")
+    hosts = jobs.jobset_hosts if place.kind == "jobset" else jobs.tfjob_hosts
+    return Manifest(
+        name=name,
+        spec=hosts(cluster, name),
+        config=config,
+        started=_started(request),
+        image=place.image or images.train_image("gpu" if gpus else "cpu"),
+        tensorboard_image=(place.tensorboard_image or images.tensorboard_image()) if board else "",
+        claim=place.claim,
+        memory_bytes=_memory_bytes(request),
+        cpus=spec.parse_count("cpus", place.cpus, 1, 1024),
+        gpus=gpus,
+        environment=_environment(request, gpus),
+    )
+
+
+def _cluster(request: Request, gpus: int) -> ClusterSpec:
+    options = topology(request)
+    if gpus and request.devices and request.devices != str(gpus):
+        raise UsageError(
+            f"--devices {request.devices} with --gpus-per-task {gpus}: a task has a replica on each of its GPUs; "
+            "leave --devices out"
+        )
+    cluster = spec.build(**options | ({"devices": str(gpus)} if gpus else {}))
+    if cluster.kind.hardware:
+        raise UsageError(
+            f"--strategy {cluster.strategy}: no manifests are rendered for a {cluster.kind.hardware.upper()}"
+        )
+    return cluster
+
+
+def _started(request: Request) -> dict[str, Any]:
+    return {
+        "hang_timeout_s": request.number("hang_timeout"),
+        "max_restarts": request.number("max_restarts"),
+    }
+
+
+def _memory_bytes(request: Request) -> int:
+    limit = memory.parse(request.memory or MEMORY)
+    if limit < TASK_MEMORY_BYTES:
+        raise UsageError(f"--memory {request.memory}: TensorFlow alone takes {memory.shown(TASK_MEMORY_BYTES)}")
+    return limit
+
+
+def _environment(request: Request, gpus: int) -> dict[str, str]:
+    given = {name: os.environ[name] if value is None else value for name, value in inherited.parse(request.env).items()}
+    if request.nccl_debug and not gpus:
+        raise UsageError("--nccl-debug without GPUs: add --gpus-per-task, or leave it out")
+    return given | ({"NCCL_DEBUG": request.nccl_debug or "WARN"} if gpus else {})

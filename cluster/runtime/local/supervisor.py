@@ -1,0 +1,201 @@
+"""The supervisor of a local run: what an engine does for containers, done by one process.
+
+    python -m cluster.runtime.local.supervisor RUN_DIR
+
+It starts an agent for every task listed in the run's `compose.json`, brings back an agent that was killed, and ends
+when all of them have. The kernel kills the agents and their programs if the supervisor dies, and its parent,
+`keeper.py`, ends whatever else they started. That one enters the run's own network first, if it has one, so all of them
+are in there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import EXIT_FAILED, TimedOut
+from cluster.messages import counted
+from cluster.paths import ROOT
+from cluster.recovery import attempts, ends, step_record
+from cluster.recovery.attempts import Attempt
+from cluster.results import summary
+from cluster.run import launch_records, owner, records
+from cluster.run.folder import RunFolder
+from cluster.run.heartbeat import Heartbeat
+from cluster.runtime import inherited
+from cluster.runtime.local import keeper
+from cluster.runtime.network import HOST, PRIVATE
+from cluster.system import fork_server, namespaces, process_table, processes
+from cluster.system.files import open_file
+
+POLL_S = 0.05
+START_S = 60.0
+"""Longest time until a live supervisor writes its first heartbeats: well under a second on an idle machine."""
+
+
+def start(run: RunFolder) -> None:
+    """Start the run's supervisor in the background, in a session of its own.
+
+    Raises:
+        TimedOut: it did not come up.
+    """
+    owned = owner.begin(run, "local")
+    with open_file(run.log("supervisor"), "ab") as log:
+        supervisor = subprocess.Popen(
+            [sys.executable, "-m", "cluster.runtime.local.supervisor", str(run.path)],
+            cwd=ROOT,
+            env=_environment(run) | {"RUN_DIR": str(run.path), owner.TOKEN: owned.token},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    owner.record_supervisor(run, owned, processes.identity(supervisor.pid))
+    deadline = time.monotonic() + START_S
+    while not run.status("chief").exists():
+        if supervisor.poll() is not None or time.monotonic() > deadline:
+            raise TimedOut(f"the supervisor of {run.name} did not start its tasks; see {run.log('supervisor')}")
+        time.sleep(POLL_S)
+
+
+def _environment(run: RunFolder) -> dict[str, str]:
+    """Return what all tasks take over from the caller, and the variables that are the same in every task.
+
+    With these the supervisor imports for all of them.
+    """
+    how = run.composed
+    environments = [task["environment"].items() for task in how.get("tasks", {}).values()]
+    same = dict(set(environments[0]).intersection(*environments[1:])) if environments else {}
+    return inherited.for_process(how.get("inherits", ())) | same
+
+
+def running(run: RunFolder) -> bool:
+    """Whether the run's supervisor is alive."""
+    owned = owner.read(run)
+    return owned is not None and owned.alive
+
+
+def processes_left(run: RunFolder, table: process_table.ProcessTable | None = None) -> list[int]:
+    """Return the ids of the run's processes, in a look at all processes that several runs can share."""
+    owned = owner.read(run)
+    return owned.processes(table or process_table.ProcessTable()) if owned else []
+
+
+def kill(run: RunFolder) -> int:
+    """Kill every process of the run; return how many there were.
+
+    Raises:
+        TimedOut: some do not end.
+    """
+    owned = owner.read(run)
+    return process_table.kill_all(owned.processes, f"run {run.name}") if owned else 0
+
+
+class Supervisor:
+    """Starts the agents and brings back the ones that are killed."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self.run = run
+        how = records.read(run.compose, launch_records.compose)
+        self.preload: str = how.get("preload", "")
+        self.tasks: dict[str, Any] = how["tasks"]
+        self.agents: dict[str, subprocess.Popen[bytes] | fork_server.ForkedProcess] = {}
+        self._failures: dict[str, list[Attempt]] = {name: [] for name in self.tasks}
+        self._due: dict[str, float] = {}
+        """When an agent is started again that failed by itself."""
+
+    def main(self) -> None:
+        """Return when every agent has ended for good."""
+        signal.signal(signal.SIGTERM, lambda *_: self.run.request_stop("supervisor"))
+        if self.preload:
+            self._preload()
+        for name in self.tasks:
+            self._start(name)
+        while self.agents or self._due:
+            for name, agent in list(self.agents.items()):
+                if (code := agent.poll()) is not None:
+                    self._act_on_exit(name, code)
+            self._start_those_due()
+            time.sleep(POLL_S)
+        # The chief's agent writes the summary, unless it was killed at the very end or this is not the run's end.
+        if not self.run.ended and not self.run.goes_on:
+            self.run.end("failed", error="the agents ended without an outcome; see logs/")
+            summary.write(self.run, settle_s=0)
+
+    def _preload(self) -> None:
+        """Import once what every task needs; its agent and its program are then copies of this process."""
+        spec = self.run.load_cluster()
+        beats = [Heartbeat(self.run, spec.task(name), self.run.generation) for name in self.tasks]
+        for beat in beats:
+            beat.values["importing"] = True
+            beat.start()
+        try:
+            fork_server.preload(self.preload, self.run)
+        except Exception:  # each task will come upon it by itself, and logs it
+            traceback.print_exc()
+        finally:
+            for beat in beats:
+                beat.stop()
+
+    def _start(self, name: str) -> None:
+        task = self.tasks[name]
+        with open_file(self.run.log(name), "ab") as log:
+            self.agents[name] = fork_server.start(
+                task["command"],
+                env=os.environ | task["environment"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # the agent itself writes the program's output to the log
+                stderr=log,
+                preexec_fn=processes.die_with_parent,
+                start_new_session=True,
+            )
+
+    def _act_on_exit(self, name: str, code: int) -> None:
+        """Bring back an agent that was killed, however often, and one that fails by itself a few times."""
+        del self.agents[name]
+        if code == 0:
+            return
+        kind = ends.kind_of(code, out_of_memory=False)
+        if kind == attempts.OUTSIDE:
+            self._due[name] = time.monotonic()
+            return
+        saved, step = max(self.run.saved_steps, default=-1), step_record.newest(self.run, self.run.generation)
+        tried = self._failures[name]
+        tried.append(Attempt(attempts.OWN, step, saved))
+        if count := attempts.too_many(tried, attempts.max_restarts(self.run)):
+            why = f"{processes.describe_exit(code)}; see {self.run.log(name)}"
+            cause = f"its agent failed {counted(count, 'time')} without progress: {why}"
+            self.run.end("failed", task=name, exit_code=EXIT_FAILED, error=cause)
+        else:
+            self._due[name] = time.monotonic() + attempts.pause_s(tried)
+
+    def _start_those_due(self) -> None:
+        """Start again the agents whose time has come; once the run is over they have nothing more to do."""
+        for name, due in list(self._due.items()):
+            if self.run.outcome and self.run.ended:
+                del self._due[name]
+            elif time.monotonic() >= due or self.run.outcome or self.run.stop_requested:
+                del self._due[name]
+                self._start(name)
+
+
+def main(run: RunFolder) -> None:
+    """Be the first process of the run.
+
+    Raises:
+        OSError: the tasks cannot get the network that they must have: none is started.
+    """
+    supervisor = Supervisor(run)
+    if run.composed.get("network", HOST) == PRIVATE:
+        namespaces.enter()
+    keeper.keep(supervisor.main, lambda: run.request_stop("supervisor"))
+
+
+if __name__ == "__main__":
+    main(RunFolder(Path(sys.argv[1])))

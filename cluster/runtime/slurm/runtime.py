@@ -1,0 +1,186 @@
+"""The cluster as a job of a Slurm site: queued by `sbatch`, found by its name, ended by `scancel`.
+
+`batch.py` has the batch script, `cluster/agent/schedulers/slurm.py` what it runs on the nodes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import PrerequisiteError, TimedOut, UsageError
+from cluster.findings import Finding
+from cluster.gpu.placement import NO_DEVICE
+from cluster.run import owner
+from cluster.run.folder import RunFolder
+from cluster.runtime import inherited, network
+from cluster.runtime.base import Availability, Remains, Runtime, Shell, Workload
+from cluster.runtime.faults import FaultInjector
+from cluster.runtime.network import Network
+from cluster.runtime.slurm import batch
+from cluster.runtime.slurm.faults import SlurmFaults
+from cluster.system import processes
+from cluster.system.files import open_file
+
+ANSWER_S = 30.0
+END_S = 90.0
+"""Longest wait for a job to be gone after `scancel`: Slurm gives its tasks KillWait, 30 s, before it kills them."""
+POLL_S = 0.5
+LOOK_S = 5.0
+IN_PROGRESS = frozenset(
+    {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SUSPENDED"}
+    | {"SIGNALING", "STAGE_OUT", "STOPPED", "SPECIAL_EXIT", "PREEMPTED", "NODE_FAIL"}
+)
+"""States of a job that runs, or is queued again at once, as after its preemption or the loss of a node."""
+
+
+class Slurm(Runtime):
+    """Tasks of one Slurm job, on nodes that share this checkout, its environment and the folders of runs and data."""
+
+    name = "slurm"
+    tasks = "tasks of a Slurm job"
+    is_remote = True
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[float, bool]] = {}
+        """When each job was looked for last, and whether it was there."""
+
+    def probe(self) -> Availability:
+        """Return whether Slurm's controller answers."""
+        code, printed, complained = _nodes()
+        if code:
+            return Availability(False, f"Slurm does not answer ({_last(complained)})", "use a login node")
+        return Availability(True, "queued by sbatch" if printed.strip() else "this cluster has no nodes now")
+
+    def examine(self) -> list[Finding]:
+        """Return whether Slurm answers and has nodes; nothing where it is not installed."""
+        code, printed, complained = _nodes()
+        if code in (126, 127):
+            return []
+        if code:
+            return [Finding("slurm", "warning", _last(complained), "scontrol ping; until then use another --runtime")]
+        return [Finding("slurm", "ok", ", ".join(printed.split("\n")[:-1]) or "no nodes")]
+
+    def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:  # noqa: ARG002
+        """Return the network of the nodes, with a warning: nothing closes it to others."""
+        network.check(requested)
+        if requested == network.PRIVATE:
+            raise UsageError(
+                f"--network {requested}: tasks of a Slurm job are in the network of their nodes; leave it out"
+            )
+        exposed = "TensorFlow's servers ask for no password, and whoever reaches the nodes reaches them"
+        return Network(network.HOST, requested or previous, f"warning: {exposed}: see docs/slurm.md" if serves else "")
+
+    def render(self, work: Workload) -> dict[str, Any]:
+        """Return the batch script."""
+        if work.payload.script:
+            raise UsageError("--script with --runtime slurm: scripts run as local processes or in containers")
+        given = {name: value for name, value in _environment(work).items() if not name.startswith("SLURM")}
+        text = batch.script(work.cluster, job_name(work.run), work.run.path, work.job, given)
+        return {"runtime": self.name, "script": text}
+
+    def preflight(self, work: Workload, ending: int = 0) -> None:
+        """Leave memory and GPUs to Slurm, which gives the job nodes that have them."""
+
+    def commands(self, work: Workload, rendered: dict[str, Any]) -> list[str]:  # noqa: ARG002
+        """Return the command that queues the job, with its script."""
+        return [f"sbatch <<'SCRIPT'\n{rendered['script']}SCRIPT"]
+
+    def start(self, work: Workload, sh: Shell) -> None:
+        """Queue the job."""
+        path = work.run.control / "job.sh"
+        with open_file(path, "wb") as file:
+            file.write(self.render(work)["script"].encode())
+        owner.begin(work.run, self.name)
+        sh(shlex.join(["sbatch", str(path)]))
+
+    def alive(self, run: RunFolder) -> bool:
+        """Whether the run's job runs or is queued; also where Slurm does not say, so that no run is taken for dead."""
+        name, now = job_name(run), time.monotonic()
+        if name not in self._seen or now - self._seen[name][0] > LOOK_S:  # a site's controller is asked by many
+            try:
+                self._seen[name] = (now, bool(_jobs(name)))
+            except PrerequisiteError:
+                self._seen[name] = (now, True)
+        return self._seen[name][1]
+
+    def remove(self, run: RunFolder, sh: Shell, grace_s: int) -> None:
+        """Cancel the run's job, unless it ends by itself, and wait until it is gone."""
+        deadline = time.monotonic() + grace_s
+        while _jobs(job_name(run)) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        deadline = time.monotonic() + END_S
+        if jobs := _jobs(job_name(run)):
+            sh(shlex.join(["scancel", *(["--signal=KILL", "--full"] if not grace_s else []), *jobs]))
+        while jobs := _jobs(job_name(run)):
+            if time.monotonic() > deadline:
+                raise TimedOut(f"job {' '.join(jobs)} of {run.name} does not end; `scontrol show job` says why")
+            time.sleep(POLL_S)
+
+    def remains(self, runs_dir: Path, names: Collection[str]) -> Remains:
+        """Return the runs that have a job."""
+        mine = {name for name in names if _is_mine(RunFolder(runs_dir / name))}
+        if not mine:
+            return Remains(frozenset())
+        try:
+            queued = set(_jobs().values())
+        except PrerequisiteError as error:
+            return Remains(frozenset(), f"{error}; use a login node")
+        return Remains(frozenset(name for name in mine if job_name(RunFolder(runs_dir / name)) in queued))
+
+    def faults(self, run: RunFolder) -> FaultInjector:
+        """Return what disturbs tasks on their nodes."""
+        return SlurmFaults(run, lambda: next(iter(_jobs(job_name(run))), ""))
+
+
+def job_name(run: RunFolder) -> str:
+    """Return what the run's job is called: readable, and another name for each run folder that a user has."""
+    return f"tf-cluster-{run.name}-{hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:8]}"
+
+
+def _jobs(name: str = "") -> dict[str, str]:
+    """Return the names of this user's jobs that are in progress, by their numbers.
+
+    Args:
+        name: only those of this name.
+
+    Raises:
+        PrerequisiteError: Slurm does not answer.
+    """
+    words = ["squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%j", *([f"--name={name}"] if name else [])]
+    code, printed, complained = processes.run(words, ANSWER_S)
+    if code:
+        raise PrerequisiteError(f"Slurm does not answer: {_last(complained)}")
+    rows = (line.split("|", 2) for line in printed.splitlines() if line.count("|") >= 2)
+    return {number: called for number, state, called in rows if state in IN_PROGRESS}
+
+
+def _is_mine(run: RunFolder) -> bool:
+    owned = owner.read(run)
+    return (owned.runtime if owned else run.composed.get("runtime")) == Slurm.name
+
+
+def _environment(work: Workload) -> dict[str, str]:
+    """Return what every task gets: nothing of the node that it will be on is known yet."""
+    payload = work.payload
+    more = payload.environment(work.cluster, payload.local_path())
+    kept = inherited.for_process([name for name, value in more.items() if value is None])
+    given = {name: value for name, value in more.items() if value is not None}
+    own = {"RUN_DIR": str(work.run.path), "DATA_DIR": str(work.data_dir)}
+    gpus = {"GPUS_PER_TASK": work.job.gpus_per_task} if work.job.gpus_per_task else {"CUDA_VISIBLE_DEVICES": NO_DEVICE}
+    temporary = {"TMPDIR"} & kept.keys()  # this machine's own; a node has another
+    return {name: value for name, value in (kept | given | own | gpus).items() if name not in temporary}
+
+
+def _nodes() -> tuple[int, str, str]:
+    """Ask Slurm for its nodes; return the exit code, a line for each state of nodes, and the complaint."""
+    return processes.run(["sinfo", "--noheader", "--format=%D %T"], ANSWER_S)
+
+
+def _last(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1][:200] if lines else "no output"

@@ -1,0 +1,129 @@
+"""The tasks of a Slurm job: where they are, what the chief makes of that, and whether the job is queued again."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster import spec
+from cluster.agent.schedulers import slurm
+from cluster.errors import EXIT_PEER_LOST, PrerequisiteError, TimedOut
+from cluster.run.folder import REQUEUE, SCALE, RunFolder
+from cluster.system.json_files import write_json
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """The folder of a run with a worker that a job is about to start, as `up` leaves it."""
+    folder = RunFolder(tmp_path / "a-run")
+    folder.create()
+    write_json(folder.cluster, spec.build(workers=1).to_json())
+    folder.begin_generation(0)
+    for name, value in {"RUN_DIR": folder.path, "SLURM_JOB_ID": 7, "BARRIER_TIMEOUT_S": "0.1"}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    return folder
+
+
+def take_places(run: RunFolder, *names: str) -> None:
+    for at, name in enumerate(names):
+        write_json(slurm.places(run) / f"{name}.json", {"node": f"n{at}", "host": f"node-{at}", "port": 20000 + at})
+
+
+def assembled(run: RunFolder) -> list[str]:
+    take_places(run, "chief", "worker-0")
+    cluster = slurm.assemble(run)
+    assert cluster == slurm.await_cluster(run)
+    assert spec.build(workers=1) == run.load_cluster()  # as it was checked and signed for
+    return [task.address for task in cluster.tasks]
+
+
+def test_the_cluster_is_where_its_tasks_are(run: RunFolder) -> None:
+    assert ["node-0:20000", "node-1:20001"] == assembled(run)
+    assert 0 == run.generation
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_job_that_runs_again_goes_on_in_a_new_generation_elsewhere(
+    run: RunFolder, stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assembled(run)
+    write_json(run.status("chief"), {"task": "chief", "state": "training", "updated_at": 1.0})
+    run.request_stop(slurm.TIME_LIMIT, then=REQUEUE)
+    if stopped:
+        run.end("stopped", task="chief")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    with pytest.raises(TimedOut):
+        slurm.await_cluster(run)  # not that of the first attempt
+    assembled(run)
+    assert (1, None, False, {}) == (run.generation, run.outcome, run.stop_requested, run.heartbeats())
+
+
+def test_a_run_that_ended_stays_ended(run: RunFolder) -> None:
+    run.end("succeeded", task="chief")
+    assembled(run)
+    assert "succeeded" == (run.outcome or {})["state"]
+
+
+def test_a_task_that_does_not_start_is_waited_for_only_so_long(run: RunFolder) -> None:
+    take_places(run, "chief")
+    with pytest.raises(TimedOut, match="worker-0"):
+        slurm.assemble(run)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "then", "code"),
+    [
+        (None, "", EXIT_PEER_LOST),
+        ("stopped", REQUEUE, EXIT_PEER_LOST),
+        ("stopped", "", 130),
+        ("stopped", SCALE, 130),
+        ("succeeded", "", 0),
+        ("failed", "", 1),
+    ],
+)
+def test_a_job_is_queued_again_unless_its_run_has_come_to_its_end(
+    run: RunFolder, outcome: str | None, then: str, code: int
+) -> None:
+    assembled(run)
+    run.request_stop("somebody", then=then)
+    if outcome:
+        run.end(outcome, task="chief")
+    assert code == slurm.result(run)
+
+
+def test_a_job_whose_tasks_never_started_is_not_queued_again_for_ever(run: RunFolder) -> None:
+    assert 1 == slurm.result(run)
+    assert "failed" == (run.outcome or {})["state"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [((0, "NodeName=n1 Arch=x86_64 NodeAddr=10.0.0.1 NodeHostName=n1\n", ""), "10.0.0.1"), ((1, "", "no"), None)],
+)
+def test_a_node_is_where_slurm_reaches_it(
+    answer: tuple[int, str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm.processes, "run", lambda *_: answer)
+    if expected:
+        assert expected == slurm.node_address("n1")
+    else:
+        with pytest.raises(PrerequisiteError):
+            slurm.node_address("n1")
+
+
+def test_tasks_on_one_node_get_ports_of_their_own(run: RunFolder) -> None:
+    first, second = (slurm.task_port("127.0.0.1", number) for number in (0, 1))
+    assert first != second
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", first))
+        assert slurm.task_port("127.0.0.1", 0) not in (first, second)
+
+
+def test_an_agent_that_is_killed_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm.signal, "signal", lambda *_: None)
+    words: list[Any] = ["bash", "-c", f"[ -e {tmp_path}/again ] && exit 3; touch {tmp_path}/again; kill -9 $$"]
+    assert 3 == slurm.keep_agent(words)
