@@ -1,24 +1,21 @@
-"""The training configuration: frozen dataclasses, presets that return complete ones, and dotted overrides."""
+"""The training configuration: frozen dataclasses, and the checks of their values."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import math
 import operator
 import os
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cluster import spec, strategies
-from cluster.errors import UsageError, nearest
+from cluster.errors import UsageError
 from train import references
 from train.data.arrays import WINDOW
-from train.field_types import check_choice, check_range, check_types, option_of, shown
+from train.field_types import check_choice, check_range, check_types, option
 from train.optimization import OPTIMIZERS, Optimizer
 from train.pipeline.partition import PARTITIONS
 from train.pipeline.schedule import SCHEDULES
@@ -195,7 +192,7 @@ class TrainConfig:
         if self.max_steps is not None:
             check_range("max_steps", self.max_steps, 1, 10**12)
         if not (math.isfinite(self.epochs) and self.epochs > 0):
-            raise UsageError(f"{option_of('epochs')} {self.epochs:g}: expected a number above 0")
+            raise UsageError(f"{option('epochs')} {self.epochs:g}: expected a number above 0")
         self._check_checkpoint_every()
         self.optimizer.check()
         if self.callbacks == "tutorial" and not self.rate_is_set:
@@ -228,7 +225,7 @@ class TrainConfig:
             timer.parse(self.checkpoint_every)
         except ValueError:
             raise UsageError(
-                f"{option_of('checkpoint_every')} {self.checkpoint_every!r}: expected optimizer steps from 1 to "
+                f"{option('checkpoint_every')} {self.checkpoint_every!r}: expected optimizer steps from 1 to "
                 "1000000000 such as 200, seconds from 0.1 such as 30s, or auto"
             ) from None
 
@@ -243,11 +240,15 @@ class TrainConfig:
             )
         spec.check_micro_batches(self.global_batch, self.bitwise_elastic, self.micro_batches, "virtual shards")
 
-    def pin(self) -> TrainConfig:
-        """Return this configuration with what depends on the machine written down, where bits depend on it."""
+    def pin(self, cores: int = 0) -> TrainConfig:
+        """Return this configuration with what depends on the machine written down, where bits depend on it.
+
+        Args:
+            cores: that each task can use; 0: those of this machine.
+        """
         threads, onednn = self.threads, self.onednn
         if self.deterministic:
-            threads = threads or len(os.sched_getaffinity(0))
+            threads = threads or cores or len(os.sched_getaffinity(0))
         if onednn == "auto" and (self.deterministic or self.model in REPEATABLE):
             onednn = "on" if self.model in REPEATABLE else "off"
         return dataclasses.replace(self, threads=threads, onednn=onednn)
@@ -262,7 +263,7 @@ class TrainConfig:
             if field_name == "dataset" and self.source == "stream":
                 continue  # any TFDS dataset: the data step knows them
             if reference or field_name != "callbacks":
-                references.check(option_of(field_name), reference, REFERENCES[field_name])
+                references.check(option(field_name), reference, REFERENCES[field_name])
         return self
 
     def references(self) -> dict[str, str]:
@@ -314,113 +315,3 @@ class TrainConfig:
         parts = {"transformer": Transformer, "pipeline": Pipeline}
         value |= {name: part(**value[name]) for name, part in parts.items()}
         return cls(**value).check()
-
-
-def fashion_mnist() -> TrainConfig:
-    """Fashion-MNIST with the two-conv CNN: above 0.88 accuracy after 3 epochs."""
-    return TrainConfig()
-
-
-def mnist() -> TrainConfig:
-    """MNIST with the two-conv CNN."""
-    return TrainConfig(preset="mnist", dataset="mnist")
-
-
-def resnet50_synthetic() -> TrainConfig:
-    """ResNet-50 v1.5 on made-up images, to see how many of them a machine trains on in a second."""
-    return TrainConfig(
-        preset="resnet50_synthetic",
-        dataset="train.data.synthetic:imagenet",
-        model="resnet50",
-        epochs=10**6,
-        max_steps=500,
-        steps_per_loop=10,
-        checkpoint_every=10**9,  # what is measured is training alone
-        evaluate_every=10**9,
-        optimizer=Optimizer(name="sgd", learning_rate=0.1, scaling="linear", base_batch=256),
-    )
-
-
-def transformer_lm() -> TrainConfig:
-    """A decoder-only Transformer on the bytes of the Jargon File."""
-    return TrainConfig(
-        preset="transformer_lm",
-        dataset="jargon_file",
-        model="transformer_lm",
-        global_batch=32,
-        epochs=8.0,
-    )
-
-
-PRESETS: dict[str, Callable[[], TrainConfig]] = {
-    preset.__name__: preset for preset in (fashion_mnist, mnist, resnet50_synthetic, transformer_lm)
-}
-
-
-class Help(Exception):
-    """The help of the training options was requested; this is its text."""
-
-
-def resolve(preset: str, overrides: Sequence[str], base: TrainConfig | None = None) -> TrainConfig:
-    """Return the preset's configuration, or `base`, with dotted overrides applied.
-
-    Args:
-        preset: a key of `PRESETS`, or `package.module:function` that returns a `TrainConfig`.
-        overrides: such as `["--epochs", "3", "--optimizer.learning-rate", "0.001"]`.
-        base: the configuration of a run that is resumed, instead of the preset.
-
-    Raises:
-        UsageError: the preset or an option is unknown (the nearest name is offered), or a value is out of range.
-    """
-    if base is None:
-        references.check("--preset", preset, PRESETS)
-        function = PRESETS.get(preset) or references.load("--preset", preset)
-        made = references.call("--preset", preset, function)
-        if not isinstance(made, TrainConfig):
-            raise UsageError(f"--preset {preset!r} returned {shown(made)}; expected a train.config.TrainConfig")
-        check_types(made, f"--preset {preset!r}: ")
-        base = dataclasses.replace(made, preset=preset)
-    known = {option_of(name): name for name in _field_names(TrainConfig) if name != "preset"}
-    for word in overrides:
-        option = word.split("=", 1)[0].replace("_", "-")
-        if word.startswith("--") and option not in known and not _negates(option, known):
-            raise UsageError(f"override {word!r} is not an option of the training config{nearest(option, known)}")
-    return _parse(base, overrides).check().check_references().pin()
-
-
-def _parse(base: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
-    if not overrides:
-        return base  # a fifth of a second sooner
-    import tyro  # type-checked command line from the dataclasses; imported here because tasks need it only once
-
-    output = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
-            return tyro.cli(
-                TrainConfig,
-                prog="invoke up --",  # by default the program's path, which tyro reads as a shell would
-                args=list(overrides),
-                default=base,
-                config=(tyro.conf.SuppressFixed,),
-            )
-    except SystemExit as error:
-        if not error.code:
-            raise Help(output.getvalue()) from None
-        # A title, what is wrong, and advice, with a rule between each.
-        parts = [re.sub(r"[^\x21-\x7e]+", " ", part).strip() for part in re.split(r"[-\u2500]{4,}", output.getvalue())]
-        words = next(filter(None, parts[1:]), parts[0])
-        raise UsageError(f"override {' '.join(overrides)!r}: {words}; see `python -m train --help`") from None
-
-
-def _field_names(config: type, prefix: str = "") -> list[str]:
-    names = []
-    for item in dataclasses.fields(config):
-        if item.default_factory in (Optimizer, Transformer, Pipeline):
-            names += _field_names(item.default_factory, f"{prefix}{item.name}.")
-        else:
-            names.append(prefix + item.name)
-    return names
-
-
-def _negates(option: str, known: dict[str, str]) -> bool:
-    return option.startswith("--no-") and "--" + option[5:] in known

@@ -52,7 +52,7 @@ def shown(value: Any) -> str:
     return plain(f"{text[:80]} ({type(value).__qualname__})")
 
 
-def option_of(name: str) -> str:
+def option(name: str) -> str:
     """Return the option of a field, such as `--global-batch` of `global_batch`."""
     return "--" + name.replace("_", "-")
 
@@ -64,7 +64,7 @@ def check_range(name: str, value: int, low: int, high: int) -> None:
         UsageError: it is not.
     """
     if not low <= value <= high:
-        raise UsageError(f"{option_of(name)} {value}: expected a whole number from {low} to {high}")
+        raise UsageError(f"{option(name)} {value}: expected a whole number from {low} to {high}")
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
@@ -74,7 +74,7 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
         UsageError: it is not; the message offers the nearest.
     """
     if value not in choices:
-        raise UsageError(f"{option_of(name)} {value!r}{nearest(value, choices)}")
+        raise UsageError(f"{option(name)} {value!r}{nearest(value, choices)}")
 
 
 def check_number(
@@ -93,4 +93,4 @@ def check_number(
         UsageError: it is not.
     """
     if not (math.isfinite(value) and above < value < below and least <= value <= most):
-        raise UsageError(f"{option_of(name)} {value:g}: expected {expected}")
+        raise UsageError(f"{option(name)} {value:g}: expected {expected}")

@@ -17,7 +17,12 @@ from cluster.system import user_code
 
 
 def resolve(
-    request: Request, base: Path | None, packages: Path | None, data_dir: Path, code_dirs: Sequence[str] = ()
+    request: Request,
+    base: Path | None,
+    packages: Path | None,
+    data_dir: Path,
+    code_dirs: Sequence[str] = (),
+    cores: int = 0,
 ) -> tuple[dict[str, Any], tuple[Path, ...], str]:
     """Return the checked configuration, the folders of the user's modules that it names, and its prepared data.
 
@@ -29,11 +34,12 @@ def resolve(
         packages: extra packages that those modules import.
         data_dir: where prepared data lies.
         code_dirs: where a run that is resumed had the user's modules, in case they are found nowhere else.
+        cores: that each task can use, where it runs on another machine; 0: those of this machine.
 
     Raises:
         UsageError: a preset, an option or a value is wrong.
     """
-    command = [f"--data-dir={data_dir}", *([f"--base={base}"] if base else [])]
+    command = [f"--data-dir={data_dir}", f"--cores={cores}", *([f"--base={base}"] if base else [])]
     value: dict[str, Any] = _ask(request, [*command, "--", *request.training()], packages, code_dirs)
     return value["config"], tuple(Path(folder) for folder in value["code_dirs"]), value["data"]
 
