@@ -6,7 +6,6 @@ import dataclasses
 import math
 import operator
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
