@@ -124,9 +124,12 @@ def stop(c, run=None):
 @task(
     "run",
     run="run to take down (default: every run of this checkout, and TensorBoard)",
+    all="every run of this checkout, and TensorBoard, as without a run (default: no)",
     timeout="seconds in which a run may save and stop before it is ended (default: 15)",
 )
-def down(c, run=None, timeout="15"):
+def down(c, run=None, all=False, timeout="15"):
     """End every process, container and network that `up` started. Run folders stay."""
+    if run and all:
+        raise UsageError(f"down {run} --all: name a run, or take every run down")
     bound = spec.parse_count("timeout", timeout, 0, 10**9)
     raise Exit(code=ending.down(folders.runs_dir(), run, bound, shell(c)))
