@@ -15,11 +15,12 @@ from cluster.errors import UsageError
 from train import references
 from train.data.arrays import WINDOW
 from train.field_types import check_choice, check_range, check_types, option
-from train.optimization import OPTIMIZERS
-from train.optimization import Optimizer as Optimizer  # presets import it from here
+from train.optimization import OPTIMIZERS, Optimizer
 from train.pipeline.partition import PARTITIONS
 from train.pipeline.schedule import SCHEDULES
 from train.saving import timer
+
+__all__ = ["Optimizer", "Pipeline", "TrainConfig", "Transformer"]
 
 LOOPS = ("custom", "fit")
 ONEDNN = ("auto", "on", "off")
