@@ -72,5 +72,9 @@ def _numerics(training: dict[str, Any], batch: int) -> str:
         by = f"sqrt({ratio})" if training["scaling"] == "sqrt" else ratio
         rate += f" ({training['scaling']}: {training['base_learning_rate']:g} x {by})"
     warm = f"after {counted(training['warmup_steps'], 'step')} of warm-up" if training["warmup_steps"] else "at once"
+    if (schedule := training.get("schedule", "constant")) != "constant":
+        warm += f", then {schedule}"
     clip = f"clipped to norm {training['clip_norm']:g}" if training["clip_norm"] else "not clipped"
-    return f"precision {training['precision']}, {training['optimizer']}, {rate} {warm}, gradients {clip}"
+    decay = f", weight decay {training['weight_decay']:g}" if training.get("weight_decay") else ""
+    ema = f", weights averaged by {training['ema']:g}" if training.get("ema") else ""
+    return f"precision {training['precision']}, {training['optimizer']}, {rate} {warm}, gradients {clip}{decay}{ema}"
