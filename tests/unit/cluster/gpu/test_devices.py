@@ -105,7 +105,7 @@ def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     [
         (
             None,
-            "no GPU was found on this machine (nvidia-smi is not installed); install NVIDIA's driver, or use --gpus none",
+            "no GPU was found on this machine (nvidia-smi is not installed); install NVIDIA's driver, or",
         ),
         ("echo 'No devices were found'; exit 6", "no GPU was found on this machine (No devices were found); install "),
         (
@@ -117,7 +117,7 @@ def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
         ("exec /bin/sleep 60", "no GPU was found on this machine (nvidia-smi did not answer in 0.2 s); install"),
     ],
 )
-def test_a_machine_without_gpus_is_told(
+def test_a_machine_without_gpus_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, told: str
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
