@@ -11,8 +11,8 @@ from typing import Any
 
 from cluster.errors import UsageError, nearest
 from train import references
-from train.config import TrainConfig, option
-from train.field_types import check_types, shown
+from train.config import TrainConfig
+from train.field_types import check_types, option, shown
 from train.presets import PRESETS
 
 

@@ -73,6 +73,7 @@ def check(
         UsageError: they do not fit, or the model cannot be cut into the cluster's stages.
     """
     named = [str(config.get(part, "")) for part in ("dataset", "model", "loss")]
+    named.append(config.get("optimizer", {}).get("name", ""))
     if not cluster.kind.staged and not any(":" in name and not name.startswith("train.") for name in named):
         return {}
     words = ["--config", json.dumps(config), "--strategy", cluster.strategy, "--data-dir", str(data_dir)]
@@ -81,7 +82,7 @@ def check(
     words += ["--record", str(record)] if record and record.exists() else []
     stages: dict[str, Any] = user_code.run(
         [sys.executable, "-m", "train.startup.preflight", *words],
-        f"--model {config['model']!r} or --loss {config['loss']!r}",
+        f"--model {config['model']!r}, --loss {config['loss']!r} or --optimizer.name {config['optimizer']['name']!r}",
         "PRESET_TIMEOUT_S",
         cwd=ROOT,
         environment=os.environ | {"PYTHONPATH": os.pathsep.join(path)},

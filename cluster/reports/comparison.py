@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.control.columns import columns
 from cluster.reports import charts, curves, inspection, listing
 from cluster.run.folder import RunFolder
 from cluster.system.files import write_text
+from cluster.view.columns import columns
 
 PLOTTED = ("loss", "accuracy", "eval_loss", "eval_accuracy", "examples_per_s")
 MAX_RUNS = 16

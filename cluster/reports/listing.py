@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cluster.control.columns import columns
 from cluster.messages import plain
 from cluster.run import launch_records, records
 from cluster.run.fields import anything
 from cluster.run.folder import LOST_AFTER_S, RunFolder
 from cluster.system.json_files import DamagedError
+from cluster.view.columns import columns
 
 COLUMNS = ("RUN", "RESULT", "STEPS", "DURATION", "ACCURACY", "STRATEGY", "TASKS", "COMMIT", "RESTARTS", "DISK")
 

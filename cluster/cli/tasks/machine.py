@@ -8,11 +8,11 @@ import time
 from cluster.checks import environment
 from cluster.cli.command_line import JSON_HELP, show, task
 from cluster.control import cleaning
-from cluster.control.columns import columns
 from cluster.errors import RunFailed, UsageError
 from cluster.launch import folders
 from cluster.messages import counted
 from cluster.reports import listing
+from cluster.view.columns import columns
 
 
 @task(json=JSON_HELP)

@@ -135,6 +135,11 @@ def test_a_value_of_the_wrong_type_is_refused_in_one_line(overrides: list[str], 
         ("--optimizer.clip-norm", "-1", "0, or a number above 0"),
         ("--optimizer.clip-norm", "nan", "0, or a number above 0"),
         ("--optimizer.base-batch", "0", "a whole number from 1 to 2147483647"),
+        ("--optimizer.decay-steps", "-1", "a whole number from 0 to 1000000000000"),
+        ("--optimizer.end-share", "2", "a number from 0 to 1"),
+        ("--optimizer.power", "0", "a number above 0"),
+        ("--optimizer.weight-decay", "-1", "0, or a number above 0"),
+        ("--optimizer.ema", "1", "a number from 0 to below 1, such as 0.999"),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_the_range(option: str, value: str, expected: str) -> None:
@@ -156,7 +161,8 @@ def test_what_is_neither_steps_nor_seconds_nor_auto_is_no_interval(value: str) -
 @pytest.mark.parametrize(
     ("option", "typed", "told"),
     [
-        ("--optimizer.name", "adamw", "did you mean 'adam'?"),
+        ("--optimizer.name", "adamww", "did you mean 'adamw'?"),
+        ("--optimizer.schedule", "cosin", "did you mean 'cosine'?"),
         ("--optimizer.scaling", "linar", "did you mean 'linear'?"),
         ("--precision", "f16", "did you mean 'fp16'?"),
         ("--loop", "fitt", "did you mean 'fit'?"),
@@ -181,6 +187,22 @@ def test_an_unknown_choice_is_refused_with_the_nearest(option: str, typed: str, 
 def test_an_unknown_part_is_refused_with_the_nearest(option: str, typed: str, meant: str) -> None:
     expected = f"{option} {typed!r} is neither built in nor of the form package.module:name; did you mean {meant!r}?"
     assert expected == refusal(option, typed)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("--optimizer.schedule", "piecewise"),
+        ("--optimizer.boundaries", "100:0.1"),
+        ("--optimizer.schedule", "piecewise", "--optimizer.boundaries", "200:0.1,100:0.01"),
+        ("--optimizer.schedule", "piecewise", "--optimizer.boundaries", "often"),
+        ("--optimizer.nesterov",),
+        ("--optimizer.name", "train.model.models:of", "--optimizer.weight-decay", "0.1"),
+        ("--optimizer.schedule", "cosine", "--callbacks", "tutorial"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(overrides: tuple[str, ...]) -> None:
+    assert refusal(*overrides).startswith("--optimizer.")
 
 
 def test_a_stream_can_be_of_any_tfds_dataset() -> None:
@@ -238,7 +260,7 @@ def test_a_preset_of_the_users_own_is_a_base_like_any_other(own: Callable[[str],
         ),
         (
             "def mine(): return TrainConfig(optimizer='sgd')",
-            ": optimizer='sgd' (str): expected a train.config.Optimizer",
+            ": optimizer='sgd' (str): expected a train.optimization.Optimizer",
         ),
         (
             "from train.config import Optimizer\ndef mine(): return TrainConfig(optimizer=Optimizer(momentum=None))",
