@@ -130,7 +130,7 @@ def test_without_a_gpu_it_is_a_prerequisite_that_is_missing(
     monkeypatch.setenv("PATH", str(tmp_path))
     error = refusal(Request(gpus="all", runtime="local"))
     assert EXIT_PREREQUISITE == error.exit_code
-    assert str(error).startswith("--gpus all: this machine tells of no GPU (nvidia-smi is not installed); ")
+    assert str(error).startswith("--gpus all: no GPU was found on this machine (nvidia-smi is not installed); ")
     assert planning.plan(Request(gpus="none", runtime="local")).gpus == planning.plan(Request(runtime="local")).gpus
 
 
