@@ -87,6 +87,7 @@ ns = Collection(
     saved.evaluate,
     saved.export,
     saved.predict,
+    saved.timeline,
     checks.doctor,
     checks.verify,
     checks.rerun,

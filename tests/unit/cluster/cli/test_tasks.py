@@ -40,7 +40,7 @@ MakeRun = Callable[..., RunFolder]
 
 CONTRACT = {
     *("up", "plan", "status", "logs", "wait", "stop", "down", "scale", "evaluate", "export", "tensorboard", "doctor"),
-    *("verify", "rerun", "chaos", "profile", "bench", "test", "predict", "golden"),
+    *("verify", "rerun", "chaos", "profile", "bench", "test", "predict", "golden", "timeline"),
     *("explain", "runs", "compare", "report", "env", "clean", "tour"),
 }
 COLLECTIONS = {"image", "data", "docs", "swarm", "k8s", "requirements"}
