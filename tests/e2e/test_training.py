@@ -202,6 +202,7 @@ def test_first_ctrl_c_must_stop_with_a_checkpoint(clusters: Clusters) -> None:
     assert "invoke up --resume interrupted" in output
 
 
+@pytest.mark.long  # `test_together.py` kills a script so
 def test_second_ctrl_c_must_kill(clusters: Clusters) -> None:
     words = ("up", "--name=killed-twice", "--runtime=local", "--tensorboard-port=0", "--workers=0")
     process = clusters.popen(*words, "--", *TRAINING, *ENDLESS)
