@@ -256,10 +256,14 @@ def check_stages(cluster: ClusterSpec, config: dict[str, Any]) -> None:
         if (value := config.get(option, default)) != default:
             use = f"use --{option} {default}" if default else "leave it out"
             raise UsageError(f"--{option} {value} with --strategy pipeline, which has no such training yet: {use}")
+    optimizer = config.get("optimizer", {})
+    if optimizer.get("ema") or ":" in optimizer.get("name", ""):
+        option = f"ema {optimizer['ema']}" if optimizer.get("ema") else f"name {optimizer['name']}"
+        raise UsageError(f"--optimizer.{option} with --strategy pipeline, whose stages update apart: leave it out")
     if pipeline.get("schedule") == "pipedream":
         if pipeline.get("remat"):
             raise UsageError("--remat with --schedule pipedream: the weights of the forward would be gone; use gpipe")
-        if config.get("optimizer", {}).get("clip_norm"):
+        if optimizer.get("clip_norm"):
             raise UsageError(
                 "--optimizer.clip-norm with --schedule pipedream: no stage waits for the others' norms; use 1f1b"
             )

@@ -188,13 +188,13 @@ def _restore(
     source = sources.find(config, data_dir, run)
     with strategy.policy(precision_of(cluster.strategy, config.precision) if as_trained else "fp32"):
         model = models.of(config, source.feature_shape, source.num_outputs)
-    return source, config, model, _restore_newest(run, model)
+    return source, config, model, _restore_newest(run, config, model)
 
 
-def _restore_newest(run: RunFolder, model: keras.Model) -> int:
+def _restore_newest(run: RunFolder, config: TrainConfig, model: keras.Model) -> int:
     import tensorflow as tf
 
-    from train.saving import files
+    from train.saving import files, weights
 
     def warn(words: str) -> None:
         print(words, file=sys.stderr)  # standard output may be JSON
@@ -204,7 +204,7 @@ def _restore_newest(run: RunFolder, model: keras.Model) -> int:
         if newest is None:
             break
         try:
-            tf.train.Checkpoint(model=model).read(newest.prefix).assert_existing_objects_matched().expect_partial()
+            weights.read(config, model, newest.prefix)
         except (tf.errors.NotFoundError, FileNotFoundError):
             time.sleep(0.1)  # a newer one has just pushed it out
         else:

@@ -53,6 +53,11 @@ class Layout:
         return self.path / "summary.json"
 
     @property
+    def card(self) -> Path:
+        """What ran and how it ended, to be read by people; missing until then."""
+        return self.path / "README.md"
+
+    @property
     def events_log(self) -> Path:
         """The run's life cycle, a JSON object per line."""
         return self.path / "events.jsonl"

@@ -33,7 +33,7 @@ class Training:
         state = CallbackState() if config.callbacks else None
         self._checkpoint = context.new_checkpoint(self._policy, state)
         self._first = context.restore(self._checkpoint)
-        self._report = Report(context, self._first, self._policy.loss_scale)
+        self._report = Report(context, self._first, self._policy)
         self._save_timer = context.new_save_timer(self._checkpoint, self._first)
         names = [task.name for task in context.spec.of(Role.WORKER)] if context.asynchronous else []
         self._worked = [step_record.StepRecord(context.run, name, context.generation) for name in names]

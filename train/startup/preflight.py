@@ -64,7 +64,7 @@ def check(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
         UsageError: it does not, or it is no model or loss, or it cannot be cut so.
     """
     from train.data import sources
-    from train.model import models, objectives
+    from train.model import models, objectives, optimizers
 
     source = sources.find(config, options.data_dir)
 
@@ -73,7 +73,7 @@ def check(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
 
     stages = _stages(new_model, config, options) if options.stages else {}
     if not stages:
-        new_model()
+        optimizers.build_for(config, new_model())
     _check_loss(config, source, objectives.build(config.loss, classifies=source.classifies).loss)
     return stages
 

@@ -17,8 +17,8 @@ from train.context import TaskContext
 from train.data import memory
 from train.loops import outer
 from train.loops.train_step import full_precision
-from train.model import export, models
-from train.model.gradients import LossScale
+from train.model import export, models, optimizers
+from train.model.gradients import GradientPolicy
 from train.saving.checkpoint import Checkpoint
 from train.saving.timer import SaveTimer
 from train.telemetry.ledger import Ledger
@@ -31,9 +31,9 @@ SHOWN_PREDICTIONS = 16
 class Report:
     """Writes the progress of one generation's training to the run folder."""
 
-    def __init__(self, context: TaskContext, first: int, loss_scale: LossScale | None = None) -> None:
+    def __init__(self, context: TaskContext, first: int, policy: GradientPolicy) -> None:
         """Report a training that goes on from step `first`."""
-        self._loss_scale = loss_scale
+        self._loss_scale, self._optimizer = policy.loss_scale, policy.optimizer
         self._context = context
         self._config = context.config
         self._heartbeat = context.heartbeat
@@ -119,7 +119,7 @@ class Report:
 
     def evaluate(self, step: int, evaluation: Callable[[], dict[str, float]]) -> None:
         """Evaluate the model, and report the results."""
-        with self._spending("evaluate"):
+        with self._spending("evaluate"), self._averaged():
             self._heartbeat.update(state="evaluating")
             self._evaluated(step, evaluation())
 
@@ -136,7 +136,8 @@ class Report:
         """Export where the training came to its end, and write the result. Then leave the cluster, the chief last."""
         context, result = self._context, self._context.run.control / "result.json"
         # On every task: moving averages can be a mean over all of them, which takes all of them to read.
-        weights = [] if stopped else context.model.get_weights()
+        with self._averaged():
+            weights = [] if stopped else context.model.get_weights()
         if context.chief:
             if not stopped:
                 self._heartbeat.update(state="saving")
@@ -166,6 +167,10 @@ class Report:
         if self._timing.steps:
             self._heartbeat.update(**self._timing.recent(), pace=self._timing.generation())
         self._timing_shown_at = time.monotonic()
+
+    def _averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Use the averages of the weights, if the configuration evaluates by these; every task calls it."""
+        return optimizers.averaged(self._config, self._context.model, self._optimizer)
 
     def _spending(self, part: str) -> contextlib.AbstractContextManager[None]:
         return self._ledger.spending(part) if self._ledger else contextlib.nullcontext()

@@ -22,7 +22,7 @@ import tasks
 from cluster.checks import doctor
 from cluster.cli.command_line import report_errors
 from cluster.control import watch
-from cluster.errors import PrerequisiteError, TimedOut
+from cluster.errors import EXIT_USAGE, PrerequisiteError, TimedOut
 from cluster.findings import Finding
 from cluster.image import engine, images, locks
 from cluster.launch import configuration, folders, planning, startup, teardown
@@ -490,3 +490,7 @@ def test_down_ends_every_run_that_is_left_and_tensorboard(
     assert (0, "") == refusal("down")
     assert [left, folders.runs_dir()] == stopped
     assert "TensorBoard is down" == capsys.readouterr().out.splitlines()[-1]
+
+
+def test_down_takes_one_run_or_all_of_them() -> None:
+    assert EXIT_USAGE == refusal("down", run="one", all=True)[0]
