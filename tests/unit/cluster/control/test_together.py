@@ -189,7 +189,7 @@ def test_a_dry_run_writes_and_starts_nothing(invoke: Up, folder: Path, tmp_path:
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("task", ["down", "rerun"])
+@pytest.mark.parametrize("task", ["down", "rerun", "docs.options"])
 def test_what_has_no_dry_run_refuses_invoke_s_own(invoke: Up, tmp_path: Path, task: str) -> None:
     ((code, out, error),) = finished(invoke("--dry", task))
     assert (EXIT_USAGE, "", 1) == (code, out, len(error.splitlines()))
