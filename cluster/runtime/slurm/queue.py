@@ -13,6 +13,8 @@ from cluster.system import processes
 
 ANSWER_S = 30.0
 RETRY_S = 60.0
+NOT_INSTALLED = (126, 127)
+"""Exit codes of a command that is not there."""
 IN_PROGRESS = frozenset(
     {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SUSPENDED"}
     | {"SIGNALING", "STAGE_OUT", "STOPPED", "SPECIAL_EXIT", "PREEMPTED", "NODE_FAIL"}
@@ -51,7 +53,7 @@ class Queue:
         if self._failure and time.monotonic() - self._failure[0] < RETRY_S:
             return self._failure[1]
         answer = processes.run(command, ANSWER_S)
-        self._failure = (time.monotonic(), answer) if answer[0] else None
+        self._failure = (time.monotonic(), answer) if answer[0] not in (0, *NOT_INSTALLED) else None
         return answer
 
 

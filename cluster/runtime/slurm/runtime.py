@@ -1,6 +1,7 @@
 """The cluster as a job of a Slurm site: queued by `sbatch`, found by its name, ended by `scancel`.
 
-`batch.py` has the batch script, `queue.py` asks the controller, `cluster/agent/schedulers/slurm.py` what it runs on the nodes.
+`batch.py` has the batch script, `queue.py` the questions to the controller, and `cluster/agent/schedulers/slurm.py` what
+the job runs on its nodes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from cluster.runtime.faults import FaultInjector
 from cluster.runtime.network import Network
 from cluster.runtime.slurm import batch
 from cluster.runtime.slurm.faults import SlurmFaults
-from cluster.runtime.slurm.queue import Queue, last_line
+from cluster.runtime.slurm.queue import NOT_INSTALLED, Queue, last_line
 from cluster.system.files import open_file
 
 END_S = 90.0
@@ -54,7 +55,7 @@ class Slurm(Runtime):
     def examine(self) -> list[Finding]:
         """Return whether Slurm answers and has nodes; nothing where it is not installed."""
         code, printed, complained = self._queue.nodes()
-        if code in (126, 127):
+        if code in NOT_INSTALLED:
             return []
         if code:
             return [

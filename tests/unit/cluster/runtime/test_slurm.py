@@ -61,6 +61,7 @@ def site(run: RunFolder, monkeypatch: pytest.MonkeyPatch, *states: str) -> Site:
     made = Site(run, *states)
     monkeypatch.setattr(processes, "run", made.answer)
     monkeypatch.setattr(slurm, "POLL_S", 0.0)
+    monkeypatch.setitem(registry.RUNTIMES, "slurm", slurm.Slurm())  # which remembers no answer
     return made
 
 
