@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 
+from cluster.errors import PrerequisiteError
 from cluster.recovery import step_record
 from cluster.spec import Role
 from train.context import TaskContext
@@ -15,6 +17,7 @@ from train.loops import callbacks, outer, parameter_server, pipeline, steps
 from train.loops.callback_state import CallbackState
 from train.loops.train_step import TrainStep
 from train.model import keras_compat
+from train.pipeline import timeline
 from train.saving import timer
 from train.telemetry import trace
 from train.telemetry.report import Report
@@ -165,6 +168,9 @@ class Training:
 
     def _evaluate(self, step: int) -> dict[str, float]:
         self._report.evaluate(step, self._results)
+        if self._pipeline and self._context.chief:
+            with contextlib.suppress(PrerequisiteError):  # no step is recorded yet
+                self._report.metrics.picture(step, "pipeline", timeline.picture_of(self._context.run)[1])
         self._evaluated_at = step
         return self._report.results
 

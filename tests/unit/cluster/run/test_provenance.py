@@ -139,6 +139,7 @@ COMMANDS = {
     "evaluate": {"run": "mine"},
     "export": {"run": "mine"},
     "predict": {"run": "mine", "image": "boot.png"},
+    "timeline": {"run": "mine"},
 }
 
 
