@@ -1,7 +1,7 @@
 """The cluster as a job of a Slurm site: queued by `sbatch`, found by its name, ended by `scancel`.
 
-`batch.py` has the batch script, `queue.py` the questions to the controller, and `cluster/agent/schedulers/slurm.py` what
-the job runs on its nodes.
+`batch.py` has the batch script, `queue.py` the questions to the controller. What the job runs on its nodes is
+`cluster/agent/schedulers/slurm.py`.
 """
 
 from __future__ import annotations
