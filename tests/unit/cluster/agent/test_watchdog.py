@@ -31,7 +31,7 @@ def test_a_frozen_program_is_ended_and_the_gang_starts_again(start_gang: StartGa
     summary = gang.summary()
     (restart,) = summary["restarts"]
     assert ("succeeded", "worker-0") == (summary["state"], restart["task"])
-    assert "no sign of life for 8 s" in restart["cause"]
+    assert "no heartbeat for 8 s" in restart["cause"]
     assert 7 < restart["detected_s"] < 15
     assert ["worker-0"] == [event["task"] for event in gang.events("frozen")]
 
