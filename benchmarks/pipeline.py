@@ -11,7 +11,7 @@ from benchmarks.figures import Figure, Goal, ratios, step_seconds
 from benchmarks.runs import Bench, cores
 from benchmarks.scaling import start_pinned
 from cluster.errors import PrerequisiteError
-from cluster.launch.request import Request
+from cluster.options.request import Request
 from cluster.runtime.local import supervisor
 
 STEPS = 30

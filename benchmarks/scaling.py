@@ -11,7 +11,7 @@ from benchmarks.figures import Figure, Goal, ratios, step_seconds
 from benchmarks.runs import ENDLESS, GLOBAL_BATCH, TRAINING, Bench, cores
 from cluster.errors import PrerequisiteError
 from cluster.launch import planning, startup
-from cluster.launch.request import Request
+from cluster.options.request import Request
 from cluster.run.folder import RunFolder
 from cluster.runtime.local import supervisor
 

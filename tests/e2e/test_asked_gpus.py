@@ -19,7 +19,7 @@ from cluster.cli.command_line import shell
 from cluster.gpu import placement
 from cluster.image import build, engine, images
 from cluster.launch import folders, planning, startup, teardown
-from cluster.launch.request import Request
+from cluster.options.request import Request
 from cluster.runtime.compose import overlay
 from cluster.runtime.payload import Payload
 from cluster.system.json_files import read_json

@@ -61,6 +61,7 @@ def undisturbed(clusters: Clusters) -> RunFolder:
     return clusters.up("undisturbed", f"--workers=2 -- {' '.join(LONGER)}")
 
 
+@pytest.mark.long  # `test_virtual_tasks.py` scales too, and compares every bit
 def test_fewer_workers_must_go_on_with_the_same_curve_while_somebody_waits(clusters: Clusters) -> None:
     run = begin(clusters, "fewer", "--workers=2", length=ENDLESS)
     before, waits = read_json(run.control / "started.json"), clusters.popen("wait", "fewer")

@@ -135,6 +135,7 @@ def check_fit(run: RunFolder) -> None:
     assert history["loss"][-1] < history["loss"][0]
 
 
+@pytest.mark.long  # in containers each time, and as processes with one that is killed
 def test_keras_fit_must_train_on_chief_and_two_workers(clusters: Clusters, theirs: Path) -> None:
     run = run_script(clusters, "fit", theirs / "fit.py", "--workers=2", "--", "2")
     check_fit(run)

@@ -65,6 +65,7 @@ def test_every_task_must_log_the_same_loss(three: RunFolder) -> None:
     assert losses(three) == losses(three, "worker-0") == losses(three, "worker-1")
 
 
+@pytest.mark.long  # in containers each time
 def test_the_same_seed_must_give_the_same_bits_again(clusters: Clusters, three: RunFolder) -> None:
     told, again = clusters.rerun(three.name)
     assert f"identical: the losses of {STEPS} logged steps and the final weights are the same bits" in told
@@ -95,6 +96,7 @@ def test_processes_must_give_the_same_bits_as_containers(clusters: Clusters) -> 
     assert "local" == read_json(again.manifest)["runtime"]
 
 
+@pytest.mark.long  # `test_saved.py` compares a run of two tasks with one that is alone
 def test_chief_alone_must_agree_with_chief_and_workers(clusters: Clusters, three: RunFolder) -> None:
     alone = clusters.up("alone", "--workers=0 -- --max-steps 20")
     assert "OneDeviceStrategy" == summary(alone)["strategy"]
@@ -228,7 +230,7 @@ def test_truncated_data_must_end_in_one_line(clusters: Clusters, tmp_path: Path)
     arrays.mkdir(parents=True)
     for path in (DATA / "arrays" / "fashion_mnist-3.0.1").iterdir():
         (arrays / path.name).write_bytes(path.read_bytes())
-    features = next(arrays.glob("train_[fi]*.bin"))  # data prepared by an older version calls them images
+    features = arrays / "train_features.bin"
     with features.open("r+b") as file:
         file.truncate(1000)
     done = subprocess.run(

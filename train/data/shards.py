@@ -36,8 +36,8 @@ class ShardFile:
     num_examples: int
     size_bytes: int
     sha256: str
-    blocks: tuple[int, ...] | None
-    """The hash of each block, see `train/data/blocks.py`; None where an earlier version wrote it."""
+    blocks: tuple[int, ...]
+    """The hash of each block, see `train/data/blocks.py`."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,6 @@ class ShardSet:
     def files(self) -> tuple[ShardFile, ...]:
         """Every shard."""
         return (*self.train.files, *self.test.files)
-
-    @property
-    def checked(self) -> bool:
-        """Whether its blocks are checked as they are read; what an earlier version wrote must be upgraded first."""
-        return all(file.blocks is not None for file in self.files)
 
 
 def folder_of(data_dir: Path, name: str, version: str) -> Path:

@@ -11,8 +11,8 @@ from cluster.checks import explain as explaining
 from cluster.cli.command_line import JSON_HELP, show, task
 from cluster.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from cluster.launch import folders
-from cluster.launch.request import OPTIONS, Request
-from cluster.launch.request import topology as topology_of
+from cluster.options.request import OPTIONS, Request
+from cluster.options.topology import topology as topology_of
 
 
 @task(

@@ -17,7 +17,7 @@ from cluster import spec, strategies, tf_config
 from cluster.control import chaos, ending, faults, view, watch
 from cluster.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from cluster.launch import folders, planning, startup
-from cluster.launch.request import Request
+from cluster.options.request import Request
 from cluster.paths import ROOT
 from cluster.run import owner
 from cluster.run.folder import RunFolder

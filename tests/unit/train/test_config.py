@@ -74,21 +74,6 @@ def test_a_resumed_run_starts_from_its_own_configuration() -> None:
     assert dataclasses.replace(saved, epochs=6.0) == resumed
 
 
-@pytest.mark.parametrize(("seconds", "every"), [(0.0, 200), (2.5, "2.5s")])
-def test_a_run_that_had_steps_and_seconds_apart_saves_as_often_as_before(seconds: float, every: int | str) -> None:
-    saved = config.fashion_mnist().to_json() | {"checkpoint_every": 200, "checkpoint_seconds": seconds}
-    assert every == TrainConfig.from_json(saved).checkpoint_every
-
-
-def test_a_run_from_before_precisions_trains_as_it_did() -> None:
-    saved = config.fashion_mnist().to_json()
-    del saved["precision"]
-    for name in ("clip_norm", "scaling", "base_batch"):
-        del saved["optimizer"][name]
-    assert config.fashion_mnist() == TrainConfig.from_json(saved)
-    assert config.fashion_mnist().learning_rate == config.fashion_mnist().optimizer.learning_rate
-
-
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [("--epoch", "--epochs"), ("--batch", "--global-batch"), ("--learning-rate", "--optimizer.learning-rate")],

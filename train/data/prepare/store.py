@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,23 +40,17 @@ def check_sizes(expected: Mapping[Path, tuple[int, str]], again: str) -> None:
             raise RunFailed(f"{path} has {size} bytes, expected {size_bytes}{why}; {again}")
 
 
-def block_hashes(entry: Mapping[str, Any], size_bytes: int) -> tuple[int, ...] | None:
-    """Return the hash of each block of a file of so many bytes from its entry in an index; None where it has none.
+def block_hashes(entry: Mapping[str, Any], size_bytes: int) -> tuple[int, ...]:
+    """Return the hash of each block of a file of so many bytes from its entry in an index.
 
     Raises:
+        KeyError: there are none.
         ValueError: there are too many or too few.
     """
-    if "blocks" not in entry:
-        return None
     hashes = tuple(int(word, 16) for word in entry["blocks"].split())
     if len(hashes) != -(-size_bytes // BLOCK_BYTES):
         raise ValueError(f"{len(hashes)} blocks of {entry['file']}")
     return hashes
-
-
-def without_blocks(indexes: Iterable[Path]) -> list[Path]:
-    """Return the indexes that an earlier version wrote, without hashes of blocks."""
-    return [index for index in sorted(indexes) if '"blocks"' not in index.read_text(encoding="utf-8")]
 
 
 def verify(expected: Mapping[Path, str], again: str, say: Callable[[str], None]) -> None:

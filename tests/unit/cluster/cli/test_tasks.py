@@ -26,8 +26,8 @@ from cluster.errors import PrerequisiteError, TimedOut
 from cluster.findings import Finding
 from cluster.image import engine, images, locks
 from cluster.launch import configuration, folders, planning, startup, teardown
-from cluster.launch.options import Group
-from cluster.launch.request import OPTIONS, Request
+from cluster.options.option import Group
+from cluster.options.request import OPTIONS, Request
 from cluster.paths import ROOT
 from cluster.run import owner
 from cluster.run.folder import RunFolder

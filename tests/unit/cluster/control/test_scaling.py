@@ -19,7 +19,7 @@ from cluster.control import scaling, watch
 from cluster.errors import EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_USAGE, ClusterError, TimedOut, UsageError
 from cluster.launch import configuration, planning, startup
 from cluster.launch.plan import Plan
-from cluster.launch.request import Request
+from cluster.options.request import Request
 from cluster.run import provenance
 from cluster.run.folder import LOST_AFTER_S, SCALE, RunFolder
 from cluster.runtime import memory as limits

@@ -18,7 +18,7 @@ from cluster.control import watch
 from cluster.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREREQUISITE, PrerequisiteError, RunFailed, TimedOut
 from cluster.image import build, engine
 from cluster.launch import configuration, planning, startup
-from cluster.launch.request import Request
+from cluster.options.request import Request
 from cluster.paths import ROOT
 from cluster.run import claim, owner
 from cluster.run.folder import RunFolder

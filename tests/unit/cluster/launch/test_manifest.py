@@ -10,7 +10,7 @@ import pytest
 
 from cluster.image import checkout
 from cluster.launch import manifest, planning, startup
-from cluster.launch.request import Request
+from cluster.options.request import Request
 from cluster.paths import ROOT
 from cluster.run.folder import RunFolder
 from cluster.runtime.local import supervisor

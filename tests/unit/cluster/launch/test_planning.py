@@ -15,8 +15,9 @@ import pytest
 
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, PrerequisiteError
 from cluster.image import build, engine, images
-from cluster.launch import configuration, folders, planning, request, startup, teardown
-from cluster.launch.request import Request
+from cluster.launch import configuration, folders, planning, startup, teardown
+from cluster.options import topology
+from cluster.options.request import Request
 from cluster.run import owner
 from cluster.run.folder import RunFolder
 from cluster.runtime import memory as limits
@@ -115,7 +116,7 @@ def test_a_tpu_that_is_not_there_is_told_before_anything_else(
     resolved: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("TPU_NAME", raising=False)
-    monkeypatch.setattr(request, "DEVICE_FILES", {"tpu": (f"{tmp_path}/accel*",)})
+    monkeypatch.setattr(topology, "DEVICE_FILES", {"tpu": (f"{tmp_path}/accel*",)})
     error = refusal(Request(strategy="tpu", workers="2", ps="1"))
     assert EXIT_PREREQUISITE == error.exit_code
     assert str(error).startswith("--strategy tpu: ")

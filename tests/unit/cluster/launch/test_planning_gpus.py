@@ -20,7 +20,7 @@ from cluster.gpu import devices, placement
 from cluster.image import build, images
 from cluster.launch import manifest, planning, startup
 from cluster.launch.plan import Plan
-from cluster.launch.request import Request
+from cluster.options.request import Request
 from cluster.run import provenance
 from cluster.run.folder import RunFolder
 from cluster.runtime import registry, toolkit

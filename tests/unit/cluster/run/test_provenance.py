@@ -18,7 +18,7 @@ from cluster.checks import rerun
 from cluster.control import scaling, view
 from cluster.errors import EXIT_USAGE, ClusterError, PrerequisiteError, UsageError
 from cluster.launch import planning, startup, teardown
-from cluster.launch.request import Request
+from cluster.options.request import Request
 from cluster.run import provenance
 from cluster.run.folder import RunFolder
 from cluster.runtime.compose import overlay

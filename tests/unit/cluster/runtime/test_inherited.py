@@ -12,8 +12,8 @@ import pytest
 from cluster import spec
 from cluster.errors import UsageError
 from cluster.launch import planning
-from cluster.launch.request import Request
 from cluster.launch.scripts import lay_out
+from cluster.options.request import Request
 from cluster.run import provenance
 from cluster.run.folder import RunFolder
 from cluster.runtime import inherited

@@ -13,7 +13,7 @@ from cluster.control import view
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE
 from cluster.launch import manifest, planning, startup
 from cluster.launch.plan import Plan
-from cluster.launch.request import Request
+from cluster.options.request import Request
 from cluster.runtime import network
 from cluster.runtime.local import supervisor
 from cluster.system import namespaces

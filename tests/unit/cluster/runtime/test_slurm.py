@@ -11,7 +11,7 @@ from cluster import spec
 from cluster.errors import PrerequisiteError, UsageError
 from cluster.gpu.placement import Placement
 from cluster.launch import planning
-from cluster.launch.request import Request
+from cluster.options.request import Request
 from cluster.run import owner
 from cluster.run.folder import RunFolder
 from cluster.runtime import registry

@@ -29,8 +29,8 @@ from cluster.gpu import placement
 from cluster.gpu.placement import Placement
 from cluster.image import engine, images
 from cluster.launch import configuration, folders, planning, startup
-from cluster.launch.request import Request
 from cluster.launch.scripts import check_script
+from cluster.options.request import Request
 from cluster.run.folder import RunFolder
 from cluster.runtime import registry
 from cluster.runtime.compose import commands, overlay

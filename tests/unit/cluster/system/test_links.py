@@ -15,7 +15,7 @@ import tasks
 from cluster import spec
 from cluster.control import view
 from cluster.launch import planning, startup
-from cluster.launch.request import Request
+from cluster.options.request import Request
 from cluster.run.folder import RunFolder
 from cluster.run.heartbeat import Heartbeat
 from cluster.runtime.compose import access, overlay
