@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from cluster.system.journal import read_json_lines
 from train.context import TaskContext
+from train.saving.checkpoint import read_model
 from train.saving.files import Saved, finished
 from train.telemetry.metrics import Metrics
 
@@ -85,7 +86,7 @@ def _written(saved: Saved) -> tuple[int, int] | None:
 def restore(model: tf.Module, saved: Saved) -> bool:
     """Restore a model's weights; return whether they could be read: the checkpoint may just have been pushed out."""
     try:
-        tf.train.Checkpoint(model=model).read(saved.prefix).assert_existing_objects_matched().expect_partial()
+        read_model(model, saved)
     except (tf.errors.OpError, OSError):
         return False
     return True

@@ -125,7 +125,7 @@ def export(run: RunFolder, data_dir: Path) -> int:
     source, _, model, step = _restore(run, data_dir)
     from train.model import export as exporting
 
-    exporting.export(model.get_weights(), model, run.export, source.classes)
+    exporting.export(model, run.export, source.classes)
     return step
 
 
@@ -195,6 +195,7 @@ def _restore_newest(run: RunFolder, model: keras.Model) -> int:
     import tensorflow as tf
 
     from train.saving import files
+    from train.saving.checkpoint import read_model
 
     def warn(words: str) -> None:
         print(words, file=sys.stderr)  # standard output may be JSON
@@ -204,7 +205,7 @@ def _restore_newest(run: RunFolder, model: keras.Model) -> int:
         if newest is None:
             break
         try:
-            tf.train.Checkpoint(model=model).read(newest.prefix).assert_existing_objects_matched().expect_partial()
+            read_model(model, newest)
         except (tf.errors.NotFoundError, FileNotFoundError):
             time.sleep(0.1)  # a newer one has just pushed it out
         else:

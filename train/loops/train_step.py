@@ -167,9 +167,7 @@ class TrainStep:
 
 
 def never_inlined(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `tf.function` that is traced and optimised by itself, so that its bits are the same wherever it is
-    called; its gradient is such a function, too.
-    """
+    """Return a `tf.function` that is optimised by itself, as is its gradient: they have the same bits everywhere."""
     return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
 
 

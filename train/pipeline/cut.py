@@ -63,8 +63,6 @@ def find(
     Raises:
         UsageError: it cannot be cut so, or cannot be trained in stages.
     """
-    if model.losses:
-        raise UsageError("--strategy pipeline: the model has losses of its own (regularisation), which stages have not")
     chain, pipeline = blocks.chain(model), config.pipeline
     if pipeline.remat and any(isinstance(each, keras.layers.BatchNormalization) for each in model._flatten_layers()):
         raise UsageError(

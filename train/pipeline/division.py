@@ -14,17 +14,19 @@ import tensorflow as tf
 from keras.src.backend.common import global_state  # has no public name
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable  # has no public name
 
+from cluster.run.folder import RunFolder
 from cluster.spec import ClusterSpec, Task
 from train.config import TrainConfig
 from train.pipeline import blocks
 from train.pipeline.cut import cut
+from train.saving.joint import Joint
 
 
 class Division:
     """The stages of a model, and which of them this task has."""
 
-    def __init__(self, spec: ClusterSpec, task: Task, config: TrainConfig) -> None:
-        self._config = config
+    def __init__(self, spec: ClusterSpec, task: Task, config: TrainConfig, run: RunFolder) -> None:
+        self._config, self._run = config, run
         self.stages = spec.stages
         self.tasks = max(1, len(spec.members))
         """Of all pipelines."""
@@ -32,8 +34,12 @@ class Division:
         self.pipelines = spec.replicas
         self.pipeline = self.task // self.stages if self.tasks > 1 else 0
         """This task's, from 0."""
-        self.own = range(self.stages) if self.tasks == 1 else range(self.task % self.stages, self.task % self.stages + 1)
+        self.own = (
+            range(self.stages) if self.tasks == 1 else range(self.task % self.stages, self.task % self.stages + 1)
+        )
         """The stages that this task has."""
+        self.models: list[keras.Model] = []
+        """Of each stage; their layers and variables are those of the whole model."""
         self._stage_of: dict[int, int] = {}
         self._owned: set[int] = set()
 
@@ -51,9 +57,8 @@ class Division:
         with keras.StatelessScope(initialize_variables=False):
             model = new_model()
         created = _take_uninitialized()
-        self.models = [
-            blocks.stage_model(part, number) for number, part in enumerate(cut(model, self._config, self.stages))
-        ]
+        parts = cut(model, self._config, self.stages, self._run)
+        self.models = [blocks.stage_model(part, number) for number, part in enumerate(parts)]
         for number, part in enumerate(self.models):
             self._stage_of |= {id(variable): number for variable in part.variables}
         self._give_values(created)
@@ -72,16 +77,16 @@ class Division:
                         self._stage_of[id(slot)] = self._stage_of[id(weight)]
         self._give_values(_take_uninitialized())
 
-    def owns(self, variable: tf.Variable) -> bool:
-        """Whether this is TensorFlow's variable of one of this task's stages."""
-        return id(variable) in self._owned
-
     def device(self, stage: int) -> str | None:
         """Return the device of a stage where this task has several; None: wherever TensorFlow places it."""
         if not self.whole or self.stages == 1:
             return None
         kind = "GPU" if len(tf.config.list_physical_devices("GPU")) >= self.stages else "CPU"
         return f"/device:{kind}:{stage}"
+
+    def joint(self) -> Joint:
+        """Return this task's part in writing checkpoints: that of the tasks of the first pipeline."""
+        return Joint(self.task, self.stages, lambda variable: id(variable) in self._owned)
 
     def _give_values(self, variables: Iterable[keras.Variable]) -> None:
         for variable in variables:

@@ -1,7 +1,8 @@
 """How stages exchange tensors: as collective operations between tasks, or as they are within one process.
 
-A broadcast in a group of two is a send and a receive inside the graph. Each edge, direction and micro-batch has an
-instance key of its own in its group, reused at every step: a key stands for one shape for ever, and TensorFlow aborts on another.
+A broadcast in a group of two is a send and a receive inside the graph. Each edge and direction has a group key, and
+each micro-batch an instance key in it, reused at every step: it stands for one shape for ever, and TensorFlow aborts on
+another.
 
 Tasks of R pipelines with S stages each: task r * S + s is stage s of pipeline r.
 """
@@ -17,6 +18,8 @@ import tensorflow as tf
 VALUES, GRADIENTS, EVALUATED, SHOWN = range(4)
 """What crosses an edge: while training to the next stage and back; to the next stage, to evaluate and to predict."""
 DIRECTIONS = 4
+NORM, FLAG = 0, 1
+"""What all stages share: the norms of gradients, and whether they are finite."""
 MOST_STAGES = 1_000
 EDGE_KEYS, NORM_KEYS, SUM_KEYS = 1_000_000, 20_000_000, 30_000_000
 """Group keys from here on are ours; tf.distribute counts its own from 0. A group has instance keys of its own."""
@@ -79,7 +82,9 @@ class LocalEdges:
         return tf.ensure_shape(tf.identity(self._sent.pop((direction, stage, micro_batch))), spec.shape)
 
 
-def broadcast(own: tf.Tensor | None, spec: tf.TensorSpec, owner: int, stages: int, pipeline: int) -> tf.Tensor:
+def broadcast(
+    own: tf.Tensor | None, spec: tf.TensorSpec, owner: int, stages: int, pipeline: int, what: int
+) -> tf.Tensor:
     """Return on every stage of a pipeline what one of them has; all of them call it with the same spec.
 
     Args:
@@ -88,8 +93,9 @@ def broadcast(own: tf.Tensor | None, spec: tf.TensorSpec, owner: int, stages: in
         owner: the stage that has it.
         stages: of the pipeline.
         pipeline: its number.
+        what: `NORM` or `FLAG`: both may be under way at the same time.
     """
-    keys = _keys(stages, NORM_KEYS + MOST_STAGES * pipeline + owner, 0)
+    keys = _keys(stages, NORM_KEYS + MOST_STAGES * pipeline + owner, what)
     with tf.device("CPU:0"):
         if own is not None:
             result = tf.raw_ops.CollectiveBcastSendV2(input=own, **keys)

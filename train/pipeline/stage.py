@@ -89,6 +89,8 @@ class Stage:
             return loss(outputs, step, at) if self._last else outputs, own
 
         self._forward = never_inlined(forward)
+        self.predict = never_inlined(lambda values: model(values, training=False))
+        """What enters the stage -> what leaves it, for batches of any size."""
 
     def begin(self, step: tf.Tensor) -> None:
         """Begin a step."""
@@ -155,9 +157,7 @@ class Stage:
         if own is not None:
             self._results.append(tf.stack([own, 0.0]))
 
-    def _taped(
-        self, values: tf.Tensor, micro_batch: tf.Tensor
-    ) -> tuple[tf.GradientTape, tf.Tensor, tf.Tensor | None]:
+    def _taped(self, values: tf.Tensor, micro_batch: tf.Tensor) -> tuple[tf.GradientTape, tf.Tensor, tf.Tensor | None]:
         with tf.GradientTape() as tape:
             if not self._first:
                 tape.watch(values)

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import tensorflow as tf
 from tensorflow import keras
@@ -26,6 +25,15 @@ def diverged(what: str) -> RunFailed:
         f"{what}; lower --optimizer.learning-rate or look at the data, then start again (the checkpoints before it are "
         "kept)"
     )
+
+
+def read_model(model: keras.Model, saved: Saved) -> None:
+    """Take over the weights of a checkpoint.
+
+    Raises:
+        OSError, tf.errors.OpError: it cannot be read.
+    """
+    tf.train.Checkpoint(model=model).read(saved.prefix).assert_existing_objects_matched().expect_partial()
 
 
 class Checkpoint:
