@@ -263,11 +263,15 @@ def check_stages(cluster: ClusterSpec, config: dict[str, Any]) -> None:
             raise UsageError(
                 f"--{option} {value} with --strategy pipeline, which has no such training yet: use --{option} {default}"
             )
+    if (callbacks := config.get("callbacks")) and cluster.members:
+        raise UsageError(
+            f"--callbacks {callbacks} with --strategy pipeline on {len(cluster.members)} tasks: none has the whole model "
+            "that callbacks are given; use --workers 0, or leave it out"
+        )
     if pipeline.get("schedule") == "pipedream":
         if cluster.pipelines > 1:
             raise UsageError(
-                f"--schedule pipedream with {cluster.pipelines} pipelines: each would update its weights by itself; use "
-                "1f1b"
+                f"--schedule pipedream with {cluster.pipelines} pipelines: each would update weights by itself; use 1f1b"
             )
         if config.get("precision") == "fp16":
             raise UsageError("--precision fp16 with --schedule pipedream: each stage would scale the loss by itself")
