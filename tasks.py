@@ -12,7 +12,7 @@ from invoke import Collection, Exit
 
 from cluster import spec
 from cluster.cli.command_line import JSON_HELP, in_checkout, shell, show, task
-from cluster.cli.tasks import checks, data, docs, explain, image, k8s, requirements, runs, saved
+from cluster.cli.tasks import checks, data, docs, explain, image, k8s, machine, reports, requirements, runs, saved
 from cluster.errors import UsageError
 from cluster.launch import startup
 
@@ -85,11 +85,17 @@ ns = Collection(
     saved.evaluate,
     saved.export,
     saved.predict,
+    saved.timeline,
     checks.doctor,
     checks.verify,
     checks.rerun,
     checks.chaos,
     explain.explain,
+    reports.runs,
+    reports.compare,
+    reports.report,
+    machine.env,
+    machine.clean,
     bench,
     test,
     golden,

@@ -265,19 +265,23 @@ def check_stages(cluster: ClusterSpec, config: dict[str, Any]) -> None:
             )
     if (callbacks := config.get("callbacks")) and cluster.members:
         raise UsageError(
-            f"--callbacks {callbacks} with --strategy pipeline on {len(cluster.members)} tasks: none has the whole model "
-            "that callbacks are given; use --workers 0, or leave it out"
+            f"--callbacks {callbacks} with --strategy pipeline on {len(cluster.members)} tasks: none has the whole "
+            "model that callbacks are given; use --workers 0, or leave it out"
         )
+    optimizer = config.get("optimizer", {})
+    if optimizer.get("ema") or ":" in optimizer.get("name", ""):
+        option = f"ema {optimizer['ema']}" if optimizer.get("ema") else f"name {optimizer['name']}"
+        raise UsageError(f"--optimizer.{option} with --strategy pipeline, whose stages update apart: leave it out")
     if pipeline.get("schedule") == "pipedream":
         if cluster.pipelines > 1:
             raise UsageError(
-                f"--schedule pipedream with {cluster.pipelines} pipelines: each would update weights by itself; use 1f1b"
+                f"--schedule pipedream with {cluster.pipelines} pipelines, each with weights of its own: use 1f1b"
             )
         if config.get("precision") == "fp16":
             raise UsageError("--precision fp16 with --schedule pipedream: each stage would scale the loss by itself")
         if pipeline.get("remat"):
             raise UsageError("--remat with --schedule pipedream: the weights of the forward would be gone; use gpipe")
-        if config.get("optimizer", {}).get("clip_norm"):
+        if optimizer.get("clip_norm"):
             raise UsageError(
                 "--optimizer.clip-norm with --schedule pipedream: no stage waits for the others' norms; use 1f1b"
             )

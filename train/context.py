@@ -106,11 +106,8 @@ class TaskContext:
     def new_policy(self) -> GradientPolicy:
         """Return the optimizer, its variables built beside the model's, with what is done with gradients before."""
         with self.strategy.scope():
-            optimizer = optimizers.build(self.config)
-            if self.division:
-                self.division.build_optimizer(optimizer, self.model)
-            else:
-                optimizer.build(self.model.trainable_variables)  # here, or its slot variables land on the chief
+            build = self.division.build_optimizer if self.division else None
+            optimizer = optimizers.build_for(self.config, self.model, self.total_steps, build)
             return optimizers.policy(self.config, optimizer)
 
     def new_checkpoint(self, policy: GradientPolicy, callbacks: tf.Module | None = None) -> checkpoint.Checkpoint:

@@ -10,8 +10,9 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from cluster.checks import bandwidth as allreduce
-from cluster.checks import gpu_host, nodes
+from cluster.checks import nodes
+from cluster.checks.gpu import bandwidth as allreduce
+from cluster.checks.gpu import host as gpu_host
 from cluster.errors import ClusterError, UsageError
 from cluster.findings import Finding
 from cluster.image import locks
@@ -23,7 +24,7 @@ LOCKS = ("host", "train-cpu", "tensorboard")
 
 
 def examine(port: int = tensorboard.PORT) -> list[Finding]:
-    """Return what this machine has and lacks. Changes nothing; starts nothing but `gpu_host`'s container."""
+    """Return what this machine has and lacks. Nothing is changed, and only `gpu_host` starts a container."""
     machine = [_python(), _packages(), _processor(), _disk(), _data(), _port(port)]
     found = [each for runtime in registry.RUNTIMES.values() for each in runtime.examine()]
     return [*machine, *found, *gpu_host.examine()]

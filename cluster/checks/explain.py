@@ -10,12 +10,12 @@ from typing import Any
 from cluster import strategies, tf_config
 from cluster.checks import tf_config_lint
 from cluster.checks.tf_config_lint import Member, Reading
-from cluster.control.columns import columns
 from cluster.errors import UsageError
 from cluster.findings import Finding
 from cluster.messages import counted, plain
 from cluster.spec import ClusterSpec, Role
 from cluster.strategies import Strategy
+from cluster.view.columns import columns
 
 MAX_BYTES = 2**20
 

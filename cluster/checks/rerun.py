@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cluster.control import view, watch
+from cluster.control import watch
 from cluster.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from cluster.launch import manifest, startup, teardown
 from cluster.messages import counted, plain, short_path
 from cluster.options.request import Request
 from cluster.run.folder import RunFolder
 from cluster.runtime.base import Shell
+from cluster.view.ended import ended_lines
 
 COMPARED = ("code", "locks", "image", "config", "own_code", "cluster", "data", "environment")
 """The parts of a manifest in which two runs may differ."""
@@ -141,7 +142,7 @@ def lines(second: RunFolder, verdict: Verdict | None) -> list[str]:
     """Return what is printed of a run that was made again."""
     folder = short_path(second.path)
     if verdict is None:
-        return view.ended(second, folder)
+        return ended_lines(second, folder)
     return [*map(plain, verdict.told), f"run folder   {folder}"]  # manifests hold what the tasks wrote
 
 

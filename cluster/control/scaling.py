@@ -11,7 +11,7 @@ import sys
 import time
 
 from cluster import spec
-from cluster.control import view, watch
+from cluster.control import watch
 from cluster.errors import EXIT_DONE, TimedOut, UsageError
 from cluster.launch import planning, startup, teardown
 from cluster.launch.plan import Plan
@@ -23,6 +23,7 @@ from cluster.run import claim
 from cluster.run.folder import SCALE, RunFolder
 from cluster.runtime.base import Shell
 from cluster.spec import ClusterSpec, Role
+from cluster.view.ended import ended_lines
 
 BY = "invoke scale"
 SHOWN_COUNTS = 3
@@ -206,7 +207,7 @@ def _report_end(run: RunFolder, sh: Shell, how: str) -> int:
     """Tell of a run that ended while it was being scaled; return the exit code."""
     ended = watch.follow(run, lambda value: None)
     left = teardown.finish(run, sh)
-    print("\n".join([f"{run.name} {how}", *view.ended(run, short_path(run.path))]))
+    print("\n".join([f"{run.name} {how}", *ended_lines(run, short_path(run.path))]))
     if left:
         print(left, file=sys.stderr)
     return watch.exit_code(ended)

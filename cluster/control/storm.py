@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Sequence
 
-from cluster.control import chaos, view, watch
+from cluster.control import chaos, watch
 from cluster.control.faults import KINDS
 from cluster.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from cluster.messages import counted, short_path
@@ -13,6 +13,7 @@ from cluster.results import reference
 from cluster.run.folder import RunFolder
 from cluster.runtime import registry
 from cluster.spec import Role
+from cluster.view.ended import ended_lines
 
 STEPS_BETWEEN = (5, 40)
 """Fewest and most new steps between two faults."""
@@ -28,7 +29,7 @@ def main(run: RunFolder, count: int, seed: int, kinds: Sequence[str]) -> int:
     results = deal(run, count, seed, kinds, lambda line: print(line, flush=True))
     print(f"{counted(len(results), 'fault')} inflicted; waiting for the run's end", flush=True)
     ended = watch.follow(run, lambda value: None)
-    print("\n".join(view.ended(run, short_path(run.path))))
+    print("\n".join(ended_lines(run, short_path(run.path))))
     if ended["state"] != "succeeded":
         cause = ended.get("cause")
         why = f": {cause['task'] or 'the run'}: {cause['error']}" if cause else ""

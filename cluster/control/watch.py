@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from cluster.control import view
 from cluster.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -30,6 +29,9 @@ from cluster.runtime import registry, tensorboard
 from cluster.runtime.base import Runtime, Shell
 from cluster.system import interrupts
 from cluster.system.json_files import write_json
+from cluster.view.ended import ended_lines
+from cluster.view.live import Live
+from cluster.view.status import read_status
 
 POLL_S = 0.2
 START_TIMEOUT_S = 90.0
@@ -51,7 +53,7 @@ def follow(
     """
     deadline, pulse = time.monotonic() + timeout_s, Pulse(run)
     while (ended := run.ended) is None:
-        on_status(view.status(run, pulse.look(), with_board=False))
+        on_status(read_status(run, pulse.look(), with_board=False))
         _notice_silence(run, pulse)
         if time.monotonic() > deadline:
             raise TimedOut(f"run {run.name} has not ended after {timeout_s:g} s; it goes on, see `invoke status`")
@@ -64,7 +66,7 @@ def until_training(run: RunFolder, on_status: Callable[[dict[str, Any]], None]) 
     pulse = Pulse(run)
     while not run.ended:
         names = {task.name for task in run.load_cluster().tasks}  # anew: it may be scaled meanwhile
-        value = view.status(run, pulse.look(), with_board=False)
+        value = read_status(run, pulse.look(), with_board=False)
         on_status(value)
         under_way = {"training", "saving", "evaluating", "done"}
         all_train = {beat["task"] for beat in value["tasks"] if beat["state"] in under_way} == names
@@ -144,7 +146,7 @@ def attend(run: RunFolder, board: str, port: int, detach: bool, sh: Shell) -> in
     """
     try:
         try:
-            with view.Live() as live:
+            with Live() as live:
                 ended = _watch(run, board, port, detach, sh, live)
         except KeyboardInterrupt:
             how = "every script gets a SIGTERM" if run.script else "every task saves at the same step"
@@ -162,13 +164,13 @@ def attend(run: RunFolder, board: str, port: int, detach: bool, sh: Shell) -> in
     if ended is None:
         return EXIT_DONE
     left = teardown.finish(run, sh)
-    print("\n".join(view.ended(run, short_path(run.path))), flush=True)
+    print("\n".join(ended_lines(run, short_path(run.path))), flush=True)
     if left:
         print(left, file=sys.stderr)
     return exit_code(ended)
 
 
-def _watch(run: RunFolder, board: str, port: int, detach: bool, sh: Shell, live: view.Live) -> dict[str, Any] | None:
+def _watch(run: RunFolder, board: str, port: int, detach: bool, sh: Shell, live: Live) -> dict[str, Any] | None:
     """Show a run until it ends; return its summary, or None where it goes on as it should."""
 
     def show(value: dict[str, Any]) -> None:

@@ -79,7 +79,7 @@ def machine(what: str, *, with_instances: bool = False) -> Machine:
     if code:
         why = text.splitlines()[-1].strip() if text else "it says nothing"
         raise PrerequisiteError(
-            f"{what}: this machine tells of no GPU ({why}); install NVIDIA's driver, or use --gpus none"
+            f"{what}: no GPU was found on this machine ({why}); install NVIDIA's driver, or use --gpus none"
         )
     gpus = inventory(text)
     if not gpus:

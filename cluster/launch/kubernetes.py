@@ -88,9 +88,10 @@ def _manifest(request: Request, place: Place) -> Manifest:
             f"--name {name!r}: Kubernetes takes small letters, digits and '-', at most 40, the first a letter; "
             "choose such a name"
         )
+    cpus = spec.parse_count("cpus", place.cpus, 1, 1024)
     gpus = spec.parse_count("gpus-per-task", request.gpus_per_task or 0, 0, MAX_GPUS)
     cluster = _cluster(request, gpus)
-    config, _, _ = configuration.resolve(request, None, None, folders.data_dir())
+    config, _, _ = configuration.resolve(request, None, None, folders.data_dir(), cores=cpus)
     planning.check_sharing(config, cluster)
     board = request.number("tensorboard_port")
     hosts = jobs.jobset_hosts if place.kind == "jobset" else jobs.tfjob_hosts
@@ -103,7 +104,7 @@ def _manifest(request: Request, place: Place) -> Manifest:
         tensorboard_image=(place.tensorboard_image or images.tensorboard_image()) if board else "",
         claim=place.claim,
         memory_bytes=_memory_bytes(request),
-        cpus=spec.parse_count("cpus", place.cpus, 1, 1024),
+        cpus=cpus,
         gpus=gpus,
         environment=_environment(request, gpus),
     )

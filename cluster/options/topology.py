@@ -64,8 +64,8 @@ def _stages(request: Request, requested: strategies.Strategy | None, resumed: Cl
     if not alone and tasks % stages:
         below = max(stages, tasks // stages * stages)
         raise UsageError(
-            f"--stages {stages} with --workers {workers}: the chief and the workers are {tasks} tasks, which pipelines of "
-            f"{stages} cannot share; use --workers {below - 1} or {below + stages - 1}, or --workers 0 for stages on the "
+            f"--stages {stages} with --workers {workers}: the chief and the workers are {tasks} tasks, which pipelines "
+            f"of {stages} cannot share; use --workers {below - 1} or {below + stages - 1}, or --workers 0 for the "
             "devices of one task"
         )
     if alone and request.devices.isdecimal() and int(request.devices) != stages:

@@ -88,10 +88,11 @@ def test_a_regression_on_a_csv_file_must_learn_under(own: Clusters, strategy: st
 
 @pytest.fixture(scope="module")
 def half(own: Clusters) -> RunFolder:
-    """A training in bfloat16, of a model that knows nothing of precisions."""
+    """A training in bfloat16, of a model that knows nothing of precisions, evaluated by its averages."""
     own.invoke(
         "up", "--name=half", "--runtime=local", "--tensorboard-port=0", "--preset=plants:preset", "--workers=1",
         "--precision=bf16", "--", *ALL_STEPS, "--evaluate-every", "1000", "--optimizer.clip-norm", "0.5",
+        "--optimizer.ema", "0.5", "--optimizer.schedule", "cosine", "--optimizer.end-share", "0.5",
     )  # fmt: skip
     return own.run("half")
 

@@ -108,3 +108,16 @@ def test_predict_must_name_the_likeliest_classes(clusters: Clusters, alone: RunF
     assert {line.split("%")[1].strip() for line in lines} <= set(names)
     output = clusters.invoke("predict", alone.name, f"--image={alone.summary}", expect=2)
     assert "expected a PNG or JPEG file" in output
+
+
+def test_a_report_must_show_what_the_export_confuses_and_a_comparison_how_far_weights_are_apart(
+    clusters: Clusters, alone: RunFolder, crossing: RunFolder
+) -> None:
+    clusters.invoke("report", alone.name)
+    shown = (alone.path / "report.html").read_text()
+    assert "Ankle boot" in shown
+    assert "data:image/png;base64," in shown
+    compared = clusters.invoke("compare", alone.name, crossing.name, "--json")
+    (pair,) = json.loads(compared[compared.index("{") :])["weights"]
+    assert not pair["identical"]
+    assert 0 < pair["distance"]["relative"] < 1

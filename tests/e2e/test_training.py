@@ -21,8 +21,11 @@ from train.model import variables
 
 pytestmark = pytest.mark.usefixtures("data")
 
-LONGER = ("--max-steps", "100", "--global-batch", "192")
-"""For what is done to a run while it trains: slower steps, and more of them."""
+LONGER = (
+    *("--max-steps", "100", "--global-batch", "192"),
+    *("--optimizer.name", "adamw", "--optimizer.schedule", "cosine", "--optimizer.ema", "0.9"),
+)
+"""For what is done to a run while it trains: slower steps, more of them, and an optimizer that keeps all it can."""
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from cluster.errors import PrerequisiteError
 from cluster.recovery import step_record
 from cluster.spec import Role
 from train.context import TaskContext
@@ -18,6 +20,7 @@ from train.loops import callbacks, outer, parameter_server, pipeline, steps
 from train.loops.callback_state import CallbackState
 from train.loops.train_step import TrainStep
 from train.model import keras_compat
+from train.pipeline import timeline
 from train.saving import timer
 from train.telemetry import trace
 from train.telemetry.report import Report
@@ -36,7 +39,7 @@ class Training:
         state = CallbackState() if config.callbacks else None
         self._checkpoint = context.new_checkpoint(self._policy, state)
         self._first = context.restore(self._checkpoint)
-        self._report = Report(context, self._first, self._policy.loss_scale, self._outputs)
+        self._report = Report(context, self._first, self._policy, self._outputs)
         self._save_timer = context.new_save_timer(self._checkpoint, self._first)
         names = [task.name for task in context.spec.of(Role.WORKER)] if context.asynchronous else []
         self._worked = [step_record.StepRecord(context.run, name, context.generation) for name in names]
@@ -168,6 +171,9 @@ class Training:
 
     def _evaluate(self, step: int) -> dict[str, float]:
         self._report.evaluate(step, self._evaluation)
+        if self._pipeline and self._context.chief:
+            with contextlib.suppress(PrerequisiteError):  # no step is recorded yet
+                self._report.metrics.picture(step, "pipeline", timeline.picture_of(self._context.run)[1])
         self._evaluated_at = step
         return self._report.results
 

@@ -8,6 +8,7 @@ Shapes: S steps of one loop; N batches of an evaluation.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,8 +22,10 @@ from train.loops.steps import LoopResult, Signals
 from train.model import keras_compat
 from train.model.gradients import GradientPolicy
 from train.model.objectives import global_mean
-from train.pipeline import edges, schedule
+from train.pipeline import edges, schedule, timeline
+from train.pipeline.marks import Marks, marks_call
 from train.pipeline.stage import Stage
+from train.telemetry.timing import Times
 
 
 class Pipeline:
@@ -43,6 +46,8 @@ class Pipeline:
         arrays = context.source.arrays
         assert arrays is not None  # the plan refuses others
         self._examples = memory.load(arrays.train)
+        self._calls, self._marks = 0, Marks()
+        self._recorder = timeline.Recorder(context.run, context.task.name)
         self._programs = schedule.build(config.pipeline.schedule, division.stages, config.micro_batches)
         self._edges: edges.Edges = edges.LocalEdges() if division.whole else edges.TaskEdges(division.pipeline)
         self._stages = {number: self._stage(number) for number in division.own}
@@ -52,10 +57,22 @@ class Pipeline:
     def run(self, first: int, count: int, stop: bool) -> LoopResult:
         """Do some optimizer steps: the inner loop of `outer.run`."""
         signals_3 = tf.constant(self._signals(stop, count).to_array())
-        results_S2 = self._loop(tf.constant(first, tf.int64), tf.constant(count, tf.int64))
+        marked = count - 1 if marks_call(self._calls) else -1
+        began = time.perf_counter()
+        results_S2 = self._loop(*(tf.constant(number, tf.int64) for number in (first, count, marked)))
         flat = self._total(tf.concat([tf.reshape(results_S2, [-1]), signals_3], 0)).numpy()
+        times = self._times(first + count, (time.perf_counter() - began) / count)
         results_S2 = flat[:-3].reshape(-1, 2)[:count]
-        return LoopResult(results_S2[:, 0], results_S2[:, 1], Signals.from_sum(flat[-3:]))
+        return LoopResult(results_S2[:, 0], results_S2[:, 1], Signals.from_sum(flat[-3:]), times)
+
+    def _times(self, step: int, seconds: float) -> Times | None:
+        """Return what part of the steps of a call, `seconds` each, this task's stages computed; None: not marked."""
+        self._calls += 1
+        if not (spans := self._marks.take()):
+            return None
+        self._recorder.add(step, spans)
+        busy = timeline.computing(spans) / len(self._stages)
+        return Times(np.array([seconds]), np.zeros(1), np.array([min(busy, seconds)]))
 
     def evaluation(self) -> Callable[[], dict[str, float]]:
         """Return what sends the whole test split through the stages; every task calls it."""
@@ -149,6 +166,7 @@ class Pipeline:
             remat=config.pipeline.remat,
             accumulates=config.micro_batches > 1 and not self._asynchronous,
             device=division.device(number),
+            marks=self._marks,
         )
 
     def _batch(self, step: tf.Tensor, at: tf.Tensor) -> memory.Batch:
@@ -169,14 +187,15 @@ class Pipeline:
         score = global_mean(objective.score(batch.labels, outputs), tf.ones_like(batch.weights), examples)
         return tf.stack([loss, tf.stop_gradient(score)])
 
-    def _trace_loop(self) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
+    def _trace_loop(self) -> Callable[..., tf.Tensor]:
         steps_per_loop = self._context.config.steps_per_loop
 
         @tf.function(autograph=False)
-        def loop(first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+        def loop(first: tf.Tensor, count: tf.Tensor, marked: tf.Tensor) -> tf.Tensor:
             def step(done: tf.Tensor, results_S2: tf.Tensor) -> tf.Tensor:
                 with tf.control_dependencies([results_S2]):  # a step begins once the one before has ended
                     at = tf.identity(first + done)
+                self._marks.begin(tf.equal(done, marked), at)
                 return tf.tensor_scatter_nd_update(results_S2, [[done]], [self._step(at)])
 
             return train_step.repeat(count, step, tf.zeros([steps_per_loop, 2]))

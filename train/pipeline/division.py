@@ -57,7 +57,7 @@ class Division:
         with keras.StatelessScope(initialize_variables=False):
             model = new_model()
         created = _take_uninitialized()
-        parts = cut(model, self._config, self.stages, self._run)
+        parts = cut(model, self._config, self.stages, self._run, self.pipelines)
         self.models = [blocks.stage_model(part, number) for number, part in enumerate(parts)]
         for number, part in enumerate(self.models):
             self._stage_of |= {id(variable): number for variable in part.variables}

@@ -23,6 +23,7 @@ import tensorflow as tf
 from train.loops.train_step import never_inlined
 from train.model import keras_compat
 from train.pipeline.edges import GRADIENTS, VALUES, Edges
+from train.pipeline.marks import Marks
 from train.pipeline.schedule import Action, Instruction
 
 Features = Callable[[tf.Tensor], tf.Tensor]
@@ -54,6 +55,7 @@ class Stage:
         remat: bool = False,
         accumulates: bool = True,
         device: str | None = None,
+        marks: Marks | None = None,
     ) -> None:
         """Prepare to execute.
 
@@ -72,11 +74,13 @@ class Stage:
             remat: whether to keep what enters the stage alone, and to compute the rest again for the backward.
             accumulates: whether gradients are added up, from zeros, as on one device; otherwise there is one an update.
             device: on which it computes; None: wherever TensorFlow places it.
+            marks: takes the times of computations; None: nothing does.
         """
         self._model, self._number, self._stages = model, number, stages
         self._edges, self._features, self._update = edges, features, update
         self._scale = scale
         self._remat, self._accumulates, self._device = remat, accumulates, device
+        self._marks, self._row = marks, replica * stages + number
         self._first, self._last = number == 0, number == stages - 1
         self._variables = [variable.value for variable in model.trainable_variables]
         self._inputs = tf.TensorSpec([micro_batch, *model.inputs[0].shape[1:]], model.inputs[0].dtype)
@@ -119,6 +123,7 @@ class Stage:
     def execute(self, instruction: Instruction) -> None:
         """Add the operations of an instruction to the graph."""
         at = instruction.micro_batch
+        self._mark(instruction, ends=False)
         with tf.device(self._device):
             match instruction.action:
                 case Action.RECEIVE_VALUES:
@@ -137,6 +142,14 @@ class Stage:
                     self._send(self._gradients.pop(at), GRADIENTS, at)
                 case Action.UPDATE:
                     self._do_update(at)
+        self._mark(instruction, ends=True)
+
+    def _mark(self, instruction: Instruction, *, ends: bool) -> None:
+        """Take the time between what a computation needs and itself, or between it and what follows."""
+        at = instruction.micro_batch
+        if self._marks and instruction.action in (Action.FORWARD, Action.BACKWARD, Action.UPDATE):
+            after = [self._chain[-1], *(of[at] for of in (self._values, self._gradients) if at in of)]
+            self._chain[-1] = self._marks.mark(self._row, instruction, after, ends=ends)
 
     def _do_forward(self, at: int) -> None:
         micro_batch = tf.constant(at, tf.int64)

@@ -27,15 +27,6 @@ def diverged(what: str) -> RunFailed:
     )
 
 
-def read_model(model: keras.Model, saved: Saved) -> None:
-    """Take over the weights of a checkpoint.
-
-    Raises:
-        OSError, tf.errors.OpError: it cannot be read.
-    """
-    tf.train.Checkpoint(model=model).read(saved.prefix).assert_existing_objects_matched().expect_partial()
-
-
 class Checkpoint:
     """Saves and restores the training state.
 

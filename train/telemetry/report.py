@@ -18,9 +18,10 @@ from train.context import TaskContext
 from train.data import memory
 from train.loops import outer
 from train.loops.train_step import full_precision
-from train.model import export, models
-from train.model.gradients import LossScale
-from train.saving.checkpoint import Checkpoint, read_model
+from train.model import export, models, optimizers
+from train.model.gradients import GradientPolicy
+from train.saving import weights as saved_weights
+from train.saving.checkpoint import Checkpoint
 from train.saving.files import Saved
 from train.saving.timer import SaveTimer
 from train.telemetry.ledger import Ledger
@@ -37,7 +38,7 @@ class Report:
         self,
         context: TaskContext,
         first: int,
-        loss_scale: LossScale | None = None,
+        policy: GradientPolicy,
         outputs: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> None:
         """Report a training that goes on from step `first`.
@@ -45,11 +46,11 @@ class Report:
         Args:
             context: of this task.
             first: steps done before.
-            loss_scale: of a training in float16.
+            policy: what is done with gradients.
             outputs: what the model says of some examples, called by every task; None: this task's model says it.
         """
         self._outputs = outputs or (lambda features: context.model(features, training=False))
-        self._loss_scale = loss_scale
+        self._loss_scale, self._optimizer = policy.loss_scale, policy.optimizer
         self._context = context
         self._config = context.config
         self._heartbeat = context.heartbeat
@@ -135,7 +136,7 @@ class Report:
 
     def evaluate(self, step: int, evaluation: Callable[[], dict[str, float]]) -> None:
         """Evaluate the model, and report the results."""
-        with self._spending("evaluate"):
+        with self._spending("evaluate"), self._averaged():
             self._heartbeat.update(state="evaluating")
             self._evaluated(step, evaluation())
 
@@ -153,21 +154,20 @@ class Report:
         context, result = self._context, self._context.run.control / "result.json"
         divided = context.division is not None and not context.division.whole
         # On every task: moving averages can be a mean over all of them, which takes all of them to read.
-        weights = [] if stopped or divided else context.model.get_weights()
+        with self._averaged():
+            weights = [] if stopped or divided else context.model.get_weights()
         if context.chief:
-            model = context.model
-            if divided or not stopped:
-                model = context.new_model()
-                if divided:  # no task has the whole model; the checkpoint of this step has
-                    read_model(model, Saved(context.run.checkpoints, step))
-                else:
-                    model.set_weights(weights)
+            model = context.new_model() if divided or not stopped else None
+            if divided:  # no task has the whole model; the checkpoint of this step has
+                saved_weights.read(self._config, model, Saved(context.run.checkpoints, step).prefix)
+            elif model is not None:
+                model.set_weights(weights)
             if not stopped:
                 self._heartbeat.update(state="saving")
                 export.export(model, context.run.export, context.source.classes)
                 self._event("exported", step)
                 self.metrics.hparams(self._config, self.results)
-            write_json(result, self._result(step, model))
+            write_json(result, self._result(step, model if divided else context.model))
         self._update_timing()
         self.metrics.timing(step, self._timing)
         self.metrics.flush()
@@ -190,6 +190,10 @@ class Report:
         if self._timing.steps:
             self._heartbeat.update(**self._timing.recent(), pace=self._timing.generation())
         self._timing_shown_at = time.monotonic()
+
+    def _averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Use the averages of the weights, if the configuration evaluates by these; every task calls it."""
+        return optimizers.averaged(self._config, self._context.model, self._optimizer)
 
     def _spending(self, part: str) -> contextlib.AbstractContextManager[None]:
         return self._ledger.spending(part) if self._ledger else contextlib.nullcontext()

@@ -14,11 +14,11 @@ from cluster.checks import verify as verification
 from cluster.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, shell, show, task
 from cluster.control import chaos as injection
 from cluster.control import storm as storming
-from cluster.control import view
 from cluster.control.faults import KINDS, STORM
 from cluster.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, UsageError
 from cluster.launch import folders, startup
 from cluster.options.request import OPTIONS
+from cluster.view.findings import findings_lines
 
 
 @task(
@@ -30,7 +30,7 @@ from cluster.options.request import OPTIONS
 def doctor(c, bandwidth=False, gpus="", runtime="", json=False):
     """Check what this machine has and lacks, each with its fix; exit code 3 where something must be mended."""
     value = machine.look(bandwidth=bandwidth, gpus=gpus, runtime=runtime)
-    show(value, view.findings, as_json=json)
+    show(value, findings_lines, as_json=json)
     raise Exit(code=EXIT_DONE if value["ok"] else EXIT_PREREQUISITE)
 
 

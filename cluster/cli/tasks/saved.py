@@ -39,6 +39,14 @@ def predict(c, run=None, image="", trust=False):
     _run(c, run, "predict", "--image", str(Path(image).absolute()), trust=trust)
 
 
+@task("run", run=RUN_HELP, trust=TRUST_HELP, output="PNG file to write (default: timeline.png in the run's folder)")
+def timeline(c, run=None, output="", trust=False):
+    """Draw when each stage of a pipeline computed what, in the newest step that its tasks have recorded."""
+    folder = folders.find_run(run)
+    path = Path(output).absolute() if output else folder.path / "timeline.png"
+    _run(c, run, "timeline", "--output", str(path), trust=trust)
+
+
 def _run(c, run, verb, *words, trust):
     shell(c, quiet=True)(command(verb, folders.find_run(run), *words, trust=trust))
 
@@ -58,7 +66,7 @@ def command(verb: str, run: RunFolder, *words: str, trust: bool = False) -> str:
     """
     if not trust:
         provenance.check(run)
-    for part in (run.checkpoints, run.export, run.path / "metrics"):
+    for part in (run.checkpoints, run.export, run.path / "metrics", run.path / "timeline"):
         files.refuse_links(part)  # TensorFlow would follow them
     data = ["--data-dir", str(folders.data_dir())]
     return shlex.join([sys.executable, "-m", "train.saved", verb, "--run-dir", str(run.path), *data, *words])

@@ -121,6 +121,25 @@ def fitted(where: str, optimizer: Optimizer, precision: str) -> list[float]:
     return weights_of(model)
 
 
+OPTIMIZERS = {
+    "adamw": {"schedule": "cosine", "decay_steps": STEPS},
+    "lamb": {"schedule": "linear", "decay_steps": STEPS, "weight_decay": 0.1},
+    "lion": {"schedule": "polynomial", "decay_steps": STEPS, "weight_decay": 0.1, "no_decay": "bias"},
+    "sgd": {"schedule": "piecewise", "boundaries": "2:0.1", "nesterov": True},
+}
+
+
+def averaged(where: str, source: sources.Source, name: str) -> dict[str, list[float]]:
+    """Return the weights that an optimizer reaches, and their averages."""
+    settings = Optimizer(name=name, learning_rate=0.05, warmup_steps=1, ema=0.5, **OPTIMIZERS[name])
+    done = training(where, source, settings)
+    done.run(0, STEPS, False)
+    model = done.train_step.model
+    with optimizers.averaged(TrainConfig(optimizer=settings), model, done.train_step.policy.optimizer):
+        averages = weights_of(model)
+    return {"weights": weights_of(model), "averages": averages}
+
+
 def main(result: Path) -> None:
     """Measure."""
     tf.config.experimental.enable_op_determinism()
@@ -145,6 +164,8 @@ def main(result: Path) -> None:
         measured["overflow"]["elastic"] = overflowing("mirrored-3", source, elastic=True)
         measured["exhausted"] = {"plain": exhausted("one", source)}
         measured["exhausted"]["elastic"] = exhausted("one", source, elastic=True)
+        places = ("one", "mirrored-3")
+        measured["optimizers"] = {name: {w: averaged(w, source, name) for w in places} for name in OPTIMIZERS}
         measured["grown"] = grown(source)
         measured["fit"] = {
             "plain": fitted("one", PLAIN, "fp32"),

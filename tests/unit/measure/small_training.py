@@ -72,9 +72,7 @@ def training(
         model = model_of()
         if not elastic:
             keras_compat.synchronize_batch_normalization(model, replicas)
-        built = optimizers.build(config)
-        built.build(model.trainable_variables)
-        policy = optimizers.policy(config, built)
+        policy = optimizers.policy(config, optimizers.build_for(config, model))
     shards = VirtualShards(SHARDS, replicas) if elastic else None
     what = (model, policy, objective, GLOBAL_BATCH)
     train_step = (

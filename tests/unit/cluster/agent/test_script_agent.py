@@ -14,13 +14,15 @@ from typing import Any
 import pytest
 
 from cluster.agent import script as script_agent
-from cluster.control import view, watch
+from cluster.control import watch
 from cluster.launch.scripts import lay_out
 from cluster.run.folder import RunFolder
 from cluster.runtime.local import supervisor
 from cluster.runtime.local.processes import processes_of
 from cluster.runtime.payload import Payload
 from cluster.system.json_files import write_json
+from cluster.view.ended import ended_lines
+from cluster.view.status import read_status, status_table
 from tests.unit.gang import SIGKILLED, Gang, assert_ended
 from tests.waiting import wait_for
 
@@ -94,7 +96,7 @@ def test_a_run_succeeds_when_every_script_ended_with_0(start_scripts: StartScrip
     summary = gang.summary()
     assert_ended(summary, state="succeeded", replicas=3, tasks={"chief": 0, "worker-0": 0, "worker-1": 0})
     assert {("done", 0)} == {(beat["state"], beat["exit_code"]) for beat in gang.run.heartbeats().values()}
-    told, *rest = view.ended(gang.run, "runs/run")
+    told, *rest = ended_lines(gang.run, "runs/run")
     assert told.startswith("succeeded: every task's script ended with 0 in ")
     assert "its files    runs/run/work/TASK" in rest
 
@@ -123,7 +125,7 @@ def test_a_script_s_own_failure_ends_the_run_at_once(
     assert ("worker-0", 1, told) == tuple(summary["cause"][key] for key in ("task", "exit_code", "error"))
     assert code == summary["tasks"]["worker-0"]
     assert 1 == watch.exit_code(summary)  # 2 to 4 would say that nothing was started
-    (cause,) = [line for line in view.ended(gang.run, "runs/run") if line.startswith("root cause: worker-0 at ")]
+    (cause,) = [line for line in ended_lines(gang.run, "runs/run") if line.startswith("root cause: worker-0 at ")]
     assert cause.endswith(f": {told}")
     assert ["failed", "stopped"] == [gang.beat(task)["state"] for task in ("worker-0", "chief")]
 
@@ -209,7 +211,7 @@ def test_servers_are_ended_when_the_chief_s_script_is_done(start_scripts: StartS
     summary = gang.summary()
     assert "succeeded" == summary["state"]
     assert {"chief": 0, "worker-0": 0, "worker-1": 0, "ps-0": 0} == summary["tasks"]
-    assert view.ended(gang.run, "runs/run")[0].startswith("succeeded: the chief's script ended with 0 in ")
+    assert ended_lines(gang.run, "runs/run")[0].startswith("succeeded: the chief's script ended with 0 in ")
 
 
 def test_a_killed_worker_under_ps_starts_again_alone(start_scripts: StartScripts) -> None:
@@ -315,7 +317,7 @@ def test_status_shows_who_is_alive_and_how_who_ended(start_scripts: StartScripts
     gang = start_scripts("if NAME == 'chief': until(lambda: (RUN / 'enough').exists())", workers=1)
     wait_for(lambda: [gang.beat(t)["state"] for t in ("chief", "worker-0")] == ["training", "done"], "the worker's end")
     assert watch.until_training(gang.run, lambda value: None)
-    head, names, chief, worker = view.table(view.status(gang.run))
+    head, names, chief, worker = status_table(read_status(gang.run))
     assert f"run  training  {tmp_path / 'theirs' / 'script.py'}" == head
     assert ["TASK", "STATE", "EXIT", "CODE", "RESTARTS", "AGE"] == names.split()
     assert ["chief", "training", "-", "0"] == chief.split()[:4]

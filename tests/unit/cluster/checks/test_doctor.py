@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.checks import doctor, gpu_host
+from cluster.checks import doctor
+from cluster.checks.gpu import host as gpu_host
 from cluster.findings import Finding
 from cluster.image import engine, locks
 from cluster.image.engine import Answer

@@ -163,3 +163,11 @@ def test_each_gpu_is_a_replica(run: RunFolder, monkeypatch: pytest.MonkeyPatch) 
     assert "#SBATCH --gpus-per-task=2\n" in plan.compose["script"]
     assert "export CUDA_VISIBLE_DEVICES" not in plan.compose["script"]
     assert plan.network.warning == ""
+
+
+def test_a_task_has_as_many_threads_as_its_job_requests_processors(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site(run, monkeypatch, "")
+    plan = planning.plan(Request(runtime="slurm", cpus_per_task="5", tensorboard_port="0"))
+    assert 5 == plan.config["threads"]

@@ -130,6 +130,17 @@ def test_tf_keras_skips_a_step_that_overflows() -> None:
     assert {"loss_scale": gradients.FIRST_SCALE / 2, "skipped_steps": 1} == scale.metrics()
 
 
+# Optimizers
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb", "lion", "sgd"])
+def test_replicas_decay_and_average_weights_as_one_device_does(name: str) -> None:
+    found = numbers("optimizers")[name]
+    for what in ("weights", "averages"):
+        np.testing.assert_allclose(found["mirrored-3"][what], found["one"][what], atol=2e-5)
+    assert np.abs(np.subtract(found["one"]["weights"], found["one"]["averages"])).max() > 0.001
+
+
 # Learning rates
 
 
