@@ -24,7 +24,7 @@ from cluster.view.findings import findings_lines
 from cluster.view.live import Live
 from cluster.view.logs import print_logs
 from cluster.view.plan import plan_lines
-from cluster.view.status import progress, read_status, status_table
+from cluster.view.status import live_lines, progress, read_status, status_table
 from tests.unit.ending import end
 from tests.unit.lives import LIFE
 
@@ -85,6 +85,7 @@ def test_status_holds_what_the_contract_lists(run: RunFolder, monkeypatch: pytes
         "examples_per_s": 480.0,
         "tensorboard": "http://127.0.0.1:6007",
         "pace": {"stragglers": [], "starved": []},
+        "last_event": None,
     } == value
     assert ["chief", "worker-0"] == [task["task"] for task in tasks]
     assert {"step": 10, "every_s": None} == {name: checkpoint[name] for name in ("step", "every_s")}
@@ -176,7 +177,7 @@ def test_in_a_terminal_the_table_redraws_itself(
     with Live() as live:
         live.show(read_status(run))
         first = capsys.readouterr().out.removeprefix(HIDE_CURSOR)
-        assert 3 == len(first.splitlines())
+        assert 5 == len(first.splitlines())
         assert max(map(len, first.splitlines())) <= 40  # a wrapped line could not be taken back
         beat(run, "chief", "training", step=2)
         live.show(read_status(run))
@@ -184,6 +185,30 @@ def test_in_a_terminal_the_table_redraws_itself(
     assert SHOW_CURSOR in capsys.readouterr().out
     live.clear()
     assert "" == capsys.readouterr().out
+
+
+def test_the_screen_shows_how_far_a_run_is(run: RunFolder) -> None:
+    beat(run, "chief", "training", step=30, steps_total=120, examples_per_s=480.0, loss=0.5)
+    beat(run, "worker-0", "training", step=30)
+    run.event("worker-0", "restarted", cause="killed", step=20)
+    save(run, 10)
+    shown = live_lines(read_status(run), [3.0, 2.0, 1.0], 80)
+    assert max(map(len, shown[:-3])) <= 80
+    text = "\n".join(shown)
+    for part in (
+        " 25%",
+        "step 30/120",
+        "18 s left",
+        "loss   █▅▁ 0.5000",
+        "saved  step 10, ",
+        "worker-0: restarted (killed) at step 20",
+    ):
+        assert part in text, part
+    assert ["TASK", "chief", "worker-0"] == [line.split()[0] for line in shown[-3:]]
+
+
+def test_the_screen_of_a_run_that_has_just_begun_is_short(run: RunFolder) -> None:
+    assert "step 0" in "\n".join(live_lines(read_status(run), [], 40))
 
 
 def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
@@ -323,6 +348,31 @@ def test_logs_of_several_tasks_carry_their_names(run: RunFolder, capsys: pytest.
     print_logs(run, ["chief", "worker-0", "ps-0"], follow=False)
     shown = capsys.readouterr().out.splitlines()
     assert ["chief    | one", "chief    | two", "chief    | half a li", "worker-0 | three \ufffd"] == shown
+
+
+START_UP = (
+    "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
+    "I0000 00:00:1795354087.737231   15772 port.cc:153] oneDNN custom operations are on.",
+    "2026-11-22 13:00:00.1: I tensorflow/core/platform/cpu_feature_guard.cc:210] This TensorFlow binary is optimized",
+    "E0000 00:00:1.2 3 cuda_fft.cc:467] Unable to register cuFFT factory: it was registered already",
+)
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_in_a_terminal_each_task_has_a_colour_and_start_up_messages_are_left_out(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_color: str
+) -> None:
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("chief", "worker-0"):
+        run.log(name).write_text("\n".join([*START_UP, "E0000 00:00:1.2 3 mine.cc:1] It broke", "port.cc"]) + "\n")
+    print_logs(run, ["chief", "worker-0"], follow=False)
+    assert 12 == len(capsys.readouterr().out.splitlines())
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    print_logs(run, ["chief", "worker-0"], follow=False)
+    shown = capsys.readouterr().out.splitlines()
+    assert ["It broke", "port.cc", "It broke", "port.cc"] == [re.split(r"[|\]] |m ", line)[-1] for line in shown]
+    assert bool(no_color) is ("\x1b" not in "".join(shown))
 
 
 def test_the_log_of_one_task_is_shown_as_it_is(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
