@@ -135,7 +135,6 @@ STRATEGIES: dict[str, Strategy] = {
             fits=lambda workers, ps, devices: not ps and (not workers or devices == 1),
             collective=True,
             staged=True,
-            no_fp16="has stages that would each change the one loss scale",
             no_virtual_shards="has micro-batches instead, whose bits depend on no number of stages",
         ),
     )
