@@ -12,7 +12,7 @@ from invoke import Collection, Exit
 
 from cluster import spec
 from cluster.cli.command_line import JSON_HELP, has_dry_run, in_checkout, shell, show, task
-from cluster.cli.tasks import checks, data, docs, explain, image, k8s, machine, reports, requirements, runs, saved
+from cluster.cli.tasks import checks, data, docs, explain, image, k8s, machine, reports, requirements, runs, saved, tour
 from cluster.errors import UsageError
 from cluster.launch import startup
 
@@ -98,6 +98,7 @@ ns = Collection(
     reports.report,
     machine.env,
     machine.clean,
+    tour.tour,
     bench,
     test,
     golden,
