@@ -32,7 +32,7 @@ def test_a_frozen_program_is_ended_and_the_gang_starts_again(start_gang: StartGa
     assert "outside" == gang.run.generations()[1]["kind"]  # it did not fail by itself
     (restart,) = summary["restarts"]
     assert ("succeeded", "worker-0") == (summary["state"], restart["task"])
-    assert "no sign of life for 8 s" in restart["cause"]
+    assert "no heartbeat for 8 s" in restart["cause"]
     assert 7 < restart["detected_s"] < 15
     assert ["worker-0"] == [event["task"] for event in gang.events("frozen")]
 

@@ -279,9 +279,9 @@ def test_an_exit_code_that_the_error_begins_with_is_shown_once(run: RunFolder) -
 
 
 def test_a_failure_that_is_no_task_s_is_told_too(run: RunFolder) -> None:
-    end(run, "failed", error="no task gives a sign of life")
+    end(run, "failed", error="no task writes heartbeats")
     (told,) = [line for line in ended_lines(run, "runs/demo") if line.startswith("root cause: ")]
-    assert re.fullmatch(r"root cause: the run at \d\d:\d\d:\d\d: no task gives a sign of life", told)
+    assert re.fullmatch(r"root cause: the run at \d\d:\d\d:\d\d: no task writes heartbeats", told)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_a_run_in_which_nothing_lives_has_failed(run: RunFolder, worker: str) ->
     beat(run, "worker-0", worker, step=5, updated_at=time.time() - 60)
     ended = watch.follow(run, lambda value: None, timeout_s=5)
     assert ("failed", 5) == (ended["state"], ended["steps"])
-    assert "no task gives a sign of life: the engine or the supervisor stopped" == ended["cause"]["error"]
+    assert "no task writes heartbeats: the engine or the supervisor stopped" == ended["cause"]["error"]
 
 
 def test_the_summary_tells_where_the_time_went_and_who_was_slow(run: RunFolder) -> None:
@@ -502,7 +502,7 @@ def test_neither_does_a_run_that_is_watched(run: RunFolder, capsys: pytest.Captu
 def test_neither_do_a_comparison_and_a_trace(run: RunFolder) -> None:
     verdict = rerun.Verdict("different", 1, 0.5, 1, same_weights=False, differences=[f"code.commit: {HOSTILE} there"])
     answer = {"task": HOSTILE, "first": 1, "last": 2}
-    assert all(line.isprintable() for line in [*rerun.lines(run, verdict), *trace.told(run, answer, 2)])
+    assert all(line.isprintable() for line in [*rerun.lines(run, verdict), *trace.lines(run, answer, 2)])
 
 
 def test_logs_keep_colours_in_a_terminal_and_everything_elsewhere(
