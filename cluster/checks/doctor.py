@@ -13,7 +13,7 @@ from typing import Any
 from cluster.checks import nodes
 from cluster.checks.gpu import bandwidth as allreduce
 from cluster.checks.gpu import host as gpu_host
-from cluster.errors import ClusterError, UsageError
+from cluster.errors import UsageError
 from cluster.findings import Finding
 from cluster.image import locks
 from cluster.launch import folders
@@ -109,8 +109,6 @@ def _data() -> Finding:
 
 
 def _port(port: int) -> Finding:
-    try:
-        tensorboard.check_port(folders.runs_dir(), port)
-    except ClusterError as error:
-        return Finding("tensorboard port", "failed", str(error), "--tensorboard-port 6007")
+    if problem := tensorboard.port_problem(folders.runs_dir(), port):
+        return Finding("tensorboard port", "failed", *problem)
     return Finding("tensorboard port", "ok", f"127.0.0.1:{port} is free or ours")

@@ -84,6 +84,7 @@ def test_a_run_killed_inside_of_an_epoch_must_end_with_the_same_bits(own: Cluste
     assert whole["metrics"] == ended["metrics"]
 
 
+@pytest.mark.long  # `test_blocks.py` reads such data, and `test_training.py` starts a run on a truncated file
 def test_a_flipped_bit_of_prepared_data_must_end_the_run_at_once(own: Clusters) -> None:
     [path] = Path(own.environment["DATA_DIR"]).glob("arrays/fit_parts*/train_features.bin")
     good = path.read_bytes()

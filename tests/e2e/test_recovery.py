@@ -69,7 +69,7 @@ def test_every_role_killed_with_its_agent_must_recover(clusters: Clusters, strat
     assert {"outside"} == {g["kind"] for g in run.generations() if "task" in g}
 
 
-def test_a_step_that_crashes_whenever_it_comes_must_be_named_after_another_attempt(
+def test_a_step_that_crashes_whenever_it_comes_must_be_named_after_a_few_attempts(
     own: Clusters, tmp_path: Path
 ) -> None:
     step = int((tmp_path / "step").read_text())
@@ -80,7 +80,7 @@ def test_a_step_that_crashes_whenever_it_comes_must_be_named_after_another_attem
     cause = summary(run)["cause"]
     # The chief's call of the inner loop was over, and a checkpoint may have been saved there.
     assert step - 1 <= cause["step"] < step + 7, told
-    assert 1 == run.generation
+    assert run.generation <= 2
     assert "worker-0" == cause["task"]
     assert "SIGSEGV" in cause["error"]
     assert "on_train_batch_end" in cause["error"]

@@ -108,6 +108,7 @@ def test_chief_alone_must_agree_with_chief_and_workers(clusters: Clusters, three
     assert max(apart[step] for step in range(1, 21)) <= 1e-4
 
 
+@pytest.mark.long  # `test_kill_matrix.py` does so while a server is killed
 def test_parameter_server_must_train_with_an_evaluator_beside_it(clusters: Clusters) -> None:
     run = clusters.up("ps", "--workers=2 --ps=1 --evaluator --checkpoint-every=20 -- --max-steps 40")
     ended = summary(run)
@@ -143,6 +144,7 @@ def test_a_stopped_run_must_go_on_as_if_it_had_not_stopped(clusters: Clusters, l
     assert losses(longer) == losses(run)
 
 
+@pytest.mark.long  # `test_agent.py` does so with fake trainers, and Ctrl-C below with real ones
 def test_sigterm_to_one_task_must_stop_all_at_the_same_step(clusters: Clusters) -> None:
     words = ("up", "--name=term", "--runtime=local", "--tensorboard-port=0", "--detach", "--workers=1")
     clusters.invoke(*words, "--", *TRAINING, *ENDLESS)
@@ -205,6 +207,7 @@ def test_first_ctrl_c_must_stop_with_a_checkpoint(clusters: Clusters) -> None:
     assert "invoke up --resume interrupted" in output
 
 
+@pytest.mark.long  # `test_together.py` kills a script so
 def test_second_ctrl_c_must_kill(clusters: Clusters) -> None:
     words = ("up", "--name=killed-twice", "--runtime=local", "--tensorboard-port=0", "--workers=0")
     process = clusters.popen(*words, "--", *TRAINING, *ENDLESS)
@@ -219,6 +222,7 @@ def test_second_ctrl_c_must_kill(clusters: Clusters) -> None:
     assert [] == supervisor.processes_left(run)
 
 
+@pytest.mark.long  # `test_outer.py` ends the training, `test_agent.py` the run
 def test_nan_loss_must_fail_the_run_at_once_naming_the_step(clusters: Clusters) -> None:
     run = clusters.up("nan", "--workers=1 -- --optimizer.name sgd --optimizer.learning-rate 1e30", expect=1)
     ended = summary(run)

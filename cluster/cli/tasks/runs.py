@@ -8,7 +8,7 @@ import time
 from invoke import Exit
 
 from cluster import spec
-from cluster.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, shell, show, task
+from cluster.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, has_dry_run, shell, show, task
 from cluster.cli.options import takes_request
 from cluster.control import ending, scaling
 from cluster.control import trace as tracing
@@ -28,6 +28,7 @@ from cluster.view.status import read_status, status_table
 
 
 @takes_request(dry="only print the commands (default: no)")
+@has_dry_run
 def up(c, request, dry=False):
     """Bring up a cluster and train; overrides follow --, such as: invoke up -- --epochs 1."""
     began = time.time()

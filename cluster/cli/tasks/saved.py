@@ -6,7 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from cluster.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, shell, task
+from cluster.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, has_dry_run, shell, task
 from cluster.errors import UsageError
 from cluster.launch import folders
 from cluster.run import provenance
@@ -15,12 +15,14 @@ from cluster.system import files
 
 
 @task("run", run=RUN_HELP, trust=TRUST_HELP, json=JSON_HELP)
+@has_dry_run
 def evaluate(c, run=None, trust=False, json=False):
     """Evaluate a run's newest checkpoint on the whole test split, in one process without a strategy."""
     _run(c, run, "evaluate", *(["--json"] if json else []), trust=trust)
 
 
 @task("run", run=RUN_HELP, trust=TRUST_HELP)
+@has_dry_run
 def export(c, run=None, trust=False):
     """Write a run's newest checkpoint as a SavedModel to its folder export/."""
     _run(c, run, "export", trust=trust)
@@ -32,6 +34,7 @@ def export(c, run=None, trust=False):
     trust=TRUST_HELP,
     image="image file, resized to what the model takes (default: none, it must be named)",
 )
+@has_dry_run
 def predict(c, run=None, image="", trust=False):
     """Print what a run's exported model predicts for an image."""
     if not image:

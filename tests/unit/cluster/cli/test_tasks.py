@@ -237,14 +237,14 @@ def test_a_command_whose_output_nobody_reads_ends_quietly(words: str, unbuffered
 
 
 def test_a_command_that_shows_another_s_output_to_nobody_ends_quietly() -> None:
-    def show(error: Exception) -> None:
+    def show(c: Context, error: Exception) -> None:
         raise ThreadException([ExceptionWrapper({}, type(error), error, None)])
 
     with pytest.raises(Exit) as ended:
-        report_errors(show)(BrokenPipeError())
+        report_errors(show)(Context(), BrokenPipeError())
     assert (141, None) == (ended.value.code, ended.value.message)
     with pytest.raises(ThreadException):
-        report_errors(show)(UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"))
+        report_errors(show)(Context(), UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"))
 
 
 @pytest.mark.parametrize(
