@@ -137,4 +137,4 @@ def start(
 
 def rate(bench: Bench, run: RunFolder) -> float:
     """Return the examples a second of a run, the median of its calls but the first, which compiles."""
-    return median(row["examples_per_s"] for row in bench.await_step(run, STEPS) if row["examples_per_s"])
+    return float(median(row["examples_per_s"] for row in bench.await_step(run, STEPS) if row["examples_per_s"]))

@@ -89,7 +89,9 @@ def cut(model: keras.Model, config: TrainConfig, stages: int, run: RunFolder | N
     planned = records.read(run.stages, launch_records.stages, None) if run else None
     if planned is None and config.pipeline.partition_by == "measured":
         raise UsageError("--partition-by measured: no times of the blocks are recorded; start the run with `invoke up`")
-    found = find(model, config, stages, layers=planned["cut"] if planned else None)
+    planned = planned or {"cut": [], "seconds": []}
+    layers = planned["cut"] if len(planned["cut"]) == stages - 1 else None  # it may go on with more stages or fewer
+    found = find(model, config, stages, layers=layers, seconds=planned["seconds"])
     return [found.of(number) for number in range(stages)]
 
 
