@@ -105,6 +105,7 @@ def start(
     order: str = "1f1b",
     *,
     remat: bool = False,
+    batch: int = BATCH,
     context: int = CONTEXT,
 ) -> RunFolder:
     """Start a run whose stages have a core each; of more stages than cores several share one."""
@@ -123,7 +124,7 @@ def start(
         checkpoint_every=str(10**9),
         overrides=[
             *size,
-            f"--global-batch={BATCH}",
+            f"--global-batch={batch}",
             "--threads=1",
             "--steps-per-loop=2",
             "--log-every=1",

@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.figures import Figure, ratios
-from benchmarks.pipeline import rate, start
+from benchmarks.pipeline import start
 from benchmarks.runs import Bench
 from cluster.run.folder import RunFolder
 from cluster.runtime.local import supervisor
 from cluster.system.json_files import read_json
 
-STAGES, MICRO_BATCHES, CONTEXT = 4, 8, 128
+STAGES, MICRO_BATCHES = 4, 8
+STEPS = 3
+"""Every step takes the same memory."""
 SCHEDULES = ("1f1b", "gpipe", "gpipe --remat")
 
 
