@@ -51,7 +51,7 @@ def test_a_killed_stage_and_going_on_with_one_device_must_not_change_the_weights
     assert ["worker-0"] == [restart["task"] for restart in summary(run)["restarts"]]
     assert all(seconds > 0 for seconds in read_json(run.stages)["seconds"])
     _check_timeline(clusters, run)
-    words_after = ("up", f"--resume={run.name}", "--strategy=one", "--tensorboard-port=0")
+    words_after = ("up", f"--resume={run.name}", "--strategy=one", "--runtime=local", "--tensorboard-port=0")
     clusters.invoke(*words_after, "--", f"--max-steps={STEPS}")
     found = summary(run)
     assert one_device["weights_sha256"] == found["weights_sha256"]
