@@ -132,7 +132,7 @@ def export(run: RunFolder, data_dir: Path) -> int:
     source, _, model, step = _restore(run, data_dir)
     from train.model import export as exporting
 
-    exporting.export(model.get_weights(), model, run.export, source.classes)
+    exporting.export(model, run.export, source.classes)
     return step
 
 

@@ -266,7 +266,7 @@ def test_stop_must_save_and_down_must_leave_nothing(clusters: Clusters, training
     assert training.path.exists()
 
 
-@pytest.mark.long  # as local processes, `test_training.py` does so each time
+@pytest.mark.long  # as local processes, `test_kill_matrix.py` does so each time
 def test_parameter_servers_must_train_in_containers(clusters: Clusters) -> None:
     run = clusters.up("ps-docker", "--workers=2 --ps=1 --evaluator -- --max-steps 40", runtime="docker")
     assert "succeeded" == summary(run)["state"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cluster.run.folder import RunFolder
-from tests.e2e.scenario import ROOT, Clusters, losses, summary
+from tests.e2e.scenario import ROOT, Clusters, summary
 
 TOPOLOGIES = {
     "OneDeviceStrategy": "--workers=0",
@@ -59,17 +59,6 @@ def train(own: Clusters, preset: str, strategy: str, *overrides: str, name: str 
 def test_a_small_resnet_must_learn_under(own: Clusters, strategy: str) -> None:
     run = train(own, "small_resnet", strategy)
     assert summary(run)["metrics"]["eval_accuracy"] > 0.9
-
-
-@pytest.mark.long  # `test_micro_batches.py` has a smaller model with the same layers
-def test_two_replicas_must_learn_the_same_resnet_wherever_they_are(own: Clusters) -> None:
-    """With dropout, regularisation and BatchNormalization: each of them goes wrong without its guard."""
-    apart, together = (
-        losses(train(own, "small_resnet", strategy, "--max-steps=10", name=f"ten-{strategy}"))
-        for strategy in ("MultiWorkerMirroredStrategy", "MirroredStrategy")
-    )
-    assert list(range(1, 11)) == list(together)
-    assert max(abs(loss / apart[step] - 1) for step, loss in together.items()) < 1e-5
 
 
 @pytest.mark.long

@@ -66,7 +66,7 @@ def _check_timeline(clusters: Clusters, run: RunFolder) -> None:
 
 
 def test_the_devices_of_one_task_must_give_the_same_weights(clusters: Clusters, one_device: dict[str, Any]) -> None:
-    clusters.invoke(*words("devices", *PIPELINE, "--workers=0", "--stages=4"))
+    clusters.invoke(*words("devices", *PIPELINE, "--workers=0", "--stages=2"))
     assert one_device["weights_sha256"] == summary(clusters.run("devices"))["weights_sha256"]
 
 
