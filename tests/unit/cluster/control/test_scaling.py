@@ -187,7 +187,7 @@ def test_the_plan_keeps_what_was_not_asked_for(training: Callable[..., RunFolder
     assert "OneDeviceStrategy" == scaling.plan(run, "0", "").cluster.strategy_class
 
 
-def test_the_command_passes_on_what_it_was_told(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_passes_on_what_it_was_given(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run, asked = make_run("named"), []
     monkeypatch.setattr(scaling, "scale", lambda *words, trust: asked.append((*words[:3], trust)) or 130)
     with pytest.raises(Exit) as ended:
@@ -287,7 +287,7 @@ def test_the_step_is_that_of_the_newest_checkpoint(
     assert [3] == [event["step"] for event in gang.events("scaled")]
 
 
-def test_parameter_servers_are_told_of(
+def test_parameter_servers_are_mentioned(
     start_gang: StartGang, scale: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = "if NAME.startswith(('worker', 'ps')): serve()\n" + LASTING
@@ -307,7 +307,7 @@ def test_a_stop_for_another_size_is_not_the_end(start_gang: StartGang) -> None:
     assert {"chief": "stopped", "worker-0": "stopped"} == {n: b["state"] for n, b in gang.run.heartbeats().items()}
 
 
-def test_a_run_that_ends_by_itself_first_tells_so(
+def test_a_run_that_ends_by_itself_first_says_so(
     start_gang: StartGang, scale: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     gang = start_gang("train(3), until(lambda: run.stop_requested), finish()", workers=1)
