@@ -23,17 +23,10 @@ def measure(bench: Bench) -> list[Figure]:
     for turn in bench.turns():
         for name, samples in peaks.items():
             order, *remat = name.split()
-            run = start(
-                bench,
-                f"memory-{turn}-{order}-{len(remat)}",
-                STAGES,
-                MICRO_BATCHES,
-                order,
-                remat=bool(remat),
-                context=128,
-            )
+            run_name = f"memory-{turn}-{order}-{len(remat)}"
+            run = start(bench, run_name, STAGES, MICRO_BATCHES, order, remat=bool(remat), batch=64, context=128)
             try:
-                rate(bench, run)
+                bench.await_step(run, STEPS)
                 samples.append(_peak_mib(run))
             finally:
                 supervisor.kill(run)
