@@ -50,7 +50,7 @@ def measure(bench: Bench) -> list[Figure]:
                     spans[micro_batches] = timeline.read(run)[1]
             finally:
                 supervisor.kill(run)
-            bench.tell(f"    {stages} stages, M = {micro_batches}: {samples[-1]:.1f} examples/s")
+            bench.log(f"    {stages} stages, M = {micro_batches}: {samples[-1]:.1f} examples/s")
     return [*_measured(rates, chosen), *_simulated(spans)]
 
 

@@ -30,7 +30,7 @@ def measure(bench: Bench) -> list[Figure]:
                 samples.append(_peak_mib(run))
             finally:
                 supervisor.kill(run)
-            bench.tell(f"    {name}: {samples[-1]:.0f} MiB")
+            bench.log(f"    {name}: {samples[-1]:.0f} MiB")
     title = (
         f"peak memory of stage 0 of {STAGES}, M={MICRO_BATCHES}: 1f1b, which holds {STAGES} micro-batches, over gpipe, "
         f"which holds {MICRO_BATCHES}"
