@@ -79,7 +79,7 @@ def _for_process(name: str) -> bool:
 
 
 def python_path() -> list[str]:
-    """Return the caller's PYTHONPATH with absolute folders, because our commands run in another folder than the caller."""
+    """Return the caller's PYTHONPATH with absolute folders: our commands run in another folder than the caller."""
     return [str(Path(folder).absolute()) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
 
 

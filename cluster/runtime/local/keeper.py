@@ -1,8 +1,8 @@
 """The first process of a local run, which only makes sure that the run leaves no process behind.
 
 The kernel makes it the parent of every descendant whose own parent has ended, including daemons that began a session
-of their own and cleared their environment. When the supervisor, at first its only child, ends for whatever reason, it kills
-all that is left. Only what is started after this process was killed with SIGKILL can survive.
+of their own and cleared their environment. When the supervisor, at first its only child, ends for whatever reason, it
+kills all that is left. Only what is started after this process was killed with SIGKILL can survive.
 """
 
 from __future__ import annotations
