@@ -12,7 +12,7 @@ from invoke import Collection, Exit
 
 from cluster import spec
 from cluster.cli.command_line import JSON_HELP, has_dry_run, in_checkout, shell, show, task
-from cluster.cli.tasks import checks, data, docs, explain, image, k8s, machine, reports, requirements, runs, saved
+from cluster.cli.tasks import checks, data, docs, explain, image, k8s, machine, reports, requirements, runs, saved, tour
 from cluster.errors import UsageError
 from cluster.launch import startup
 
@@ -31,7 +31,7 @@ def bench(c, only="", rounds="5", runtime="auto", peers=False, quick=False, writ
     from benchmarks import command, results  # here, because `up` does without them
 
     count = spec.parse_count("rounds", rounds, 1, 1000)
-    code, found = command.main(only, count, write=write, quick=quick, peers=peers, runtime=runtime, tell=command.stderr)
+    code, found = command.main(only, count, write=write, quick=quick, peers=peers, runtime=runtime, log=command.stderr)
     show({"figures": found}, lambda _: results.lines(found), as_json=json)
     raise Exit(code=code)
 
@@ -98,6 +98,7 @@ ns = Collection(
     reports.report,
     machine.env,
     machine.clean,
+    tour.tour,
     bench,
     test,
     golden,

@@ -53,7 +53,7 @@ class Task:
 
     @property
     def address(self) -> str:
-        """`host:port`, as TF_CONFIG wants it."""
+        """`host:port`, as in TF_CONFIG."""
         return f"{self.host}:{self.port}"
 
 
