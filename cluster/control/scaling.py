@@ -88,6 +88,11 @@ def plan(run: RunFolder, workers: str, ps: str, *, trust: bool = False) -> Plan:
             f"run {run.name!r} is not in progress; `invoke up --resume {run.name}{options}` goes on with it"
         )
     previous = run.load_cluster()
+    if previous.kind.staged:
+        raise UsageError(
+            f"run {run.name!r} is a pipeline, whose model is cut for its {previous.stages} stages; `invoke stop "
+            f"{run.name}`, then `invoke up --resume {run.name} --stages N` cuts it again"
+        )
     requested = Request(
         resume=run.name,
         workers=workers,
