@@ -1,0 +1,23 @@
+"""The files for editors name what is there: the interpreter, TensorBoard's port, the port of `up --debug`."""
+
+from __future__ import annotations
+
+import json
+
+from cluster.launch import debugging
+from cluster.paths import ROOT
+from cluster.runtime import tensorboard
+
+
+def test_vs_code_attaches_where_a_task_waits() -> None:
+    configurations = json.loads((ROOT / ".vscode" / "launch.json").read_text())["configurations"]
+    (attach,) = (each for each in configurations if each["request"] == "attach")
+    assert {"host": "127.0.0.1", "port": int(debugging.PORT)} == attach["connect"]
+
+
+def test_a_dev_container_is_set_up_by_make_and_shows_tensorboard() -> None:
+    container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
+    assert "make setup" in container["postCreateCommand"]
+    assert [tensorboard.PORT] == container["forwardPorts"]
+    dockerfile = (ROOT / "docker" / "Dockerfile").read_text()
+    assert container["image"].split("-")[0] in dockerfile  # the same Python as in the images
