@@ -31,7 +31,7 @@ def bench(c, only="", rounds="5", runtime="auto", peers=False, quick=False, writ
     from benchmarks import command, results  # here, because `up` does without them
 
     count = spec.parse_count("rounds", rounds, 1, 1000)
-    code, found = command.main(only, count, write=write, quick=quick, peers=peers, runtime=runtime, tell=command.stderr)
+    code, found = command.main(only, count, write=write, quick=quick, peers=peers, runtime=runtime, log=command.stderr)
     show({"figures": found}, lambda _: results.lines(found), as_json=json)
     raise Exit(code=code)
 

@@ -77,7 +77,7 @@ def _packages() -> Finding:
 
 
 def locked() -> list[tuple[str, str]]:
-    """Return the packages and versions that the locks ask for on this machine."""
+    """Return the packages and versions that the locks pin for this machine."""
     return sorted({(pin.name, pin.version) for lock in LOCKS for pin in locks.pins(lock) if pin.applies()})
 
 

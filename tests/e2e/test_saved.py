@@ -67,14 +67,6 @@ def test_a_checkpoint_must_go_on_under_another_strategy(alone: RunFolder, crossi
     assert max(abs(losses(crossing)[step] / loss - 1) for step, loss in losses(alone).items()) < 1e-5
 
 
-@pytest.mark.long  # `test_virtual_tasks.py` scales from two tasks to four
-def test_and_the_other_way(clusters: Clusters, crossing: RunFolder) -> None:
-    options = ("--runtime=local", "--tensorboard-port=0")
-    clusters.invoke("up", "--resume=crossing", "--workers=1", *options, "--", "--max-steps", "25")
-    assert ("MultiWorkerMirroredStrategy", 25) == (summary(crossing)["strategy"], summary(crossing)["steps"])
-    assert losses(crossing)[25] < losses(crossing)[1]
-
-
 def test_evaluate_must_give_what_the_run_gave(clusters: Clusters, alone: RunFolder) -> None:
     value = json.loads(clusters.invoke("evaluate", alone.name, "--json"))
     assert (alone.name, 20, 10_000) == (value["run"], value["step"], value["examples"])

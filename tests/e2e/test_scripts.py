@@ -135,13 +135,6 @@ def check_fit(run: RunFolder, workers: int) -> None:
     assert history["loss"][-1] < history["loss"][0]
 
 
-@pytest.mark.long  # in containers each time, and as processes with one that is killed
-def test_keras_fit_must_train_on_chief_and_two_workers(clusters: Clusters, theirs: Path) -> None:
-    run = run_script(clusters, "fit", theirs / "fit.py", "--workers=2", "--", "2")
-    check_fit(run, 2)
-    assert not (theirs / "history.json").exists()
-
-
 def test_killing_a_script_must_restart_the_gang(clusters: Clusters, theirs: Path) -> None:
     script = theirs / "fit.py"
     up = ("up", "--name=killed", "--runtime=local", "--tensorboard-port=0", f"--script={script}", "--detach")

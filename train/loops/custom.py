@@ -173,7 +173,7 @@ class Training:
         self._report.evaluate(step, self._evaluation)
         if self._pipeline and self._context.chief:
             with contextlib.suppress(PrerequisiteError):  # no step is recorded yet
-                self._report.metrics.picture(step, "pipeline", timeline.picture_of(self._context.run)[1])
+                self._report.metrics.picture(step, "stages/timeline", timeline.picture_of(self._context.run)[1])
         self._evaluated_at = step
         return self._report.results
 

@@ -90,5 +90,5 @@ def chaos(
     fault = injection.Fault(kind, task or "chief", spec.parse_count("at-step", at_step, 0, 10**12), whole)
     injection.check(folder, fault)
     result = injection.inflict(folder, fault, spec.parse_count("timeout", timeout, 1, 10**9))
-    show(dataclasses.asdict(result), lambda _: [f"{fault} at step {result.step}: {result.told}"], as_json=json)
+    show(dataclasses.asdict(result), lambda _: [f"{fault} at step {result.step}: {result.description}"], as_json=json)
     raise Exit(code=EXIT_DONE if result.as_it_should else EXIT_FAILED)

@@ -99,7 +99,7 @@ class Slurm(Runtime):
     def alive(self, run: RunFolder) -> bool:
         """Whether the run's job runs or is queued; also where Slurm does not say, so that no run is taken for dead."""
         name, now = job_name(run), time.monotonic()
-        if name not in self._seen or now - self._seen[name][0] > LOOK_S:  # a site's controller is asked by many
+        if name not in self._seen or now - self._seen[name][0] > LOOK_S:  # many users share a site's controller
             try:
                 self._seen[name] = (now, bool(self._queue.jobs(name)))
             except PrerequisiteError:

@@ -96,14 +96,6 @@ die(11)
     assert "own" == record(gang.run, 1)["kind"]
 
 
-def test_a_frozen_program_that_was_stopped_by_a_signal_did_not_fail_by_itself(start_gang: StartGang) -> None:
-    gang = start_gang("train(5)\nif not GENERATION: work()\nmeet(), finish()", workers=0, max_restarts=0)
-    gang.await_step("chief", 5)
-    os.kill(gang.pid("chief"), signal.SIGSTOP)
-    assert "succeeded" == gang.summary()["state"]
-    assert "outside" == record(gang.run, 1)["kind"]
-
-
 # Pauses
 
 

@@ -169,7 +169,7 @@ def test_what_trains_wrong_fails_and_says_why(folder: Path, up: dict[str, str], 
     assert detail in row["detail"]
 
 
-def test_a_small_difference_is_ok_and_told(folder: Path, up: dict[str, str]) -> None:
+def test_a_small_difference_is_ok_and_reported(folder: Path, up: dict[str, str]) -> None:
     losses = LOSSES | {10: LOSSES[10] * (1 + 5e-6), 11: 2.0}  # the eleventh step is not compared
     row = judged(MIRRORED, folder, up, told(losses=losses, accuracy=0.4019))
     assert OK == row["status"]
@@ -320,7 +320,7 @@ def test_no_table_is_written_where_a_row_failed(documents: list[Path]) -> None:
     assert ["old"] == places.written(documents[0], verify.BEGIN)
 
 
-def test_a_document_without_a_place_for_the_table_is_told(documents: list[Path]) -> None:
+def test_a_document_without_a_place_for_the_table_is_reported(documents: list[Path]) -> None:
     documents[1].write_text(f"{verify.BEGIN}\n")
     with pytest.raises(ClusterError, match=r"two\.md has no lines"):
         verify.write(rows())

@@ -65,7 +65,7 @@ def commands(monkeypatch: pytest.MonkeyPatch, resolved: None) -> None:
     monkeypatch.setattr(liveness, "LONGEST_LOOK_S", 60.0)
     monkeypatch.setattr(liveness, "SECOND_LOOK_S", 0.0)
     monkeypatch.setattr(watch, "POLL_S", 0.0)
-    monkeypatch.setattr(watch, "Pulse", lambda run: liveness.Pulse(run, clock=lambda: next(ticks)))
+    monkeypatch.setattr(watch, "LivenessMonitor", lambda run: liveness.LivenessMonitor(run, clock=lambda: next(ticks)))
     monkeypatch.setattr(watch, "STOP_TIMEOUT_S", 1.0)
     monkeypatch.setattr(summary, "SETTLE_S", 0.0)
     monkeypatch.setattr(files, "LOCK_TIMEOUT_S", 0.1)

@@ -109,7 +109,7 @@ def test_a_run_is_under_way_while_it_imports_and_can_be_stopped(
 
     monkeypatch.setattr(supervisor, "start", begin_slowly)
     gang = start("train(2), finish()", workers=1)
-    wait_for(lambda: len(gang.run.heartbeats()) == 2, "the sign of life of both tasks")
+    wait_for(lambda: len(gang.run.heartbeats()) == 2, "the heartbeats of both tasks")
     assert {"starting"} == {beat["state"] for beat in gang.run.heartbeats().values()}
     assert teardown.in_progress(gang.run)
     os.kill(supervisor_of(gang), signal.SIGTERM)
