@@ -252,7 +252,7 @@ def check_stages(cluster: ClusterSpec, config: dict[str, Any]) -> None:
                 "--schedule, --remat, --partition-by and --cut are for --strategy pipeline: add that, or leave them out"
             )
         return
-    for option, default in {"loop": "custom", "source": "memory", "callbacks": ""}.items():
+    for option, default in {"loop": "custom", "source": "memory", "callbacks": "", "freeze": ""}.items():
         if (value := config.get(option, default)) != default:
             use = f"use --{option} {default}" if default else "leave it out"
             raise UsageError(f"--{option} {value} with --strategy pipeline, which has no such training yet: {use}")

@@ -102,6 +102,12 @@ class TrainConfig:
     """`sparse_categorical_crossentropy` (of logits), `mean_squared_error`, or `package.module:function`: (labels,
     outputs) -> `[B] float32`, the loss of every example."""
 
+    init_from: str = ""
+    """Where the first weights come from: a run or a file, set by `up --init-from`; empty: they are random."""
+
+    freeze: str = ""
+    """Layers that are not trained: names, or beginnings of names that end in `*`, separated by commas."""
+
     callbacks: str = ""
     """None; `tutorial`: checkpoint, TensorBoard and learning rate by epoch, early stopping; or
     `package.module:function`: (run folder, task's name) -> list of Keras callbacks. Works in both loops."""

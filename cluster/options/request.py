@@ -110,6 +110,13 @@ class Request:
         "the best one",
         needs=Needs.TRAINER,
     )
+    init_from: str = option(
+        Group.TRAINS,
+        "begin with the weights of this run's newest checkpoint, or of a .weights.h5, .keras, .h5, .npz or .index file",
+        "random ones",
+        needs=Needs.NEW_RUN,
+        is_override=True,
+    )
     script: str = option(
         Group.TRAINS,
         "run this script, which reads TF_CONFIG, in every task; its arguments follow --",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.errors import RunFailed
+from train.model import initial
 from train.saving.files import Saved, agreed, clean, prune, set_aside, write
 
 
@@ -108,7 +109,8 @@ class Checkpoint:
         strategy's, which tasks share, and which cannot hold text.
         """
         if self._copy is None:
-            self._copy = Copy(self._checkpoint)
+            named = [(variable, initial.checkpoint_name(name)) for variable, name in initial.names(self._model)]
+            self._copy = Copy(self._checkpoint, {id(_variable(one)): name for one, name in named})
         return self._copy
 
     def save(self, step: int) -> None:
@@ -160,14 +162,25 @@ class Checkpoint:
             self._error = error
 
 
+def _variable(variable: Any) -> tf.Variable:
+    """Return TensorFlow's variable of either Keras."""
+    return variable if isinstance(variable, tf.Variable) else variable.value
+
+
 class Copy:
     """The variables of a checkpoint once more, as plain ones in this task's memory.
 
     TensorFlow's own asynchronous checkpoints do the same, but fail on Keras 3's variables.
     """
 
-    def __init__(self, checkpoint: tf.train.Checkpoint) -> None:
-        """Copy the tree that TensorFlow would save, so that what is saved can be restored to the original."""
+    def __init__(self, checkpoint: tf.train.Checkpoint, names: Mapping[int, str] | None = None) -> None:
+        """Copy the tree that TensorFlow would save, so that what is saved can be restored to the original.
+
+        Args:
+            checkpoint: the tree.
+            names: of some variables, by their identity; the checkpoint holds them beside the values.
+        """
+        self._names = names or {}
         self._view = tf.train.TrackableView(checkpoint)
         self._pairs: list[tuple[tf.Variable, tf.Variable]] = []
         self._nodes: dict[int, tf.Module | tf.Variable] = {}
@@ -189,7 +202,7 @@ class Copy:
         """Return the name of the first of these variables whose copy is not finite; None where all are."""
         copies = {id(original): copy for original, copy in self._pairs}
         for variable in variables:
-            copy = copies.get(id(variable if isinstance(variable, tf.Variable) else variable.value))
+            copy = copies.get(id(_variable(variable)))
             if copy is not None and not bool(tf.math.is_finite(tf.reduce_sum(tf.cast(copy, tf.float32)))):
                 return str(getattr(variable, "path", variable.name))
         return None
@@ -199,7 +212,7 @@ class Copy:
             return self._nodes[id(node)]
         value = node if isinstance(node, tf.Variable) else getattr(node, "value", None)  # Keras 3 wraps its variables
         if isinstance(value, tf.Variable):
-            copy = tf.Variable(value, trainable=False, dtype=value.dtype)
+            copy = tf.Variable(value, trainable=False, dtype=value.dtype, name=self._names.get(id(value)))
             self._nodes[id(node)] = copy
             self._pairs.append((value, copy))
             return copy
