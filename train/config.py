@@ -19,8 +19,9 @@ from train.optimization import OPTIMIZERS, Optimizer
 from train.pipeline.partition import PARTITIONS
 from train.pipeline.schedule import SCHEDULES
 from train.saving import timer
+from train.stopping import Best
 
-__all__ = ["Optimizer", "Pipeline", "TrainConfig", "Transformer"]
+__all__ = ["Best", "Optimizer", "Pipeline", "TrainConfig", "Transformer"]
 
 LOOPS = ("custom", "fit")
 ONEDNN = ("auto", "on", "off")
@@ -170,6 +171,9 @@ class TrainConfig:
     optimizer: Optimizer = field(default_factory=Optimizer)
     """The optimizer."""
 
+    best: Best = field(default_factory=Best)
+    """Which checkpoint is kept as the best, and early stopping."""
+
     transformer: Transformer = field(default_factory=Transformer)
     """The size of `transformer_lm`."""
 
@@ -202,6 +206,7 @@ class TrainConfig:
             raise UsageError(f"{option('epochs')} {self.epochs:g}: expected a number above 0")
         self._check_checkpoint_every()
         self.optimizer.check()
+        self.best.check(self.loop)
         if self.callbacks == "tutorial" and not self.rate_is_set:
             raise UsageError(
                 f"--optimizer.schedule {self.optimizer.schedule} with --callbacks tutorial, which set the step size: "
@@ -319,6 +324,6 @@ class TrainConfig:
     def from_json(cls, value: dict[str, Any]) -> TrainConfig:
         """Return the configuration that `to_json` described."""
         value = {**value, "optimizer": Optimizer(**value["optimizer"])}
-        parts = {"transformer": Transformer, "pipeline": Pipeline}
+        parts = {"best": Best, "transformer": Transformer, "pipeline": Pipeline}
         value |= {name: part(**value[name]) for name, part in parts.items()}
         return cls(**value).check()

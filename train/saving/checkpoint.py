@@ -16,7 +16,7 @@ from tensorflow import keras
 
 from cluster.errors import RunFailed
 from train.model import initial
-from train.saving.files import Saved, agreed, clean, prune, set_aside, write
+from train.saving.files import BEST, Saved, agreed, clean, prune, set_aside, write
 
 
 def diverged(what: str) -> RunFailed:
@@ -46,6 +46,7 @@ class Checkpoint:
         saved: Callable[[int], None] = lambda step: None,
         loss_scale: tf.Module | None = None,
         callbacks: tf.Module | None = None,
+        best: tf.Module | None = None,
     ) -> None:
         """Prepare to save.
 
@@ -62,9 +63,10 @@ class Checkpoint:
             saved: called with each step whose checkpoint is finished, perhaps from another thread.
             loss_scale: of a training in float16. One that has just become that has none in its checkpoints yet.
             callbacks: what callbacks have counted. The same holds of it.
+            best: what evaluations have counted. The same holds of it.
         """
         self._parts = {"step": step, "model": model, "optimizer": optimizer}
-        optional = {"loss_scale": loss_scale, "callbacks": callbacks}
+        optional = {"loss_scale": loss_scale, "callbacks": callbacks, "best": best}
         self._optional = {name: part for name, part in optional.items() if part is not None}
         self._checkpoint = tf.train.Checkpoint(**self._parts, **self._optional)
         self._model = model
@@ -99,7 +101,8 @@ class Checkpoint:
             kept.read(newest.prefix).assert_existing_objects_matched()
         if self._writes:
             set_aside(self._folder, newest.step if newest else -1)
-            clean(self._folder, self._generation)
+            for folder in (self._folder, self._folder / BEST):
+                clean(folder, self._generation)
         return int(self._step.numpy())
 
     def prepare(self) -> Copy:
@@ -113,10 +116,14 @@ class Checkpoint:
             self._copy = Copy(self._checkpoint, {id(_variable(one)): name for one, name in named})
         return self._copy
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, *, best: bool = False) -> None:
         """Save the state after `step` optimizer steps. Every task calls this at the same step.
 
         Training may go on at once: what is saved was copied, and is written by a thread.
+
+        Args:
+            step: the optimizer steps done.
+            best: whether this becomes the one best checkpoint, beside the newest ones.
 
         Raises:
             OSError, tf.errors.OpError: this save failed, or the one before it.
@@ -126,7 +133,7 @@ class Checkpoint:
         self._step.assign(step)
         self.prepare().update()
         if self._writes:
-            self._writing = threading.Thread(target=self._write, args=(step,), name="checkpoint")
+            self._writing = threading.Thread(target=self._write, args=(step, best), name="checkpoint")
             self._writing.start()
 
     @property
@@ -148,16 +155,19 @@ class Checkpoint:
             error, self._error = self._error, None
             raise error
 
-    def _write(self, step: int) -> None:
+    def _write(self, step: int, best: bool) -> None:
         try:
             assert self._copy is not None
             if broken := self._copy.not_finite(self._model.trainable_variables):
                 raise diverged(f"{broken} is not finite after step {step}")
-            began, saved = time.monotonic(), Saved(self._folder, step)
-            write(self._copy.checkpoint, saved, self._generation)
+            began, folder = time.monotonic(), self._folder / BEST if best else self._folder
+            if best:
+                folder.mkdir(exist_ok=True)
+            write(self._copy.checkpoint, saved := Saved(folder, step), self._generation)
             self.writing_s = time.monotonic() - began
-            prune(saved, self._keep)
-            self._saved(step)
+            prune(saved, 1 if best else self._keep)
+            if not best:
+                self._saved(step)
         except BaseException as error:  # raised by the next `wait`, in the thread that trains
             self._error = error
 

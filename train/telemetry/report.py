@@ -19,7 +19,9 @@ from train.loops import outer
 from train.loops.train_step import full_precision
 from train.model import export, models, optimizers
 from train.model.gradients import GradientPolicy
+from train.saving import weights as restored
 from train.saving.checkpoint import Checkpoint
+from train.saving.files import BEST, newest_good
 from train.saving.timer import SaveTimer
 from train.telemetry.ledger import Ledger
 from train.telemetry.metrics import Metrics
@@ -117,6 +119,13 @@ class Report:
             if self._ledger:
                 self._ledger.saves(timer.saves)
 
+    def save_best(self, step: int, checkpoint: Checkpoint) -> None:
+        """Save the checkpoint of the best evaluation so far, and report it."""
+        with self._spending("save"):
+            checkpoint.save(step, best=True)
+        if self._context.chief:
+            self._event("best checkpoint", step)
+
     def evaluate(self, step: int, evaluation: Callable[[], dict[str, float]]) -> None:
         """Evaluate the model, and report the results."""
         with self._spending("evaluate"), self._averaged():
@@ -141,7 +150,11 @@ class Report:
         if context.chief:
             if not stopped:
                 self._heartbeat.update(state="saving")
-                export.export(weights, context.new_model(), context.run.export, context.source.classes)
+                rebuild = context.new_model()
+                if self._config.best.export and (best := newest_good(context.run.checkpoints / BEST)):
+                    restored.read(self._config, rebuild, best.prefix)
+                    weights = rebuild.get_weights()
+                export.export(weights, rebuild, context.run.export, context.source.classes)
                 self._event("exported", step)
                 self.metrics.hparams(self._config, self.results)
             write_json(result, self._result(step))

@@ -56,7 +56,9 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
         initial.find(str(tmp_path / "weights.txt"))
 
 
-def test_files_are_copied_so_that_a_repeated_run_finds_them(trained: RunFolder, make_run: Callable[..., RunFolder]) -> None:
+def test_files_are_copied_so_that_a_repeated_run_finds_them(
+    trained: RunFolder, make_run: Callable[..., RunFolder]
+) -> None:
     prefix = trained.checkpoints / "ckpt-5.index"
     found = initial.find(str(prefix))
     run = make_run("tuned")

@@ -68,7 +68,8 @@ def test_what_does_not_match_stays_random_and_is_named(tmp_path: Path, kind: str
     assert "head/kernel (3, 5) (there (3, 2))" in line
     np.testing.assert_array_equal(before, second.get_layer("head").kernel.numpy())
     np.testing.assert_array_equal(
-        first.get_layer("body").get_layer("wide").kernel.numpy(), second.get_layer("body").get_layer("wide").kernel.numpy()
+        first.get_layer("body").get_layer("wide").kernel.numpy(),
+        second.get_layer("body").get_layer("wide").kernel.numpy(),
     )
 
 
