@@ -25,6 +25,7 @@ __all__ = ["Best", "Optimizer", "Pipeline", "TrainConfig", "Transformer"]
 
 LOOPS = ("custom", "fit")
 ONEDNN = ("auto", "on", "off")
+SINKS = ("csv", "mlflow", "wandb")
 SOURCES = ("memory", "stream")
 DATASETS = ("fashion_mnist", "mnist", "jargon_file")
 MODELS = ("two_conv_cnn", "resnet50", "transformer_lm")
@@ -155,6 +156,9 @@ class TrainConfig:
     log_every: int = 10
     """Optimizer steps between two rows in metrics/ and two points in TensorBoard; at least 1."""
 
+    log_to: str = ""
+    """Where metrics go beside the run folder and TensorBoard: `csv`, `mlflow`, `wandb`, separated by commas."""
+
     checkpoint_every: int | str = timer.AUTO
     """Between two checkpoints: optimizer steps such as `200`, seconds such as `30s`, at least 0.1, or `auto`: what
     loses least time, by what a save costs and how often the run fails. After a failure `auto` saves the first new step
@@ -206,6 +210,8 @@ class TrainConfig:
             raise UsageError(f"{option('epochs')} {self.epochs:g}: expected a number above 0")
         self._check_checkpoint_every()
         self.optimizer.check()
+        for sink in self.sinks:
+            check_choice("log_to", sink, SINKS)
         self.best.check(self.loop)
         if self.callbacks == "tutorial" and not self.rate_is_set:
             raise UsageError(
@@ -296,6 +302,11 @@ class TrainConfig:
         """The step size at this global batch, after the warm-up."""
         settings = self.optimizer
         return spec.scale_rate(settings.learning_rate, settings.scaling, self.global_batch, settings.base_batch)
+
+    @property
+    def sinks(self) -> list[str]:
+        """What `log_to` names."""
+        return [name.strip() for name in self.log_to.split(",") if name.strip()]
 
     @property
     def rate_is_set(self) -> bool:

@@ -23,6 +23,7 @@ from train.saving import weights as restored
 from train.saving.checkpoint import Checkpoint
 from train.saving.files import BEST, newest_good
 from train.saving.timer import SaveTimer
+from train.telemetry import sinks
 from train.telemetry.ledger import Ledger
 from train.telemetry.metrics import Metrics
 from train.telemetry.timing import StepTiming, Times
@@ -51,7 +52,8 @@ class Report:
             (run.control / "result.json").unlink(missing_ok=True)  # a previous generation may have died after it
             run.event(name, "restored" if first else "initialized", step=first)
             self._heartbeat.update(steps_total=context.total_steps)
-        self.metrics = Metrics(run, name, talks=context.chief, resumed_at=first)
+        to = sinks.build(self._config, run, name, first, chief=context.chief)
+        self.metrics = Metrics(run, name, talks=context.chief, resumed_at=first, sinks=to)
         self._heartbeat.update(state="compiling", step=first)
 
     def done(self, step: int) -> None:
@@ -160,7 +162,7 @@ class Report:
             write_json(result, self._result(step))
         self._update_timing()
         self.metrics.timing(step, self._timing)
-        self.metrics.flush()
+        self.metrics.close()
         self._heartbeat.update(state="stopped" if stopped else "done", step=step)
         while not context.chief and not result.exists() and not context.run.outcome:
             time.sleep(0.02)  # the chief's coordination service counts a task that left early as lost
