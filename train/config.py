@@ -33,12 +33,14 @@ REPEATABLE = ("two_conv_cnn",)
 """Those whose bits were seen to repeat with oneDNN's kernels. A ResNet's 1x1 convolutions with stride 2 do not."""
 LOSSES = ("sparse_categorical_crossentropy", "mean_squared_error")
 CALLBACKS = ("tutorial",)
+OPTIONAL = ("callbacks", "metrics")
 MAX_SHARDS = MAX_MICRO_BATCHES = 4096
 REFERENCES = {
     "dataset": DATASETS,
     "model": MODELS,
     "loss": LOSSES,
     "callbacks": CALLBACKS,
+    "metrics": (),
     "optimizer.name": OPTIMIZERS,
 }
 """What is built in for each field that may also name something of the user's own, `package.module:name`."""
@@ -109,6 +111,10 @@ class TrainConfig:
 
     freeze: str = ""
     """Layers that are not trained: names, or beginnings of names that end in `*`, separated by commas."""
+
+    metrics: str = ""
+    """What evaluations report besides loss and score: `package.module:function`, which returns a dictionary of
+    functions (labels, outputs) -> `[B] float32`."""
 
     callbacks: str = ""
     """None; `tutorial`: checkpoint, TensorBoard and learning rate by epoch, early stopping; or
@@ -280,7 +286,7 @@ class TrainConfig:
         for field_name, reference in self.references().items():
             if field_name == "dataset" and self.source == "stream":
                 continue  # any TFDS dataset: the data step knows them
-            if reference or field_name != "callbacks":
+            if reference or field_name not in OPTIONAL:
                 references.check(option(field_name), reference, REFERENCES[field_name])
         return self
 

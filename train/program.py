@@ -91,7 +91,7 @@ class Program:
                 print(began, flush=True)
             environment.record(self.run, config.dataset, source)
         self.heartbeat.update(state="compiling")  # the model is built, which can be the user's code
-        objective = objectives.build(config.loss, classifies=source.classifies, predicts_text=source.is_text)
+        objective = objectives.of(config, classifies=source.classifies, predicts_text=source.is_text)
         return TaskContext(
             run=self.run,
             task=self.task,

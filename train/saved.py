@@ -106,7 +106,7 @@ def evaluate(run: RunFolder, data_dir: Path, *, best: bool = False) -> dict[str,
     measure = steps.evaluation(
         None,
         model,
-        objectives.build(config.loss, classifies=source.classifies, predicts_text=source.is_text),
+        objectives.of(config, classifies=source.classifies, predicts_text=source.is_text),
         sources.eval_feed(None, source, batch),
         num_examples=source.test_examples,
         batch=batch,

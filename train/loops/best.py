@@ -73,7 +73,6 @@ def check_metric(context: TaskContext) -> None:
     Raises:
         UsageError: it is not; the message offers the nearest.
     """
-    objective, metric = context.objective, context.config.best.metric
-    known = ["eval_loss", f"eval_{objective.score_name}", *(["eval_perplexity"] if objective.predicts_text else [])]
+    known, metric = context.objective.evaluated, context.config.best.metric
     if metric not in known:
         raise UsageError(f"--best.metric {metric!r}{nearest(metric, known)}")

@@ -57,6 +57,11 @@ def of(config: TrainConfig, feature_shape: tuple[int, ...], num_outputs: int) ->
     size = config.transformer
     sizes = {"layers": size.layers, "width": size.width, "heads": size.heads}
     model = build(config.model, feature_shape, num_outputs, **(sizes if config.model == "transformer_lm" else {}))
+    if config.loop == "custom" and type(model).train_step is not keras.Model.train_step:
+        raise UsageError(
+            f"--model {config.model!r}: {type(model).__name__} has a train_step of its own, which --loop custom would "
+            "not call; use --loop fit"
+        )
     freeze(model, config.freeze)
     return model
 
