@@ -87,18 +87,18 @@ def renew(found: Sequence[Row]) -> list[str]:
 
 
 def lines(found: Sequence[Row]) -> list[str]:
-    """Return the rows as they are told on a terminal."""
-    told = []
+    """Return the rows as lines of text."""
+    shown = []
     for row in found:
         medians = ", ".join(f"{each['name']} {_amount(each['median'], row['unit'])}" for each in row["variants"])
         mark = "no goal" if row["met"] is None else f"goal {goal(row)}: {'reached' if row['met'] else 'missed'}"
-        told.append(f"{row['name']}: {result(row)} ({mark})  {row['title']}: {medians}")
-    return told
+        shown.append(f"{row['name']}: {result(row)} ({mark})  {row['title']}: {medians}")
+    return shown
 
 
 def result(row: Row) -> str:
     """Return a row's value in words."""
-    return _told(row["value"], row["form"], row["unit"])
+    return _formatted(row["value"], row["form"], row["unit"])
 
 
 def goal(row: Row) -> str:
@@ -107,10 +107,10 @@ def goal(row: Row) -> str:
         return "-"
     how = "at least" if row["goal"]["at_least"] else "under"
     bound = row["goal"]["bound"]
-    return f"{how} {_told(bound, row['form'], row['unit'], exact=True)}"
+    return f"{how} {_formatted(bound, row['form'], row['unit'], exact=True)}"
 
 
-def _told(value: float, form: str, unit: str, *, exact: bool = False) -> str:
+def _formatted(value: float, form: str, unit: str, *, exact: bool = False) -> str:
     if form == "times":
         return f"{value:g} times" if exact else f"{value:.2f} times"
     if form == "cost":

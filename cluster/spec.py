@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -53,7 +53,7 @@ class Task:
 
     @property
     def address(self) -> str:
-        """`host:port`, as TF_CONFIG wants it."""
+        """`host:port`, as in TF_CONFIG."""
         return f"{self.host}:{self.port}"
 
 
@@ -67,12 +67,15 @@ class ClusterSpec:
         devices: replicas in each training task.
         separate_chief: whether TF_CONFIG has a task of type `chief`. Without, and without parameter servers, the chief
             is worker 0 there.
+        pipelines: with stages of a model, how many tasks have each stage: the tasks are those of one pipeline after the
+            other.
     """
 
     strategy: str
     tasks: tuple[Task, ...]
     devices: int = 1
     separate_chief: bool = True
+    pipelines: int = 1
 
     def of(self, role: Role) -> tuple[Task, ...]:
         """Return the tasks of one role in index order."""
@@ -108,13 +111,13 @@ class ClusterSpec:
     @property
     def stages(self) -> int:
         """Into how many parts the model is cut, each on a device of its own; 1 where every replica has all of it."""
-        return (1 + len(self.of(Role.WORKER))) * self.devices if self.kind.staged else 1
+        return (1 + len(self.of(Role.WORKER))) * self.devices // self.pipelines if self.kind.staged else 1
 
     @property
     def replicas(self) -> int:
         """How many copies of the model compute gradients at the same time."""
         if self.kind.staged:
-            return 1
+            return self.pipelines
         if self.kind.served:
             return len(self.of(Role.WORKER)) * self.devices
         return (1 + len(self.of(Role.WORKER))) * self.devices
@@ -149,6 +152,7 @@ class ClusterSpec:
             "strategy": self.strategy,
             "devices": self.devices,
             "separate_chief": self.separate_chief,
+            "pipelines": self.pipelines,
             "tasks": [asdict(task) for task in self.tasks],
         }
 
@@ -156,7 +160,9 @@ class ClusterSpec:
     def from_json(cls, value: dict[str, Any]) -> ClusterSpec:
         """Return the cluster that `to_json` described."""
         tasks = tuple(Task(Role(t["role"]), t["index"], t["host"], t["port"]) for t in value["tasks"])
-        return cls(value["strategy"], tasks, value["devices"], value.get("separate_chief", True))
+        return cls(
+            value["strategy"], tasks, value["devices"], value.get("separate_chief", True), value.get("pipelines", 1)
+        )
 
 
 def task_name(role: Role, index: int) -> str:
@@ -238,8 +244,13 @@ def check_shards(cluster: ClusterSpec, shards: int) -> None:
         )
 
 
-def check_stages(cluster: ClusterSpec, config: dict[str, Any]) -> None:
+def check_stages(cluster: ClusterSpec, config: dict[str, Any], previous: Mapping[str, Any] | None = None) -> None:
     """Check that what a configuration says of stages goes with the cluster, and the rest with stages.
+
+    Args:
+        cluster: that trains.
+        config: of the run.
+        previous: of the run that goes on, which may have had stages; None: it is a new one.
 
     Raises:
         UsageError: it does not; the message says why.
@@ -247,26 +258,55 @@ def check_stages(cluster: ClusterSpec, config: dict[str, Any]) -> None:
     pipeline = config.get("pipeline", {})
     if not cluster.kind.staged:
         changed = pipeline.get("schedule", "gpipe") != "gpipe" or pipeline.get("partition_by", "flops") != "flops"
-        if changed or pipeline.get("remat") or pipeline.get("cut"):
+        new = previous is None or previous.get("pipeline") != pipeline
+        if new and (changed or pipeline.get("remat") or pipeline.get("cut")):
             raise UsageError(
                 "--schedule, --remat, --partition-by and --cut are for --strategy pipeline: add that, or leave them out"
             )
         return
-    for option, default in {"loop": "custom", "source": "memory", "callbacks": "", "freeze": ""}.items():
+    for option, default in {"loop": "custom", "source": "memory"}.items():
         if (value := config.get(option, default)) != default:
-            use = f"use --{option} {default}" if default else "leave it out"
-            raise UsageError(f"--{option} {value} with --strategy pipeline, which has no such training yet: {use}")
+            raise UsageError(
+                f"--{option} {value} with --strategy pipeline, which has no such training yet: use --{option} {default}"
+            )
+    if (callbacks := config.get("callbacks")) and cluster.members:
+        raise UsageError(
+            f"--callbacks {callbacks} with --strategy pipeline on {len(cluster.members)} tasks: none has the whole "
+            "model that callbacks are given; use --workers 0, or leave it out"
+        )
+    _check_undivided(config)
+    if pipeline.get("schedule") == "pipedream":
+        if cluster.pipelines > 1:
+            raise UsageError(
+                f"--schedule pipedream with {cluster.pipelines} pipelines, each with weights of its own: use 1f1b"
+            )
+        if config.get("precision") == "fp16":
+            raise UsageError("--precision fp16 with --schedule pipedream: each stage would scale the loss by itself")
+        if pipeline.get("remat"):
+            raise UsageError("--remat with --schedule pipedream: the weights of the forward would be gone; use gpipe")
+        if config.get("optimizer", {}).get("clip_norm"):
+            raise UsageError(
+                "--optimizer.clip-norm with --schedule pipedream: no stage waits for the others' norms; use 1f1b"
+            )
+
+
+def _check_undivided(config: dict[str, Any]) -> None:
+    """Check that a configuration for stages has nothing that takes the whole model or its update.
+
+    Raises:
+        UsageError: it has.
+    """
+    given = {"init-from": config.get("init_from"), "freeze": config.get("freeze"), "metrics": config.get("metrics")}
+    given["best.metric"] = config.get("best", {}).get("metric")
+    for option, value in given.items():
+        if value:
+            raise UsageError(
+                f"--{option} {value} with --strategy pipeline, which has no such training yet: leave it out"
+            )
     optimizer = config.get("optimizer", {})
     if optimizer.get("ema") or ":" in optimizer.get("name", ""):
         option = f"ema {optimizer['ema']}" if optimizer.get("ema") else f"name {optimizer['name']}"
         raise UsageError(f"--optimizer.{option} with --strategy pipeline, whose stages update apart: leave it out")
-    if pipeline.get("schedule") == "pipedream":
-        if pipeline.get("remat"):
-            raise UsageError("--remat with --schedule pipedream: the weights of the forward would be gone; use gpipe")
-        if optimizer.get("clip_norm"):
-            raise UsageError(
-                "--optimizer.clip-norm with --schedule pipedream: no stage waits for the others' norms; use 1f1b"
-            )
 
 
 def check_precision(cluster: ClusterSpec, precision: str) -> None:
@@ -305,6 +345,7 @@ def build(
     devices: object = 1,
     ports: tuple[int, ...] | None = None,
     separate_chief: bool = True,
+    pipelines: int = 1,
 ) -> ClusterSpec:
     """Return the cluster for the options of a command line.
 
@@ -316,7 +357,7 @@ def build(
         devices: replicas in each training task.
         ports: a free port on 127.0.0.1 for each task, for local processes; None for containers, which have a host
             name each and listen on `TASK_PORT`.
-        separate_chief: see `ClusterSpec`.
+        separate_chief, pipelines: see `ClusterSpec`.
 
     Raises:
         UsageError: a count is out of range, or the strategy does not fit the topology.
@@ -330,5 +371,5 @@ def build(
     slots += [(Role.PS, index) for index in range(num_ps)]
     slots += [(Role.EVALUATOR, 0)] if evaluator else []
     tasks = tuple(Task(role, index, task_name(role, index), TASK_PORT) for role, index in slots)
-    cluster = ClusterSpec(resolved, tasks, num_devices, separate_chief)
+    cluster = ClusterSpec(resolved, tasks, num_devices, separate_chief, pipelines)
     return cluster.listening(ports) if ports else cluster

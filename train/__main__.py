@@ -75,7 +75,7 @@ def _resolved(options: argparse.Namespace) -> dict[str, Any] | str:
 
 
 def train(run: RunFolder) -> int:
-    """Run this task's part of the run; return the exit code that tells the agent what to do next."""
+    """Run this task's part of the run; return the exit code, from which the agent knows what to do next."""
     preload.load(run)  # TensorFlow is imported here, unless this process is a copy of one that has done it
     from train import program
 

@@ -3,6 +3,7 @@
 python -m train.saved evaluate --run-dir runs/RUN [--data-dir data]
 python -m train.saved export   --run-dir runs/RUN [--data-dir data]
 python -m train.saved predict  --run-dir runs/RUN --image FILE
+python -m train.saved timeline --run-dir runs/RUN --output FILE
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from cluster.spec import precision_of
 from cluster.system.json_files import read_json
 from train.config import TrainConfig
 from train.model import variables
+from train.pipeline import timeline
 from train.startup import quiet
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ def main(arguments: list[str]) -> int:
     """Run the command line; return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m train.saved", description="A run's newest checkpoint, used.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("evaluate", "export", "predict"):
+    for name in ("evaluate", "export", "predict", "timeline"):
         command = commands.add_parser(name)
         command.add_argument("--run-dir", type=Path, required=True, help="run folder")
         command.add_argument("--data-dir", type=Path, default=Path("data"), help="prepared data (%(default)s)")
@@ -49,6 +51,8 @@ def main(arguments: list[str]) -> int:
             command.add_argument("--json", action="store_true", help="print as JSON")
         if name == "predict":
             command.add_argument("--image", type=Path, required=True, help="image file to classify")
+        if name == "timeline":
+            command.add_argument("--output", type=Path, required=True, help="PNG file to write")
     options = parser.parse_args(arguments)
     # No GPU taken from whoever trains on it.
     os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1", KERAS_BACKEND="tensorflow")
@@ -58,6 +62,9 @@ def main(arguments: list[str]) -> int:
             with _stdout_kept_free():
                 lines = predict(run, options.image)
             print("\n".join(lines))
+        elif options.command == "timeline":
+            step = timeline.save(run, options.output)
+            print(f"drew step {step} to {options.output}")
         elif options.command == "evaluate":
             with _stdout_kept_free():
                 results = evaluate(run, options.data_dir, best=options.best)
@@ -127,7 +134,7 @@ def export(run: RunFolder, data_dir: Path, *, best: bool = False) -> int:
     source, _, model, step = _restore(run, data_dir, best=best)
     from train.model import export as exporting
 
-    exporting.export(model.get_weights(), model, run.export, source.classes)
+    exporting.export(model, run.export, source.classes)
     return step
 
 

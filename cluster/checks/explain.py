@@ -105,7 +105,7 @@ class Explained:
             return [f"{self.source}: no cluster could be read"]
         own = " (this task)"
         rows = [(each.name + (own if self.is_own(each) else ""), each.address, self.does(each)) for each in members]
-        likely = "" if self.strategy else ", as far as one can tell"
+        likely = "" if self.strategy else ", as far as TF_CONFIG shows"
         return [
             f"{self.source}: {counted(len(self.reading.members), 'task')}, {self.likely.class_name}{likely}",
             *columns([("TASK", "ADDRESS", "WHAT IT DOES"), *rows]),

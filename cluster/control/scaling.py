@@ -56,15 +56,15 @@ def scale(run: RunFolder, workers: str, ps: str, sh: Shell, *, trust: bool = Fal
         print(f"{run.name}: every task saves at the same step and ends, then it goes on", flush=True)
         began = time.monotonic()
         stopped = stop(run)
-        step, told = _reached(run)
+        step, reached = _reached(run)
         swapped = stopped and _swap(planned, sh)
     if not swapped:
         return _report_end(run, sh, "ended before it was scaled")
     run.event("chief", "scaled", step=step, **_counts(before, "before"), **_counts(planned.cluster, "after"))
-    told = f"scaled {_sizes(before, planned.cluster)} at {told}"
+    done = f"scaled {_sizes(before, planned.cluster)} at {reached}"
     if not watch.until_training(run, lambda value: None):
-        return _report_end(run, sh, f"was {told}, and ended before every task trained again")
-    print(f"{told}; every task trains again after {time.monotonic() - began:.1f} s")
+        return _report_end(run, sh, f"was {done}, and ended before every task trained again")
+    print(f"{done}; every task trains again after {time.monotonic() - began:.1f} s")
     return EXIT_DONE
 
 

@@ -35,14 +35,12 @@ def main(run: RunFolder, count: int, seed: int, kinds: Sequence[str]) -> int:
         why = f": {cause['task'] or 'the run'}: {cause['error']}" if cause else ""
         print(f"the run {ended['state']} after {len(results)} of {counted(count, 'fault')}{why}")
     elif len(results) < count:
-        print(f"the run had no room for {count} faults: train for longer (-- --max-steps), or ask for fewer (--faults)")
+        print(f"the run had no room for {count} faults: train for longer (-- --max-steps), or request fewer (--faults)")
     well = ended["state"] == "succeeded" and len(results) == count and reference.same_bits(run) is not False
     return EXIT_DONE if well else EXIT_FAILED
 
 
-def deal(
-    run: RunFolder, count: int, seed: int, kinds: Sequence[str], tell: Callable[[str], None]
-) -> list[chaos.Result]:
+def deal(run: RunFolder, count: int, seed: int, kinds: Sequence[str], log: Callable[[str], None]) -> list[chaos.Result]:
     """Inflict one fault after the other, some steps apart, until there were enough or the run has no room for more.
 
     Args:
@@ -50,7 +48,7 @@ def deal(
         count: of the faults.
         seed: the same faults come again with the same seed; when, is up to the run.
         kinds: to draw from; none: those that fit the run.
-        tell: called with a line for each.
+        log: called with a line for each.
     """
     draw = random.Random(seed)  # noqa: S311  # chaos needs to be repeated, not to be secret
     results: list[chaos.Result] = []
@@ -58,12 +56,12 @@ def deal(
         fault = _drawn(run, draw, kinds)
         if run.ended or run.newest_step + STEPS_BETWEEN[1] >= _last_step(run):
             break  # there is no room for another one
-        tell(f"fault {number}/{count}: {fault} at step {fault.at_step}")
+        log(f"fault {number}/{count}: {fault} at step {fault.at_step}")
         try:
             results.append(chaos.inflict(run, fault))
         except UsageError:
             break  # it ended meanwhile
-        tell(f"  {results[-1].told}")
+        log(f"  {results[-1].description}")
         if results[-1].ended:
             break
     return results
@@ -81,7 +79,7 @@ def check(run: RunFolder, kinds: Sequence[str]) -> None:
         chaos.check(run, chaos.Fault(kind, "chief"))
     if run.script:
         raise UsageError(
-            "storm with a script: a script tells no steps to deal the faults by; kill its tasks one by one"
+            "storm with a script: a script reports no steps between which to inject faults; kill its tasks one by one"
         )
 
 

@@ -24,7 +24,7 @@ from cluster.options.request import Request
 from cluster.results import summary
 from cluster.run import claim, owner, records
 from cluster.run.folder import LOST_AFTER_S, SCALE_PATIENCE_S, RunFolder
-from cluster.run.liveness import Pulse
+from cluster.run.liveness import LivenessMonitor
 from cluster.runtime import registry, tensorboard
 from cluster.runtime.base import Runtime, Shell
 from cluster.system import interrupts
@@ -51,10 +51,10 @@ def follow(
     Raises:
         TimedOut: it has none after `timeout_s`.
     """
-    deadline, pulse = time.monotonic() + timeout_s, Pulse(run)
+    deadline, monitor = time.monotonic() + timeout_s, LivenessMonitor(run)
     while (ended := run.ended) is None:
-        on_status(read_status(run, pulse.look(), with_board=False))
-        _notice_silence(run, pulse)
+        on_status(read_status(run, monitor.look(), with_board=False))
+        _notice_silence(run, monitor)
         if time.monotonic() > deadline:
             raise TimedOut(f"run {run.name} has not ended after {timeout_s:g} s; it goes on, see `invoke status`")
         time.sleep(POLL_S)
@@ -63,16 +63,16 @@ def follow(
 
 def until_training(run: RunFolder, on_status: Callable[[dict[str, Any]], None]) -> bool:
     """Watch a run until every task trains; return False where it ended before."""
-    pulse = Pulse(run)
+    monitor = LivenessMonitor(run)
     while not run.ended:
         names = {task.name for task in run.load_cluster().tasks}  # anew: it may be scaled meanwhile
-        value = read_status(run, pulse.look(), with_board=False)
+        value = read_status(run, monitor.look(), with_board=False)
         on_status(value)
         under_way = {"training", "saving", "evaluating", "done"}
         all_train = {beat["task"] for beat in value["tasks"] if beat["state"] in under_way} == names
         if all_train and (value["step"] or run.script):  # a script reports no steps
             return True
-        _notice_silence(run, pulse)
+        _notice_silence(run, monitor)
         time.sleep(POLL_S)
     return False
 
@@ -110,7 +110,7 @@ def end(run: RunFolder, by: str, timeout_s: float, sh: Shell, *, also: Iterable[
     except TimedOut:  # a run that cannot stop is ended all the same
         pass
     except Exception as error:
-        print(f"{run.name} cannot be asked to stop: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{run.name} cannot be stopped: {' '.join(str(error).split())}", file=sys.stderr)
     with claim.hold(run, "ended", wait_s=claim.WAIT_S):
         teardown.remove(run, sh, also=also)
         teardown.record_end(run)
@@ -131,11 +131,11 @@ def up(request: Request, sh: Shell, *, began: float) -> int:
         plans.append(plan)
 
     try:
-        plan = startup.begin(request, sh, began=began, tell=announce)
+        plan = startup.begin(request, sh, began=began, announce=announce)
         return attend(plan.run, plan.runtime.board, plan.tensorboard_port, request.detach, sh)
     except KeyboardInterrupt:  # after the tasks were started and before `attend` looks after them
         if plans:
-            _tell_that_it_goes_on(plans[-1].run)
+            _announce_that_it_goes_on(plans[-1].run)
         raise
 
 
@@ -159,7 +159,7 @@ def attend(run: RunFolder, board: str, port: int, detach: bool, sh: Shell) -> in
         print(f"the terminal is gone; {_goes_on(run)}", flush=True)
         return EXIT_HUNG_UP
     except BaseException:
-        _tell_that_it_goes_on(run)
+        _announce_that_it_goes_on(run)
         raise
     if ended is None:
         return EXIT_DONE
@@ -215,7 +215,7 @@ def kill(run: RunFolder, sh: Shell) -> dict[str, Any]:
     return ended
 
 
-def _tell_that_it_goes_on(run: RunFolder) -> None:
+def _announce_that_it_goes_on(run: RunFolder) -> None:
     """Say that a run is not over because nobody watches it any more; what went wrong is reported besides."""
     with contextlib.suppress(Exception):
         if teardown.in_progress(run):
@@ -234,25 +234,25 @@ def exit_code(ended: dict[str, Any]) -> int:
     return EXIT_INTERRUPTED if ended["state"] == "stopped" else EXIT_DONE
 
 
-def _notice_silence(run: RunFolder, pulse: Pulse) -> None:
+def _notice_silence(run: RunFolder, monitor: LivenessMonitor) -> None:
     """End a run of which nothing is left alive: its engine stopped, or somebody killed everything.
 
     Args:
         run: which is watched.
-        pulse: what this watcher has seen of it. The times that others wrote would end runs that only seem silent.
+        monitor: what this watcher has seen of it. The times that others wrote would end runs that only seem silent.
     """
-    if pulse.silence_s <= LOST_AFTER_S:
+    if monitor.silence_s <= LOST_AFTER_S:
         return
     # While the supervisor imports for all tasks it can be too busy to write their heartbeats, for long under load.
     owned = owner.read(run)
-    starting = not pulse.begun or (owned is not None and owned.alive)
+    starting = not monitor.begun or (owned is not None and owned.alive)
     patience_s = START_TIMEOUT_S if starting else LOST_AFTER_S
     if run.scale_requested:
         patience_s = SCALE_PATIENCE_S
     runtime = registry.of(run)
-    if pulse.silence_s <= patience_s or (runtime.is_remote and runtime.alive(run)):
+    if monitor.silence_s <= patience_s or (runtime.is_remote and runtime.alive(run)):
         return
-    cause = "no task gives a sign of life: the engine or the supervisor stopped"
+    cause = "no task writes heartbeats: the engine or the supervisor stopped"
     if run.goes_on and run.scale_requested:
         cause = f"every task saved and ended to be scaled, but `invoke scale` did not go on in {SCALE_PATIENCE_S:.0f} s"
         write_json(run.control / "outcome.json", {"state": "failed", "time": time.time(), "error": cause})

@@ -78,6 +78,7 @@ def check(
         return {}
     words = ["--config", json.dumps(config), "--strategy", cluster.strategy, "--data-dir", str(data_dir)]
     words += ["--stages", str(cluster.stages if cluster.kind.staged else 0)]
+    words += ["--pipelines", str(cluster.pipelines)]
     words += ["--memory-bytes", str(memory_bytes)] if memory_bytes else []
     words += ["--record", str(record)] if record and record.exists() else []
     stages: dict[str, Any] = user_code.run(

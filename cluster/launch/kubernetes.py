@@ -29,7 +29,7 @@ MAX_GPUS = 64
 
 @dataclass(frozen=True)
 class Place:
-    """What is asked for of the Kubernetes cluster, as typed; empty is the default."""
+    """What is requested of the Kubernetes cluster, as typed; empty is the default."""
 
     kind: str = "jobset"
     image: str = ""
@@ -43,7 +43,7 @@ def render(request: Request, place: Place) -> dict[str, list[dict[str, Any]]]:
     """Return the objects by the file that they belong to, in the order to apply them. Changes nothing.
 
     Raises:
-        UsageError: something asked for cannot be done.
+        UsageError: something requested cannot be done.
     """
     manifest = _manifest(request, place)
     board = {"tensorboard.yaml": objects.tensorboard(manifest)} if manifest.tensorboard_image else {}

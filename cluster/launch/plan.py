@@ -100,7 +100,14 @@ class Plan(Workload):
         bubble = (stages - 1) / (micro_batches + stages - 1)
         cut = self.try_configuration()
         del cut["record"]
-        return {**self.config["pipeline"], "micro_batches": micro_batches, "bubble": bubble, **cut}
+        pipelines = self.cluster.pipelines
+        return {
+            **self.config["pipeline"],
+            "pipelines": pipelines,
+            "micro_batches": micro_batches,
+            "bubble": bubble,
+            **cut,
+        }
 
     def try_configuration(self) -> dict[str, Any]:
         """Check that model, data and loss fit together; return the stages, see `configuration.check`.

@@ -80,13 +80,13 @@ def _check_length(run: RunFolder, before: Mapping[str, Any], config: Mapping[str
     """Return a note where nothing is left to do."""
     most = config.get("max_steps")
     if most is not None and most < done:
-        raise UsageError(f"--max-steps {most}: run {run.name!r} has done {done} steps already; ask for more")
+        raise UsageError(f"--max-steps {most}: run {run.name!r} has done {done} steps already; request more")
     epochs, done_epochs = config.get("epochs"), _epochs(run, done)
     if epochs is None or done_epochs is None:
         return []
     # An epoch's last step runs into the next one, so a run that kept its epochs may have done a little more.
     if epochs != before.get("epochs") and epochs < done_epochs - TOLERANCE:
-        raise UsageError(f"--epochs {epochs:g}: run {run.name!r} has done {done_epochs:.2f} already; ask for more")
+        raise UsageError(f"--epochs {epochs:g}: run {run.name!r} has done {done_epochs:.2f} already; request more")
     if most != done and epochs > done_epochs:
         return []
     limit = "--max-steps" if most == done else "--epochs"

@@ -11,6 +11,7 @@ from cluster.reports import charts, curves, inspection, listing
 from cluster.run.folder import RunFolder
 from cluster.system.files import write_text
 from cluster.view.columns import columns
+from cluster.view.sparkline import sparkline
 
 PLOTTED = ("loss", "accuracy", "eval_loss", "eval_accuracy", "examples_per_s")
 MAX_RUNS = 16
@@ -95,7 +96,7 @@ def lines(value: dict[str, Any], runs: Sequence[RunFolder]) -> list[str]:
     shown = [(name, *map(_cell, values)) for name, values in value["differences"].items()]
     result = [(name, *map(_cell, values)) for name, values in value["results"].items()]
     losses = [[loss for _, loss in curves.of(run).get("loss", [])] for run in runs]
-    result.append(("loss", *(f"{curves.sparkline(each)} {each[-1]:.4f}" if each else "-" for each in losses)))
+    result.append(("loss", *(f"{sparkline(each)} {each[-1]:.4f}" if each else "-" for each in losses)))
     head = ("", *value["runs"])
     text = columns([head, *(shown or [("nothing differs", *[""] * len(value["runs"]))]), ("",) * len(head), *result])
     return [*text, "", *map(_weights_line, value["weights"])]

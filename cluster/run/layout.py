@@ -135,6 +135,10 @@ class Layout:
         """The task's TensorBoard event files."""
         return self.path / "tensorboard" / task
 
+    def timeline(self, task: str) -> Path:
+        """When the task's stages of a pipeline computed what, of some steps."""
+        return self.path / "timeline" / f"{task}.json"
+
     def traces(self, task: str) -> list[Path]:
         """Return the folders of the task's profiler traces, oldest first."""
         return sorted((self.tensorboard(task) / "plugins" / "profile").glob("*/"))

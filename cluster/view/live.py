@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from cluster.messages import plain
-from cluster.view.status import progress, status_table
+from cluster.view.status import live_lines, progress
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live as Screen
+
+
+MAX_LOSSES = 2000
 
 
 class Live:
@@ -27,7 +31,9 @@ class Live:
         self._screen: Screen | None = None
         self._states: dict[str, str] = {}
         self._line = ""
-        self._told_at = 0.0
+        self._losses: deque[float] = deque(maxlen=MAX_LOSSES)
+        self._logged: tuple[int, float] | None = None
+        self._printed_at = 0.0
         if sys.stdout.isatty():
             from rich.console import Console
 
@@ -43,17 +49,21 @@ class Live:
     def show(self, value: dict[str, Any]) -> None:
         """Show the newest status."""
         if self._console:
-            self._draw(self._console, status_table(value))
+            loss = next((beat["loss"] for beat in value["tasks"] if beat["task"] == "chief"), None)
+            if loss is not None and (value["step"], loss) != self._logged:
+                self._logged = (value["step"], loss)
+                self._losses.append(loss)
+            self._draw(self._console, live_lines(value, self._losses, self._console.width))
             return
         states = {beat["task"]: beat["state"] for beat in value["tasks"]}
         settled = {name: state for name, state in states.items() if state not in ("saving", "evaluating")}
         if any(self._states.get(name) != state for name, state in settled.items()):
             print(plain("  ".join(f"{name} {state}" for name, state in states.items())), flush=True)
             self._states |= settled
-        if value["step"] and time.monotonic() - self._told_at > self.LINE_EVERY_S:
+        if value["step"] and time.monotonic() - self._printed_at > self.LINE_EVERY_S:
             if (line := plain(progress(value))) != self._line:
                 print(line, flush=True)
-            self._line, self._told_at = line, time.monotonic()
+            self._line, self._printed_at = line, time.monotonic()
         sys.stdout.flush()
 
     def _draw(self, console: Console, lines: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from cluster.results import goodput, stragglers
@@ -12,6 +13,7 @@ from cluster.run.folder import RunFolder
 from cluster.run.liveness import look_once
 from cluster.runtime import tensorboard
 from cluster.view.columns import columns, plain_lines
+from cluster.view.sparkline import bar, sparkline
 
 
 def read_status(
@@ -47,6 +49,7 @@ def read_status(
         "checkpoint": _checkpoint(run),
         "tensorboard": tensorboard.address(port) if port else None,
         "pace": stragglers.findings({name: beat for name, beat in beats.items() if beat["state"] == "training"}),
+        "last_event": _last_event(run),
         "tasks": [beats[task.name] for task in spec.tasks if task.name in beats],
     }
 
@@ -58,6 +61,51 @@ def _checkpoint(run: RunFolder) -> dict[str, Any] | None:
             age_s = time.time() - (run.checkpoints / f"ckpt-{saved}.json").stat().st_mtime
             return {"step": saved, "age_s": round(age_s, 1), "every_s": goodput.checkpoint_every_s(ledgers)}
     return None
+
+
+def _last_event(run: RunFolder) -> dict[str, Any] | None:
+    """Return the newest event of the run's life cycle; `run` keeps what it has read of them."""
+    newest = max(run.events(), key=lambda event: event["time"], default=None)
+    if newest is None:
+        return None
+    why = newest["detail"].get("cause") or newest["detail"].get("kind")
+    return {name: newest[name] for name in ("time", "task", "event", "step")} | {"cause": why}
+
+
+@plain_lines
+def live_lines(value: dict[str, Any], losses: Sequence[float], width: int) -> list[str]:
+    """Return a status as the lines of a screen that is redrawn: how far it is, then a row for each task.
+
+    Args:
+        value: the status.
+        losses: the chief's, as they were seen so far.
+        width: of the screen.
+    """
+    if value["script"]:
+        return _script_table(value)
+    _, *rows = status_table(value)
+    loss = next((beat["loss"] for beat in value["tasks"] if beat["task"] == "chief"), None)
+    head = progress(value | {"checkpoint": None, "tasks": []})
+    lines = [f"{value['run']}  {value['state']}  {value['strategy']}"]
+    if value["steps_total"]:
+        share = value["step"] / value["steps_total"]
+        head = f"{bar(share, max(8, min(30, width - len(head) - 9)))} {share:4.0%}  {head}"
+    lines.append(head)
+    if line := sparkline(losses, min(40, width - 16)):
+        lines.append(f"loss   {line} {_number(loss, 4)}")
+    if saved := value["checkpoint"]:
+        every = f", every {saved['every_s']:.1f} s" if saved["every_s"] else ""
+        lines.append(f"saved  step {saved['step']}, {saved['age_s']:.0f} s ago{every}")
+    if event := value["last_event"]:
+        why = f" ({event['cause']})" if event["cause"] else ""
+        at = "" if event["step"] is None else f" at step {event['step']}"
+        lines.append(f"last   {event['task']}: {event['event']}{why}{at}, {_since(event['time'])} ago")
+    return [*lines, "", *rows]
+
+
+def _since(moment: float) -> str:
+    passed_s = max(0.0, time.time() - moment)
+    return f"{passed_s:.0f} s" if passed_s < 120 else f"{passed_s / 60:.0f} min"
 
 
 @plain_lines

@@ -33,14 +33,3 @@ def test_two_tasks_must_give_the_bits_of_two_devices_wherever_they_are(clusters:
     assert losses(devices) == losses(tasks)
     assert STEPS == len(losses(tasks))
     assert summary(devices)["weights_sha256"] == summary(tasks)["weights_sha256"]
-
-
-@pytest.mark.long
-def test_fit_must_give_the_bits_of_the_custom_loop(clusters: Clusters) -> None:
-    """On two tasks with tf_keras, and on one with Keras 3."""
-    for name, workers in (("two", 1), ("one", 0)):
-        runs = [
-            clusters.up(f"{name}-{loop}", f"--workers={workers} --loop={loop} {MICRO} -- --max-steps {STEPS}")
-            for loop in ("custom", "fit")
-        ]
-        assert 1 == len({summary(run)["weights_sha256"] for run in runs})

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cluster.run.folder import RunFolder
 from cluster.system.json_files import read_json
 from tests.e2e.scenario import Clusters, summary
 from tests.waiting import wait_for
@@ -35,7 +36,8 @@ def one_device(clusters: Clusters) -> dict[str, Any]:
 def test_a_killed_stage_and_going_on_with_one_device_must_not_change_the_weights(
     clusters: Clusters, one_device: dict[str, Any]
 ) -> None:
-    process = clusters.popen(*words("killed-stage", *PIPELINE, "--stages=2", steps=STEPS - 5))
+    options = ("--stages=2", "--schedule=1f1b", "--partition-by=measured")
+    process = clusters.popen(*words("killed-stage", *PIPELINE, *options, steps=STEPS - 5))
     run = clusters.run("killed-stage")
 
     def trains() -> bool:
@@ -47,15 +49,24 @@ def test_a_killed_stage_and_going_on_with_one_device_must_not_change_the_weights
     output, _ = process.communicate(timeout=200)
     assert 0 == process.returncode, output
     assert ["worker-0"] == [restart["task"] for restart in summary(run)["restarts"]]
-    words_after = ("up", f"--resume={run.name}", "--strategy=one", "--tensorboard-port=0")
+    assert all(seconds > 0 for seconds in read_json(run.stages)["seconds"])
+    _check_timeline(clusters, run)
+    words_after = ("up", f"--resume={run.name}", "--strategy=one", "--runtime=local", "--tensorboard-port=0")
     clusters.invoke(*words_after, "--", f"--max-steps={STEPS}")
     found = summary(run)
     assert one_device["weights_sha256"] == found["weights_sha256"]
     assert one_device["metrics"] == found["metrics"]
 
 
+def _check_timeline(clusters: Clusters, run: RunFolder) -> None:
+    assert all(0 < beat["busy_share"] <= 1 for beat in run.heartbeats().values())
+    clusters.invoke("timeline", run.name, f"--output={run.path / 'own.png'}")
+    assert (run.path / "own.png").read_bytes().startswith(b"\x89PNG")
+    assert any(b"stages/timeline" in file.read_bytes() for file in run.tensorboard("chief").glob("events.*"))
+
+
 def test_the_devices_of_one_task_must_give_the_same_weights(clusters: Clusters, one_device: dict[str, Any]) -> None:
-    clusters.invoke(*words("devices", *PIPELINE, "--workers=0", "--stages=4"))
+    clusters.invoke(*words("devices", *PIPELINE, "--workers=0", "--stages=2"))
     assert one_device["weights_sha256"] == summary(clusters.run("devices"))["weights_sha256"]
 
 

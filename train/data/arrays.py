@@ -21,14 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.errors import PrerequisiteError, RunFailed, UsageError, nearest
+from cluster.errors import UsageError, nearest
 from cluster.system.files import sha256
 from train.data.prepare import store
 
 if TYPE_CHECKING:
     import numpy as np
 
-VERSIONS = {"fashion_mnist": "3.0.1", "mnist": "3.0.1", "jargon_file": "4.4.7"}
+VERSIONS = {"fashion_mnist": "3.0.1", "mnist": "3.0.1", "jargon_file": "4.4.7", "tiny_shakespeare": "1.0.0"}
 """The datasets known here and the version of each: another version may order its examples differently."""
 
 WINDOW = 1024
@@ -166,14 +166,10 @@ def find(data_dir: Path, name: str, version: str = "") -> ArraySet:
     """
     version = version or newest(data_dir, name)
     folder = folder_of(data_dir, name, version)
+    do = f"copy {folder} from where it is" if is_own(name) else f"run `invoke data.prepare --name {name}`"
     again = f"run `invoke data.prepare --name {name} --fresh`"
-    try:
+    with store.index_errors(folder / INDEX, f"{name} {version} is not prepared in {data_dir}; {do}", again):
         array_set = _from_index(data_dir, folder, json.loads((folder / INDEX).read_text(encoding="utf-8")))
-    except (FileNotFoundError, NotADirectoryError):
-        do = f"copy {folder} from where it is" if is_own(name) else f"run `invoke data.prepare --name {name}`"
-        raise PrerequisiteError(f"{name} {version} is not prepared in {data_dir}; {do}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunFailed(f"{folder / INDEX} cannot be read ({error!r}); {again}") from None
     store.check_sizes({file.path: (file.size_bytes, f" for {list(file.shape)}") for file in array_set.files}, again)
     return array_set
 

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import PrerequisiteError, RunFailed
 from train.data.arrays import ITEM_BYTES
 from train.data.prepare import store
 
@@ -120,14 +119,11 @@ def find(data_dir: Path, name: str, version: str = "") -> ShardSet:
     command = f"invoke data.shard --name {name}"
     version = version or store.read_pointer(pointer_of(data_dir, name), name, command)
     folder = folder_of(data_dir, name, version)
-    try:
+    missing, again = f"{name} {version} is not sharded in {data_dir}; run `{command}`", f"run `{command} --fresh`"
+    with store.index_errors(folder / INDEX, missing, again):
         shard_set = _from_index(folder, json.loads((folder / INDEX).read_text(encoding="utf-8")))
-    except (FileNotFoundError, NotADirectoryError):
-        raise PrerequisiteError(f"{name} {version} is not sharded in {data_dir}; run `{command}`") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunFailed(f"{folder / INDEX} cannot be read ({error!r}); run `{command} --fresh`") from None
     sizes = {file.path: (file.size_bytes, f" for {file.num_examples} examples") for file in shard_set.files}
-    store.check_sizes(sizes, f"run `{command} --fresh`")
+    store.check_sizes(sizes, again)
     return shard_set
 
 

@@ -223,11 +223,15 @@ def evaluation(
         totals = repeat(tf.constant(batches, tf.int64), evaluate, strategy.run(start) if strategy else start())
         return strategy.reduce("SUM", totals, axis=None) if strategy else totals
 
-    def run() -> dict[str, float]:
-        # Each replica has filled in batches of its own, the same ones at any number of replicas: so is their sum.
-        totals = evaluate_all().numpy().astype(np.float64).cumsum(0)[-1].tolist()
-        names = ("loss", objective.score_name, *objective.metrics)
-        results = {f"eval_{name}": total / num_examples for name, total in zip(names, totals, strict=True)}
-        return results | ({"eval_perplexity": math.exp(results["eval_loss"])} if objective.predicts_text else {})
+    return lambda: results(evaluate_all().numpy(), objective, num_examples)
 
-    return run
+
+def results(totals_NM: np.ndarray, objective: Objective, num_examples: int) -> dict[str, float]:
+    """Return the results of an evaluation from the sums of each batch's losses, scores and own metrics.
+
+    Each replica has filled in batches of its own, the same ones at any number of replicas: so are these results.
+    """
+    totals = totals_NM.astype(np.float64).cumsum(0)[-1].tolist()
+    names = ("loss", objective.score_name, *objective.metrics)
+    means = {f"eval_{name}": total / num_examples for name, total in zip(names, totals, strict=True)}
+    return means | ({"eval_perplexity": math.exp(means["eval_loss"])} if objective.predicts_text else {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -84,8 +84,20 @@ def build(config: TrainConfig, total_steps: int = 1) -> keras.optimizers.Optimiz
     return optimizer
 
 
-def build_for(config: TrainConfig, model: keras.Model, total_steps: int = 1) -> keras.optimizers.Optimizer:
-    """Return the optimizer with its variables for a model's weights; call it inside the strategy's scope."""
+def build_for(
+    config: TrainConfig,
+    model: keras.Model,
+    total_steps: int = 1,
+    make: Callable[[keras.optimizers.Optimizer, keras.Model], None] | None = None,
+) -> keras.optimizers.Optimizer:
+    """Return the optimizer with its variables for a model's weights; call it inside the strategy's scope.
+
+    Args:
+        config: that describes it.
+        model: whose weights it changes.
+        total_steps: as for `build`.
+        make: makes the variables of an optimizer for a model; None: all of them are made.
+    """
     optimizer, variables = build(config, total_steps), model.trainable_variables
     if patterns := config.optimizer.excluded:
         paths = [getattr(variable, "path", variable.name) for variable in variables]
@@ -96,7 +108,10 @@ def build_for(config: TrainConfig, model: keras.Model, total_steps: int = 1) -> 
                 f"they are {', '.join(paths)[:300]}"
             )
         optimizer.exclude_from_weight_decay(var_list=kept)
-    optimizer.build(variables)  # here, or its slot variables land on the chief
+    if make:
+        make(optimizer, model)
+    else:
+        optimizer.build(variables)  # here, or its slot variables land on the chief
     for average in averages(optimizer):
         value = getattr(average, "value", average)
         if hasattr(value, "_aggregation"):  # Keras gives them none, with which no replica may write them

@@ -8,13 +8,13 @@ import time
 from invoke import Exit
 
 from cluster import spec
-from cluster.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, shell, show, task
+from cluster.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, has_dry_run, shell, show, task
 from cluster.cli.options import takes_request
 from cluster.control import ending, scaling
 from cluster.control import trace as tracing
 from cluster.control import watch as watching
 from cluster.errors import RunFailed, UsageError
-from cluster.launch import folders, planning, startup, teardown
+from cluster.launch import folders, footprint, planning, startup, teardown
 from cluster.messages import short_path
 from cluster.options import run_file
 from cluster.options.request import OPTIONS
@@ -28,6 +28,7 @@ from cluster.view.status import read_status, status_table
 
 
 @takes_request(dry="only print the commands (default: no)")
+@has_dry_run
 def up(c, request, dry=False):
     """Bring up a cluster and train; overrides follow --, such as: invoke up -- --epochs 1."""
     began = time.time()
@@ -44,7 +45,8 @@ def up(c, request, dry=False):
 def plan(c, request, write="", json=False):
     """Show what `up` would start with the same options, and start nothing."""
     planned = planning.plan(request, installs=False)
-    show(planned.to_json(), plan_lines, as_json=json)
+    value = planned.to_json() | {"memory": footprint.of(planned)}
+    show(value, lambda value: plan_lines(value) + footprint.lines(value["memory"]), as_json=json)
     if write:
         path = run_file.write(write, request, planned.config)
         print(f"wrote {short_path(path)}: invoke up --file {write}", file=sys.stderr)

@@ -80,6 +80,17 @@ def replace_folder(partial: Path, folder: Path, scratch: Path) -> None:
     os.replace(partial, folder)
 
 
+@contextlib.contextmanager
+def index_errors(path: Path, missing: str, again: str) -> Iterator[None]:
+    """Report that an index is not there, which is `missing`, or cannot be read, with `again`, what to do."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise PrerequisiteError(missing) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunFailed(f"{path} cannot be read ({error!r}); {again}") from None
+
+
 def read_pointer(path: Path, name: str, command: str) -> str:
     """Return the version that a pointer file, `{"version": ...}`, names as the newest of the dataset `name`.
 
@@ -87,12 +98,8 @@ def read_pointer(path: Path, name: str, command: str) -> str:
         PrerequisiteError: there is none; `command` makes it.
         RunFailed: it cannot be read.
     """
-    try:
+    with index_errors(path, f"{name} is not prepared: there is no {path}; run `{command}`", f"run `{command}`"):
         return str(json.loads(path.read_text(encoding="utf-8"))["version"])
-    except (FileNotFoundError, NotADirectoryError):
-        raise PrerequisiteError(f"{name} is not prepared: there is no {path}; run `{command}`") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunFailed(f"{path} cannot be read ({error!r}); run `{command}`") from None
 
 
 def write_pointer(path: Path, version: str, scratch: Path) -> None:

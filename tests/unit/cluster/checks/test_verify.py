@@ -134,7 +134,8 @@ def test_a_machine_without_a_tpu_verifies_the_rest_and_leaves_nothing(folder: Pa
     assert "same weights" not in rows[0]["detail"]
     assert rows[1]["detail"].endswith("same weights as one-custom")
     assert "asynchronous" in rows[8]["detail"]
-    assert 13 == len(lines)  # a head, and a line as each case ended
+    assert 12 == len(lines)  # as each case ended
+    assert 13 == len(verify.lines(rows))
     assert 0 == verify.failed(rows)
     assert [] == list(folder.iterdir())
 
@@ -168,7 +169,7 @@ def test_what_trains_wrong_fails_and_says_why(folder: Path, up: dict[str, str], 
     assert detail in row["detail"]
 
 
-def test_a_small_difference_is_ok_and_told(folder: Path, up: dict[str, str]) -> None:
+def test_a_small_difference_is_ok_and_reported(folder: Path, up: dict[str, str]) -> None:
     losses = LOSSES | {10: LOSSES[10] * (1 + 5e-6), 11: 2.0}  # the eleventh step is not compared
     row = judged(MIRRORED, folder, up, told(losses=losses, accuracy=0.4019))
     assert OK == row["status"]
@@ -319,7 +320,7 @@ def test_no_table_is_written_where_a_row_failed(documents: list[Path]) -> None:
     assert ["old"] == places.written(documents[0], verify.BEGIN)
 
 
-def test_a_document_without_a_place_for_the_table_is_told(documents: list[Path]) -> None:
+def test_a_document_without_a_place_for_the_table_is_reported(documents: list[Path]) -> None:
     documents[1].write_text(f"{verify.BEGIN}\n")
     with pytest.raises(ClusterError, match=r"two\.md has no lines"):
         verify.write(rows())
@@ -336,7 +337,7 @@ def test_the_document_has_a_row_for_each_case() -> None:
 
 def invoked(monkeypatch: pytest.MonkeyPatch, made: list[dict[str, Any]], **options: Any) -> int:
     """Run the task on rows made already; return its exit code."""
-    monkeypatch.setattr(verify, "examine", lambda tell: tell("a case has ended") or made)
+    monkeypatch.setattr(verify, "examine", lambda log: log("a case has ended") or made)
     with pytest.raises(Exit) as ended:
         tasks.ns["verify"](MockContext(run=Result(), repeat=True), **options)
     return ended.value.code

@@ -22,7 +22,7 @@ OTHER_MIG = "MIG-d4c28c2e-7c26-847f-0316-909e3bbbe9ea"
 
 
 def placed(words: str, per_task: str = "", **topology: object) -> Placement:
-    """Return who gets what on the host that `nvidia-smi` tells of."""
+    """Return who gets what on the host that `nvidia-smi` reports."""
     requested = placement.parse(words, per_task)
     assert requested
     return placement.place(requested, devices.machine(requested.text, with_instances=True), spec.build(**topology))
@@ -122,7 +122,7 @@ def test_gpus_are_shared_out_evenly_and_none_twice(machine: Machine, workers: in
     requested, cluster = GpuRequest("--gpus", per_task=per_task), spec.build(workers)
     count, there = (1 + workers) * per_task, len(machine.gpus)
     if count > there:
-        with pytest.raises(UsageError, match=f"and this machine has {there}; ask for fewer"):
+        with pytest.raises(UsageError, match=f"and this machine has {there}; request fewer"):
             placement.place(requested, machine, cluster)
         return
     given = placement.place(requested, machine, cluster)
@@ -244,7 +244,7 @@ def test_what_a_machine_cannot_give_is_refused(
     [
         ("all", 0, "--gpus all: run 'theirs' trains on GPU 1; use others, or `invoke stop theirs` before this"),
         ("0,1", 1, "--gpus 0,1: run 'theirs' trains on GPU 1; use others"),
-        ("3", 2, "--gpus 3: 3 GPUs for 3 tasks, and this machine has 2 besides 2 in use by other runs; ask for fewer"),
+        ("3", 2, "--gpus 3: 3 GPUs for 3 tasks, and this machine has 2 besides 2 in use by other runs; request fewer"),
     ],
 )
 def test_gpus_of_another_run_are_left_alone(nvidia_smi: NvidiaSmi, words: str, workers: int, told: str) -> None:
@@ -272,7 +272,7 @@ def test_mixed_models_that_were_named_are_noted(nvidia_smi: NvidiaSmi) -> None:
     assert () == placed("2", workers=1).notes
 
 
-def test_a_topology_that_is_not_told_is_noted(nvidia_smi: NvidiaSmi) -> None:
+def test_a_topology_that_is_not_reported_is_noted(nvidia_smi: NvidiaSmi) -> None:
     nvidia_smi("2-l4-no-topology")
     (note,) = placed("2", workers=1).notes
     assert note.startswith("`nvidia-smi topo -m` gave no answer")

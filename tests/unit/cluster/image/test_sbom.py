@@ -31,7 +31,7 @@ FILES = {
 
 
 def package(kind: str, name: str, *paths: str, layer: str = "") -> Json:
-    """Return a package as syft tells it, found in these files."""
+    """Return a package as syft lists it, found in these files."""
     properties = {"syft:package:type": kind, "syft:package:foundBy": "a cataloger"}
     for number, path in enumerate(paths):
         properties |= {f"syft:location:{number}:layerID": layer, f"syft:location:{number}:path": path}
@@ -92,7 +92,7 @@ def test_a_package_must_have_the_hash_of_the_file_that_stands_for_it(image: cont
         "x": f"{SITE}/x-1.dist-info/RECORD",
         "python": "/usr/local/bin/python3.11",
     } == found
-    assert "2 Debian packages, 2 Python packages, 1 other package, 1 of them without a hash" == sbom.told(made)
+    assert "2 Debian packages, 2 Python packages, 1 other package, 1 of them without a hash" == sbom.summary(made)
 
 
 def test_the_same_image_must_give_the_same_bytes(image: contents.Image) -> None:
@@ -124,7 +124,7 @@ def test_wrong_words_must_be_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert "\n" not in message
 
 
-def test_what_is_missing_must_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_must_be_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> str:
         code, message = refused(output=str(tmp_path / "x"))
         assert EXIT_PREREQUISITE == code

@@ -22,6 +22,7 @@ from cluster.reports import charts, comparison, curves, inspection, listing, pag
 from cluster.run.folder import RunFolder
 from cluster.system.journal import append_json
 from cluster.system.json_files import write_json
+from cluster.view.sparkline import sparkline, thinned
 from train import inspection as weights
 
 PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n").decode()
@@ -209,7 +210,7 @@ def test_curves_hold_finite_numbers_of_every_name(make_run: MakeRun) -> None:
 
 def test_long_curves_keep_their_ends() -> None:
     long = [(float(at), 0.0) for at in range(100_001)]
-    thin = curves.thinned(long)
+    thin = thinned(long, curves.MAX_POINTS)
     assert len(thin) <= curves.MAX_POINTS
     assert (long[0], long[-1]) == (thin[0], thin[-1])
 
@@ -223,9 +224,9 @@ def test_ticks_enclose_the_values(values: tuple[float, float]) -> None:
 
 
 def test_a_sparkline_falls_as_its_values_do() -> None:
-    line = curves.sparkline([3.0, 2.0, 1.0, 0.0])
+    line = sparkline([3.0, 2.0, 1.0, 0.0])
     assert sorted(line, reverse=True) == list(line)
-    assert "" == curves.sparkline([1.0])
+    assert "" == sparkline([1.0])
 
 
 # The page

@@ -1,4 +1,4 @@
-"""What is shown of a run, and how its end is told, always from what the tasks recorded."""
+"""What is shown of a run, and how its end is reported, always from what the tasks recorded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cluster.view.findings import findings_lines
 from cluster.view.live import Live
 from cluster.view.logs import print_logs
 from cluster.view.plan import plan_lines
-from cluster.view.status import progress, read_status, status_table
+from cluster.view.status import live_lines, progress, read_status, status_table
 from tests.unit.ending import end
 from tests.unit.lives import LIFE
 
@@ -85,6 +85,7 @@ def test_status_holds_what_the_contract_lists(run: RunFolder, monkeypatch: pytes
         "examples_per_s": 480.0,
         "tensorboard": "http://127.0.0.1:6007",
         "pace": {"stragglers": [], "starved": []},
+        "last_event": None,
     } == value
     assert ["chief", "worker-0"] == [task["task"] for task in tasks]
     assert {"step": 10, "every_s": None} == {name: checkpoint[name] for name in ("step", "every_s")}
@@ -117,7 +118,7 @@ def test_a_table_has_a_row_for_every_task(run: RunFolder) -> None:
     assert len(names) == len(chief) == len(worker) < 100
 
 
-def test_who_slows_the_others_down_is_told_below_the_table(run: RunFolder) -> None:
+def test_who_slows_the_others_down_is_reported_below_the_table(run: RunFolder) -> None:
     """Only of tasks that train: what another's heartbeat still says was before."""
     slow = {"step_ms": {"mean": 100.0, "median": 99.0}, "busy_share": 0.9, "input_share": 0.5}
     beat(run, "chief", "training", **slow | {"busy_share": 0.5, "input_share": 0.05})
@@ -152,7 +153,7 @@ def test_without_a_terminal_only_news_are_printed(run: RunFolder, capsys: pytest
     assert ["chief waiting", "chief training", "step 5", "chief done"] == capsys.readouterr().out.splitlines()
 
 
-def test_a_step_that_takes_long_is_told_once(
+def test_a_step_that_takes_long_is_reported_once(
     run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Live, "LINE_EVERY_S", 0.0)
@@ -176,7 +177,7 @@ def test_in_a_terminal_the_table_redraws_itself(
     with Live() as live:
         live.show(read_status(run))
         first = capsys.readouterr().out.removeprefix(HIDE_CURSOR)
-        assert 3 == len(first.splitlines())
+        assert 5 == len(first.splitlines())
         assert max(map(len, first.splitlines())) <= 40  # a wrapped line could not be taken back
         beat(run, "chief", "training", step=2)
         live.show(read_status(run))
@@ -184,6 +185,30 @@ def test_in_a_terminal_the_table_redraws_itself(
     assert SHOW_CURSOR in capsys.readouterr().out
     live.clear()
     assert "" == capsys.readouterr().out
+
+
+def test_the_screen_shows_how_far_a_run_is(run: RunFolder) -> None:
+    beat(run, "chief", "training", step=30, steps_total=120, examples_per_s=480.0, loss=0.5)
+    beat(run, "worker-0", "training", step=30)
+    run.event("worker-0", "restarted", cause="killed", step=20)
+    save(run, 10)
+    shown = live_lines(read_status(run), [3.0, 2.0, 1.0], 80)
+    assert max(map(len, shown[:-3])) <= 80
+    text = "\n".join(shown)
+    for part in (
+        " 25%",
+        "step 30/120",
+        "18 s left",
+        "loss   █▅▁ 0.5000",
+        "saved  step 10, ",
+        "worker-0: restarted (killed) at step 20",
+    ):
+        assert part in text, part
+    assert ["TASK", "chief", "worker-0"] == [line.split()[0] for line in shown[-3:]]
+
+
+def test_the_screen_of_a_run_that_has_just_begun_is_short(run: RunFolder) -> None:
+    assert "step 0" in "\n".join(live_lines(read_status(run), [], 40))
 
 
 def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
@@ -200,7 +225,7 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
 # The end
 
 
-def test_a_success_tells_accuracy_folder_tensorboard_and_what_is_next(
+def test_a_success_reports_accuracy_folder_tensorboard_and_what_is_next(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensorboard, "running", lambda runs_dir: 6006)
@@ -223,12 +248,12 @@ def test_restarts_are_counted(run: RunFolder, restarts: int, told: str) -> None:
     assert f"succeeded: 1 step in 1.0 s{told}" == ended_lines(run, "runs/demo")[0]
 
 
-def test_a_stop_tells_how_to_go_on(run: RunFolder) -> None:
+def test_a_stop_reports_how_to_go_on(run: RunFolder) -> None:
     end(run, "stopped")
     assert "next         invoke up --resume demo" == ended_lines(run, "runs/demo")[-1]
 
 
-def test_a_failure_tells_the_root_cause_last(run: RunFolder) -> None:
+def test_a_failure_reports_the_root_cause_last(run: RunFolder) -> None:
     beat(run, "chief", "stopped", step=5, exit_code=137)
     beat(run, "worker-0", "failed", step=7, exit_code=1)
     why = {"task": "worker-0", "cause": "exit code 139 (SIGSEGV: crashed in native code)", "step": 7}
@@ -253,10 +278,10 @@ def test_an_exit_code_that_the_error_begins_with_is_shown_once(run: RunFolder) -
     assert re.fullmatch(r"root cause: chief at \d\d:\d\d:\d\d: exit code 1, last line: nan", told)
 
 
-def test_a_failure_that_is_no_task_s_is_told_too(run: RunFolder) -> None:
-    end(run, "failed", error="no task gives a sign of life")
+def test_a_failure_that_is_no_task_s_is_reported_too(run: RunFolder) -> None:
+    end(run, "failed", error="no task writes heartbeats")
     (told,) = [line for line in ended_lines(run, "runs/demo") if line.startswith("root cause: ")]
-    assert re.fullmatch(r"root cause: the run at \d\d:\d\d:\d\d: no task gives a sign of life", told)
+    assert re.fullmatch(r"root cause: the run at \d\d:\d\d:\d\d: no task writes heartbeats", told)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +297,7 @@ def test_a_failure_that_is_no_task_s_is_told_too(run: RunFolder) -> None:
         ({"state": "failed", "cause": {"exit_code": None}}, 1),
     ],
 )
-def test_the_exit_code_tells_how_the_run_ended(ended: dict[str, Any], code: int) -> None:
+def test_the_exit_code_reports_how_the_run_ended(ended: dict[str, Any], code: int) -> None:
     assert code == watch.exit_code(ended)
 
 
@@ -289,10 +314,10 @@ def test_a_run_in_which_nothing_lives_has_failed(run: RunFolder, worker: str) ->
     beat(run, "worker-0", worker, step=5, updated_at=time.time() - 60)
     ended = watch.follow(run, lambda value: None, timeout_s=5)
     assert ("failed", 5) == (ended["state"], ended["steps"])
-    assert "no task gives a sign of life: the engine or the supervisor stopped" == ended["cause"]["error"]
+    assert "no task writes heartbeats: the engine or the supervisor stopped" == ended["cause"]["error"]
 
 
-def test_the_summary_tells_where_the_time_went_and_who_was_slow(run: RunFolder) -> None:
+def test_the_summary_reports_where_the_time_went_and_who_was_slow(run: RunFolder) -> None:
     started = read_json(run.control / "started.json")["time"]
     seconds = {"input": 1.0, "compute": 5.0, "save": 0.5, "evaluate": 0.25}
     told = {"generation": 0, "began": started + 2, "first_step_at": started + 4, "updated_at": started + 11}
@@ -323,6 +348,31 @@ def test_logs_of_several_tasks_carry_their_names(run: RunFolder, capsys: pytest.
     print_logs(run, ["chief", "worker-0", "ps-0"], follow=False)
     shown = capsys.readouterr().out.splitlines()
     assert ["chief    | one", "chief    | two", "chief    | half a li", "worker-0 | three \ufffd"] == shown
+
+
+START_UP = (
+    "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
+    "I0000 00:00:1795354087.737231   15772 port.cc:153] oneDNN custom operations are on.",
+    "2026-11-22 13:00:00.1: I tensorflow/core/platform/cpu_feature_guard.cc:210] This TensorFlow binary is optimized",
+    "E0000 00:00:1.2 3 cuda_fft.cc:467] Unable to register cuFFT factory: it was registered already",
+)
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_in_a_terminal_each_task_has_a_colour_and_start_up_messages_are_left_out(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_color: str
+) -> None:
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("chief", "worker-0"):
+        run.log(name).write_text("\n".join([*START_UP, "E0000 00:00:1.2 3 mine.cc:1] It broke", "port.cc"]) + "\n")
+    print_logs(run, ["chief", "worker-0"], follow=False)
+    assert 12 == len(capsys.readouterr().out.splitlines())
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    print_logs(run, ["chief", "worker-0"], follow=False)
+    shown = capsys.readouterr().out.splitlines()
+    assert ["It broke", "port.cc", "It broke", "port.cc"] == [re.split(r"[|\]] |m ", line)[-1] for line in shown]
+    assert bool(no_color) is ("\x1b" not in "".join(shown))
 
 
 def test_the_log_of_one_task_is_shown_as_it_is(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -369,7 +419,7 @@ def test_a_task_without_a_heartbeat_is_not_healthy(run: RunFolder) -> None:
 BATCH = {"global_batch": 192, "replica_batch": 192, "micro_batches": 1, "micro_batch": 192}
 
 
-def test_a_plan_says_what_each_task_is_told(run: RunFolder) -> None:
+def test_a_plan_says_what_each_task_gets(run: RunFolder) -> None:
     task = {"task": "chief", "address": "chief:2222", "tf_config": None}
     value = {"run": "demo", "strategy": "OneDeviceStrategy", "replicas": 1, "runtime": "local", "tasks": [task]}
     assert [
@@ -426,12 +476,12 @@ HOSTILE = "\x1b]0;title\x07\x1b[2J\nroot cause: none \u202e\x9b2J"
 
 
 def lines_of(run: RunFolder) -> list[str]:
-    """Return everything that is told of a run that failed."""
+    """Return everything that is shown of a run that failed."""
     value = read_status(run)
     return [*status_table(value), *ended_lines(run, "runs/demo"), *status_table(value | {"script": HOSTILE})]
 
 
-def test_nothing_that_a_task_tells_steers_the_terminal(run: RunFolder) -> None:
+def test_nothing_that_a_task_reports_steers_the_terminal(run: RunFolder) -> None:
     beat(run, "chief", "training", role=HOSTILE)
     beat(run, "worker-0", HOSTILE)
     save(run, 1)
@@ -452,7 +502,7 @@ def test_neither_does_a_run_that_is_watched(run: RunFolder, capsys: pytest.Captu
 def test_neither_do_a_comparison_and_a_trace(run: RunFolder) -> None:
     verdict = rerun.Verdict("different", 1, 0.5, 1, same_weights=False, differences=[f"code.commit: {HOSTILE} there"])
     answer = {"task": HOSTILE, "first": 1, "last": 2}
-    assert all(line.isprintable() for line in [*rerun.lines(run, verdict), *trace.told(run, answer, 2)])
+    assert all(line.isprintable() for line in [*rerun.lines(run, verdict), *trace.lines(run, answer, 2)])
 
 
 def test_logs_keep_colours_in_a_terminal_and_everything_elsewhere(

@@ -16,8 +16,9 @@ from cluster.errors import RunFailed
 from cluster.system.json_files import read_json
 from train.model.gradients import FIRST_SCALE, LossScale
 from train.saving import checkpoint
-from train.saving.checkpoint import Checkpoint, Copy
+from train.saving.checkpoint import Checkpoint
 from train.saving.files import Saved, finished, newest_good
+from train.saving.mirror import Copy
 
 Parts = tuple[keras.Model, keras.optimizers.Optimizer, tf.Variable]
 
@@ -194,7 +195,7 @@ def test_training_goes_on_while_what_was_is_written(tmp_path: Path, monkeypatch:
     np.testing.assert_array_equal(before[0], other[0].get_weights()[0])
 
 
-def test_a_save_that_failed_is_told_by_the_next(tmp_path: Path) -> None:
+def test_a_save_that_failed_is_reported_by_the_next(tmp_path: Path) -> None:
     saves = saving(tmp_path / "absent", parts())
     saves.save(1)
     with pytest.raises(FileNotFoundError):
