@@ -28,7 +28,7 @@ from cluster.system.json_files import read_json
 from train import overrides
 from train.config import TrainConfig
 from train.data import ready
-from train.startup import debugger, preload
+from train.startup import preload
 
 EXIT_BUG = 70
 """An error that we do not know (EX_SOFTWARE of sysexits.h): the agent tries again."""
@@ -86,7 +86,6 @@ def train(run: RunFolder) -> int:
     faulthandler.register(signal.SIGUSR1)  # the agent asks for every thread's stack when the gang hangs
     cluster = run.load_cluster()
     task = cluster.task(os.environ.get("TASK", "chief"))
-    debugger.wait_for_client(task.name)
     try:
         program.Program(run, task).main()
     except ClusterError:

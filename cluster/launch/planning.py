@@ -12,7 +12,7 @@ from cluster import settings, spec
 from cluster.errors import UsageError
 from cluster.gpu import devices, placement
 from cluster.gpu.placement import Placement
-from cluster.launch import configuration, debugging, packages, resuming
+from cluster.launch import configuration, initial, packages, resuming
 from cluster.launch.folders import check_folder, data_dir, find_run, free_folder, runs_dir
 from cluster.launch.plan import Plan
 from cluster.launch.scripts import check_path, check_script
@@ -62,7 +62,6 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
     topology = topology_of(request, previous.cluster) | {"separate_chief": _separate_chief(request, previous)}
     check_hardware(topology["strategy"])
     cluster = spec.build(**topology)
-    request = debugging.prepared(request, cluster)
     port, hang_timeout_s, max_restarts = map(request.number, ("tensorboard_port", "hang_timeout", "max_restarts"))
     run = _run_folder(request, stops_first=stops_first)
 
@@ -107,6 +106,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         replaces=request.fresh and run.path.exists(),
         trusts=request.trust,
         previous=previous.run,
+        init=() if request.resume else initial.find(config.get("init_from", ""), previous.run),
         about_resuming=tuple(about_resuming),
     )
 
@@ -280,7 +280,7 @@ def _resolve(
     started = previous.started
     check_path("requirements", named := request.requirements or started.get("requirements", ""))
     requirements = settings.expanded("requirements", named).absolute() if named else None
-    env = tuple(request.env or debugging.without(started.get("env", ())))
+    env = tuple(request.env or started.get("env", ()))
     inherited.parse(env)  # a typo is reported first
     if script := request.script or previous.script.get("script", ""):
         arguments = request.arguments or previous.script.get("arguments", [])

@@ -1,18 +1,16 @@
-"""The files for editors name what is there: the interpreter, TensorBoard's port, the port of `up --debug`."""
+"""The files for editors name what is there: the interpreter, TensorBoard's port, the tests."""
 
 from __future__ import annotations
 
 import json
 
-from cluster.launch import debugging
 from cluster.paths import ROOT
 from cluster.runtime import tensorboard
 
 
-def test_vs_code_attaches_where_a_task_waits() -> None:
-    configurations = json.loads((ROOT / ".vscode" / "launch.json").read_text())["configurations"]
-    (attach,) = (each for each in configurations if each["request"] == "attach")
-    assert {"host": "127.0.0.1", "port": int(debugging.PORT)} == attach["connect"]
+def test_vs_code_debugs_the_tests_of_a_file() -> None:
+    (test,) = json.loads((ROOT / ".vscode" / "launch.json").read_text())["configurations"]
+    assert ("pytest", "${file}") == (test["module"], test["args"][-1])
 
 
 def test_a_dev_container_is_set_up_by_make_and_shows_tensorboard() -> None:
