@@ -32,8 +32,8 @@ class Needs(Enum):
     NEW_RUN = "only for a new run, and --resume names one that exists"
     EARLIER_RUN = "only with --resume, for a run that somebody else started"
     GPUS = "only with GPUs (--gpus all)"
-    CONTAINERS = "only for containers (--runtime docker)"
-    QUEUE = "only for a job (--runtime slurm)"
+    CONTAINERS = "only for containers (--runtime docker or swarm)"
+    QUEUE = "only where a scheduler places the tasks (--runtime slurm or swarm)"
 
 
 KINDS = {int: "integer", str: "string", bool: "boolean", list: "array of strings"}

@@ -134,8 +134,8 @@ class Request:
     runtime: str = option(Group.RUNS, _ONE_OF_RUNTIMES, "auto: containers where a Docker Engine answers")
     network: str = option(
         Group.RUNS,
-        "local tasks' network: private, or host, the machine's",
-        "private; host for scripts and TPUs",
+        "local tasks: private, or host, the machine's; in a Swarm: private, or encrypted",
+        "private; host for local scripts and TPUs",
     )
     memory: str = option(
         Group.RUNS,
@@ -153,7 +153,18 @@ class Request:
     gpu_runtime: str = option(
         Group.RUNS, "how containers get them: reserve, cdi, or the older nvidia", "reserve", needs=Needs.GPUS
     )
-    partition: str = option(Group.RUNS, "Slurm partition, or several with commas", "the site's", needs=Needs.QUEUE)
+    partition: str = option(
+        Group.RUNS,
+        "Slurm partition, or several with commas; of a Swarm the nodes labelled tf-cluster.partition=NAME",
+        "the site's",
+        needs=Needs.QUEUE,
+    )
+    constraint: str = option(
+        Group.RUNS,
+        "nodes of a Swarm that take tasks, such as node.labels.gpu==true; several with commas",
+        "all",
+        needs=Needs.QUEUE,
+    )
     time: str = option(
         Group.RUNS,
         "time limit of the job, such as 90 or 2-12:00; at its end the run saves and is queued again",
@@ -170,7 +181,7 @@ class Request:
         needs=Needs.QUEUE,
     )
     cpus_per_task: str = option(
-        Group.RUNS, "processors of each task of the job", "the site's", kinds=(int,), needs=Needs.QUEUE
+        Group.RUNS, "processors of each task", "the scheduler's", kinds=(int,), needs=Needs.QUEUE
     )
     checkpoint_every: str = option(
         Group.KEPT,

@@ -154,6 +154,12 @@ def test_a_run_that_has_ended_is_not_scaled(training: Callable[..., RunFolder]) 
     assert told == str(refusal(run, "1"))
 
 
+def test_a_pipeline_is_cut_for_its_stages(training: Callable[..., RunFolder]) -> None:
+    error = refusal(training(workers=1, strategy="pipeline"), "3")
+    assert isinstance(error, UsageError)
+    assert "--resume run --stages" in str(error)
+
+
 def test_a_script_keeps_its_own_state(training: Callable[..., RunFolder]) -> None:
     run = training({"script": "/its/train.py"}, workers=2)
     assert str(refusal(run, "1")).startswith(
