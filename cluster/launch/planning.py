@@ -12,7 +12,7 @@ from cluster import settings, spec
 from cluster.errors import UsageError
 from cluster.gpu import devices, placement
 from cluster.gpu.placement import Placement
-from cluster.launch import configuration, packages, resuming
+from cluster.launch import configuration, initial, packages, resuming
 from cluster.launch.folders import check_folder, data_dir, find_run, free_folder, runs_dir
 from cluster.launch.plan import Plan
 from cluster.launch.scripts import check_path, check_script
@@ -106,6 +106,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         replaces=request.fresh and run.path.exists(),
         trusts=request.trust,
         previous=previous.run,
+        init=() if request.resume else initial.find(config.get("init_from", ""), previous.run),
         about_resuming=tuple(about_resuming),
     )
 

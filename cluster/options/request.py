@@ -110,6 +110,13 @@ class Request:
         "the best one",
         needs=Needs.TRAINER,
     )
+    init_from: str = option(
+        Group.TRAINS,
+        "begin with the weights of this run's newest checkpoint, or of a .weights.h5, .keras, .h5, .npz or .index file",
+        "random ones",
+        needs=Needs.NEW_RUN,
+        is_override=True,
+    )
     script: str = option(
         Group.TRAINS,
         "run this script, which reads TF_CONFIG, in every task; its arguments follow --",
@@ -215,6 +222,13 @@ class Request:
         needs=Needs.EARLIER_RUN,
     )
     fresh: bool = switch(Group.KEPT, "start a run of this --name again, its old folder is deleted", needs=Needs.NEW_RUN)
+    log_to: str = option(
+        Group.WATCHED,
+        "where metrics go besides: csv, mlflow, wandb, separated by commas",
+        "the run folder and TensorBoard alone",
+        needs=Needs.TRAINER,
+        is_override=True,
+    )
     tensorboard_port: str = option(
         Group.WATCHED, "port of TensorBoard on 127.0.0.1; 0: none", tensorboard.PORT, kinds=(int,), bounds=(0, 65535)
     )
