@@ -100,7 +100,6 @@ STRATEGIES: dict[str, Strategy] = {
             fits=lambda workers, ps, devices: workers >= 1 and not ps,
             chosen=lambda workers, ps, devices: True,
             collective=True,
-            legacy_fit=True,
         ),
         Strategy(
             name="ps",

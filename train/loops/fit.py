@@ -19,7 +19,7 @@ from train.loops.callback_state import CallbackState
 from train.loops.fit_step import MicroBatches, draw_by_place
 from train.loops.follower import Follower
 from train.loops.train_step import full_precision
-from train.model import keras_compat, legacy_compat
+from train.model import keras_compat
 from train.model.export import is_legacy
 from train.telemetry.report import Report
 
@@ -31,8 +31,6 @@ class Training:
         self._context = context
         model, objective = context.model, context.objective
         with context.strategy.scope():
-            if is_legacy():
-                legacy_compat.install(model, context.config.seed)
             keras_compat.synchronize_batch_normalization(model, context.strategy.num_replicas_in_sync)
         state = CallbackState() if context.config.callbacks else None
         self._policy = context.new_policy()
@@ -151,4 +149,6 @@ def _data(context: TaskContext, first: int) -> Any:
 
     if is_legacy():
         return keras.utils.experimental.DatasetCreator(of_task)
+    if context.spec.kind.collective:  # each task makes its own part of every batch
+        return context.strategy.distribute_datasets_from_function(of_task)
     return of_task(tf.distribute.InputContext())  # global batches: Keras 3 shares them out itself

@@ -1,0 +1,149 @@
+"""Mends `Model.fit`, `evaluate` and `predict` of Keras 3 under MultiWorkerMirroredStrategy (keras issue 20585).
+
+Three defects of `keras/src/backend/tensorflow/trainer.py`, found in Keras 3.15.1; docs/upstream/keras-20585.md says how
+each comes about, and has the patch for Keras.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import tensorflow as tf
+
+
+def apply(trainer: ModuleType | None = None) -> list[str]:
+    """Patch Keras's trainer where it still has a defect. Idempotent: what is mended has none.
+
+    Args:
+        trainer: the module `keras.src.backend.tensorflow.trainer`; None: import it.
+
+    Returns:
+        The names of what was replaced.
+    """
+    if trainer is None:
+        from keras.src.backend.tensorflow import trainer
+    replaced = []
+    if builds_from_a_reduced_batch(trainer):
+        trainer.TensorFlowTrainer._maybe_symbolic_build = _maybe_symbolic_build
+        replaced.append("_maybe_symbolic_build")
+    if reduces_scalars_along_an_axis(trainer):
+        trainer.reduce_per_replica = _reduce_per_replica(trainer.reduce_per_replica)
+        replaced.append("reduce_per_replica")
+    if runs_steps_inside_of_conditions(trainer):
+        trainer.TensorFlowTrainer._make_function = _make_function(trainer.TensorFlowTrainer._make_function)
+        replaced.append("_make_function")
+    return replaced
+
+
+def builds_from_a_reduced_batch(trainer: ModuleType) -> bool:
+    """Whether the model is built from a batch that was averaged over the replicas, as a whole: collectives take parts.
+
+    Tried on a batch of one value, without TensorFlow.
+    """
+    strategy = _Recorder()
+    model = SimpleNamespace(
+        _distribute_strategy=strategy, distribute_strategy=strategy, _symbolic_build=lambda data_batch: None
+    )
+    with contextlib.suppress(Exception):  # of a Keras that does something else
+        trainer.TensorFlowTrainer._maybe_symbolic_build(model, iterator=[(0, 0, iter([(_Distributed(),)]))])
+    return bool(strategy.reduced)
+
+
+def reduces_scalars_along_an_axis(trainer: ModuleType) -> bool:
+    """Whether a metric, which is a scalar, is averaged over several tasks along its first axis, which it has not."""
+    strategy = _Recorder()
+    with contextlib.suppress(Exception):
+        trainer.reduce_per_replica(1.0, strategy, "mean")
+    return strategy.reduced == [0]
+
+
+def runs_steps_inside_of_conditions(trainer: ModuleType) -> bool:
+    """Whether several steps of one execution stand inside of `tf.cond`, where replicas' variables cannot be captured.
+
+    By its source: to try it takes two devices.
+    """
+    source = inspect.getsource(trainer.TensorFlowTrainer._make_function)
+    return "get_next_as_optional" in source and "tf.cond(" in source
+
+
+class _Recorder(tf.distribute.MultiWorkerMirroredStrategy):
+    """A strategy of several tasks that only records along which axes it was to reduce."""
+
+    extended = SimpleNamespace(_in_multi_worker_mode=lambda: True)
+
+    def __init__(self) -> None:  # no cluster is formed
+        self.reduced: list[int | None] = []
+
+    def reduce(self, _operation: Any, value: Any, axis: int | None = None) -> Any:
+        self.reduced.append(axis)
+        return value
+
+    def experimental_local_results(self, value: Any) -> tuple[Any]:
+        return (value,)
+
+    def scope(self) -> Any:
+        return contextlib.nullcontext()
+
+
+class _Distributed(tf.distribute.DistributedValues):
+    """A value of some replicas."""
+
+
+def _maybe_symbolic_build(model: Any, iterator: Any = None, data_batch: Any = None) -> None:
+    """Build the model, its metrics and its loss from the shapes of one replica's part of a batch."""
+    from keras import tree
+
+    strategy = model._distribute_strategy
+    if strategy is None:
+        return
+    if iterator is not None:
+        for _, _, batches in iterator:
+            data_batch = tree.map_structure(lambda each: strategy.experimental_local_results(each)[0], next(batches))
+            break
+    with strategy.scope():
+        model._symbolic_build(data_batch=data_batch)
+
+
+def _reduce_per_replica(original: Any) -> Any:
+    def reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
+        """Reduce each replica's values, which may be scalars, to those of all replicas of all tasks."""
+        from keras import tree
+
+        multi_worker = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+        if reduction in ("auto", "mean", "sum") and multi_worker and strategy.extended._in_multi_worker_mode():
+            operation = "SUM" if reduction == "sum" else "MEAN"
+            return tree.map_structure(lambda value: strategy.reduce(operation, value, axis=None), values)
+        return original(values, strategy, reduction)
+
+    return reduce_per_replica
+
+
+def _make_function(original: Any) -> Any:
+    def make_function(model: Any, step_function: Any) -> Any:
+        """Return a function that calls a step as often as `steps_per_execution` says, or until the data ends."""
+        steps = model.steps_per_execution
+        if steps == 1 or model.distribute_strategy.num_replicas_in_sync == 1:
+            return original(model, step_function)
+        model.steps_per_execution = 1
+        one_step = original(model, step_function)  # reads the number again whenever it is traced
+
+        def function(iterator: Any) -> Any:
+            outputs = None
+            model.steps_per_execution = 1
+            try:
+                for _ in range(steps):
+                    outputs = one_step(iterator)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                if outputs is None:
+                    raise
+            finally:
+                model.steps_per_execution = steps
+            return outputs
+
+        model.steps_per_execution = steps
+        return function
+
+    return make_function
