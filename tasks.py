@@ -1,6 +1,6 @@
 """The tasks: `invoke --list` shows them, `invoke --help TASK` one of them.
 
-Here are those that measure and test this project; the others are in `cluster/cli/`.
+Here are those that measure and test this project; the others are in `cluster/cli/tasks/`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import sys
 from invoke import Collection, Exit
 
 from cluster import spec
-from cluster.cli import checks, data, docs, image, k8s, requirements, runs, saved
 from cluster.cli.command_line import JSON_HELP, in_checkout, shell, show, task
+from cluster.cli.tasks import checks, data, docs, explain, image, k8s, requirements, runs, saved
 from cluster.errors import UsageError
 from cluster.launch import startup
 
@@ -89,6 +89,7 @@ ns = Collection(
     checks.verify,
     checks.rerun,
     checks.chaos,
+    explain.explain,
     bench,
     test,
     golden,

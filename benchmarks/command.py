@@ -16,7 +16,7 @@ from benchmarks.figures import Figure
 from benchmarks.runs import DATASET, ROOT, Bench, bench
 from cluster.errors import EXIT_DONE, EXIT_FAILED, PrerequisiteError, UsageError, nearest
 from cluster.launch import folders
-from cluster.messages import counted
+from cluster.messages import counted, short_path
 from cluster.runtime import registry
 
 NAMES = ("start", "throughput", "scaling", "determinism", "telemetry", "input", "tasks", "recovery", "images")
@@ -124,7 +124,7 @@ def _draw(found: Sequence[results.Row], *, quick: bool, tell: Callable[[str], ob
     images = plots.draw(kept, ROOT / "benchmarks" / "plots")
     board = folders.runs_dir() / "bench" / "tensorboard"
     plots.show(kept, images, board)
-    tell(f"plots in benchmarks/plots/, and in TensorBoard from {folders.shown(board)}")
+    tell(f"plots in benchmarks/plots/, and in TensorBoard from {short_path(board)}")
 
 
 def stderr(line: str) -> None:

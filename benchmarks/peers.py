@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.runs import GLOBAL_BATCH, ROOT, Bench, cores
 from cluster.errors import PrerequisiteError
-from cluster.launch import folders
+from cluster.messages import short_path
 
 ENVIRONMENTS = ROOT / ".build" / "peers"
 INSTALL = shlex.split(
@@ -95,7 +95,7 @@ def prepare(tell: Callable[[str], object]) -> None:
     """
     for peer in PEERS:
         if not peer.python and peer.locks:
-            tell(f"making {folders.shown(peer.made.parent.parent)} (once, some minutes)")
+            tell(f"making {short_path(peer.made.parent.parent)} (once, some minutes)")
             _make(peer)
         if not peer.python:
             tell(f"{peer.title}: left out; {peer.variable} may name a Python with {peer.module}")
@@ -117,7 +117,7 @@ def _make(peer: Peer) -> None:
             done = subprocess.run(command, cwd=ROOT, stdout=output, stderr=output, check=False, timeout=INSTALL_LIMIT_S)
             if done.returncode:
                 raise PrerequisiteError(
-                    f"the environment of {peer.title} cannot be made; see {folders.shown(log)}, or set "
+                    f"the environment of {peer.title} cannot be made; see {short_path(log)}, or set "
                     f"{peer.variable} to a Python with {peer.module}"
                 )
     _ready(peer.made).touch()

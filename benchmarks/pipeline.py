@@ -11,8 +11,8 @@ from benchmarks.figures import Figure, Goal, ratios, step_seconds
 from benchmarks.runs import Bench, cores
 from benchmarks.scaling import start_pinned
 from cluster.errors import PrerequisiteError
-from cluster.launch.request import Request
-from cluster.runtime import supervisor
+from cluster.options.request import Request
+from cluster.runtime.local import supervisor
 
 STEPS = 30
 BATCH, LAYERS, WIDTH, CONTEXT = 64, 4, 256, 128

@@ -8,7 +8,7 @@ from benchmarks.figures import Figure, ratios
 from benchmarks.runs import ENDLESS, Bench
 from cluster.control import chaos
 from cluster.errors import RunFailed
-from cluster.runtime import supervisor
+from cluster.runtime.local import supervisor
 
 VICTIMS = ("worker-1", "chief", "worker-0")
 CALM_S = 25.0

@@ -21,9 +21,10 @@ from cluster.errors import RunFailed, TimedOut
 from cluster.image import engine
 from cluster.launch import folders
 from cluster.run.folder import RunFolder
-from cluster.runtime import local, supervisor
+from cluster.runtime.local import supervisor
 from cluster.system import process_table
 from cluster.system.json_files import read_json
+from cluster.system.ports import free_ports
 
 ROOT = Path(__file__).resolve().parent.parent
 DATASET = "fashion_mnist"
@@ -188,7 +189,7 @@ class Bench:
     def _tf_configs(self, workers: int) -> list[dict[str, str]]:
         if not workers:
             return [{}]
-        addresses = [f"127.0.0.1:{port}" for port in local.free_ports(1 + workers)]
+        addresses = [f"127.0.0.1:{port}" for port in free_ports(1 + workers)]
         cluster = {"chief": addresses[:1], "worker": addresses[1:]}
         members = [("chief", 0), *(("worker", index) for index in range(workers))]
         return [

@@ -11,9 +11,9 @@ from benchmarks.figures import Figure, Goal, ratios, step_seconds
 from benchmarks.runs import ENDLESS, GLOBAL_BATCH, TRAINING, Bench, cores
 from cluster.errors import PrerequisiteError
 from cluster.launch import planning, startup
-from cluster.launch.request import Request
+from cluster.options.request import Request
 from cluster.run.folder import RunFolder
-from cluster.runtime import supervisor
+from cluster.runtime.local import supervisor
 
 STEPS = 100
 ONE, SAME_BATCH, SAME_SHARE = "chief", "chief and 1 worker", "chief and 1 worker, twice the batch"

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.figures import Figure, Goal, ratios
 from benchmarks.runs import ENDLESS, ROOT, TRAINING, Bench
 from cluster.launch import planning
-from cluster.launch.request import Request
+from cluster.options.request import Request
 from cluster.run.folder import RunFolder
 from cluster.system.json_files import write_json
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from pathlib import Path
 
 from cluster.paths import ROOT
 
@@ -14,6 +15,11 @@ NOISE = (b"oneDNN custom operations are on.", b"All log messages before absl::In
 def counted(number: int, noun: str) -> str:
     """Return `1 task`, `2 tasks`: the noun is regular."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def short_path(path: Path) -> str:
+    """Return a path as short as it can be written from the current folder."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def plain(text: str) -> str:

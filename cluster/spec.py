@@ -246,8 +246,11 @@ def check_stages(cluster: ClusterSpec, config: dict[str, Any]) -> None:
     """
     pipeline = config.get("pipeline", {})
     if not cluster.kind.staged:
-        if pipeline.get("remat") or pipeline.get("cut") or pipeline.get("schedule", "gpipe") != "gpipe":
-            raise UsageError("--schedule, --remat and --cut are for --strategy pipeline: add that, or leave them out")
+        changed = pipeline.get("schedule", "gpipe") != "gpipe" or pipeline.get("partition_by", "flops") != "flops"
+        if changed or pipeline.get("remat") or pipeline.get("cut"):
+            raise UsageError(
+                "--schedule, --remat, --partition-by and --cut are for --strategy pipeline: add that, or leave them out"
+            )
         return
     for option, default in {"loop": "custom", "source": "memory", "callbacks": ""}.items():
         if (value := config.get(option, default)) != default:

@@ -20,8 +20,8 @@ from cluster.gpu import devices
 from cluster.image import engine
 from cluster.run import provenance
 from cluster.run.folder import RunFolder
-from cluster.runtime import local
 from cluster.system.json_files import write_json
+from cluster.system.ports import PORTS, free_ports
 
 LAST_LINES = 15
 NVIDIA = Path(__file__).parent / "unit" / "nvidia"
@@ -41,7 +41,7 @@ def _refuse_fixed_ports(event: str, arguments: tuple[Any, ...]) -> None:
     """Fail a test that binds a port of its choice: a user's run, or its TensorBoard, may have it."""
     if event == "socket.bind" and isinstance(address := arguments[1], tuple):
         port = address[1]
-        if 0 < port < FIRST_EPHEMERAL_PORT and port not in local.PORTS:  # those are tried until one is free
+        if 0 < port < FIRST_EPHEMERAL_PORT and port not in PORTS:  # those are tried until one is free
             raise AssertionError(f"a test binds port {port}: take a free one, or tensorboard_port='0'")
 
 
@@ -93,7 +93,7 @@ def make_run(tmp_path: Path) -> Callable[..., RunFolder]:
         num_tasks = len(spec.build(**topology).tasks)
         run = RunFolder(tmp_path / "runs" / name)
         run.create()
-        write_json(run.cluster, spec.build(**topology, ports=local.free_ports(num_tasks)).to_json())
+        write_json(run.cluster, spec.build(**topology, ports=free_ports(num_tasks)).to_json())
         write_json(run.config, {"global_batch": 96})
         write_json(run.compose, {"runtime": "local", "tasks": {}})
         write_json(run.control / "started.json", {"time": time.time(), "runtime": "local"})

@@ -18,6 +18,7 @@ from cluster.errors import UsageError, nearest
 from train import references
 from train.data.arrays import WINDOW
 from train.field_types import check_types, shown
+from train.pipeline.partition import PARTITIONS
 from train.pipeline.schedule import SCHEDULES
 from train.saving import timer
 
@@ -94,8 +95,12 @@ class Pipeline:
     """Whether a stage keeps what enters it alone, and computes the rest again for the backward."""
 
     cut: str = ""
-    """The first layer of each stage but the first, separated by commas; empty: the cut whose slowest stage, by its
-    floating-point operations, is fastest."""
+    """The first layer of each stage but the first, separated by commas; empty: the cut whose slowest stage is fastest,
+    see `partition_by`."""
+
+    partition_by: str = "flops"
+    """What the cut evens out: `flops`, the floating-point operations, or `measured`, the time that each block takes on
+    the machine that starts the run."""
 
 
 @dataclass(frozen=True)
@@ -235,6 +240,7 @@ class TrainConfig:
         self._check_bitwise_elastic()
         self._check_transformer()
         _check_choice("pipeline.schedule", self.pipeline.schedule, SCHEDULES)
+        _check_choice("pipeline.partition_by", self.pipeline.partition_by, PARTITIONS)
         return self
 
     def _check_transformer(self) -> None:

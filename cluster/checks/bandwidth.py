@@ -17,7 +17,8 @@ from cluster.gpu.placement import Placement
 from cluster.image import engine, images
 from cluster.launch import planning
 from cluster.paths import ROOT
-from cluster.runtime import local, toolkit
+from cluster.runtime import toolkit
+from cluster.runtime.local.processes import visible
 
 CHECK = "gpu bandwidth"
 TIMEOUT_S = 300.0
@@ -89,7 +90,7 @@ def _run(placed: Placement) -> tuple[int, str]:
         toolkit.check_here()
     except PrerequisiteError as error:
         raise PrerequisiteError(f"{missing}, and this environment has no TensorFlow with CUDA") from error
-    environment = os.environ | local.visible(placed, "chief")
+    environment = os.environ | visible(placed, "chief")
     try:
         done = subprocess.run(
             [sys.executable, *words],

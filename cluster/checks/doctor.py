@@ -16,6 +16,7 @@ from cluster.errors import ClusterError, UsageError
 from cluster.findings import Finding
 from cluster.image import locks
 from cluster.launch import folders
+from cluster.messages import short_path
 from cluster.runtime import registry, tensorboard
 
 LOCKS = ("host", "train-cpu", "tensorboard")
@@ -93,7 +94,7 @@ def _disk() -> Finding:
     free = shutil.disk_usage(folder).free
     writable = os.access(folder, os.W_OK)
     if free >= folders.MIN_FREE_BYTES and writable:
-        return Finding("disk", "ok", f"{free / 2**30:.1f} GiB free for {folders.shown(folders.runs_dir())}")
+        return Finding("disk", "ok", f"{free / 2**30:.1f} GiB free for {short_path(folders.runs_dir())}")
     detail = f"{free / 2**20:.0f} MiB free" if writable else f"{folder} cannot be written"
     return Finding("disk", "failed", detail, "free space, or set RUNS_DIR to another folder")
 
@@ -103,9 +104,7 @@ def _data() -> Finding:
     ready = sorted(path.parent.name for path in folder.glob("*/arrays.json"))
     if ready:
         return Finding("data", "ok", ", ".join(ready))
-    return Finding(
-        "data", "warning", f"nothing is prepared in {folders.shown(folders.data_dir())}", "invoke data.prepare"
-    )
+    return Finding("data", "warning", f"nothing is prepared in {short_path(folders.data_dir())}", "invoke data.prepare")
 
 
 def _port(port: int) -> Finding:

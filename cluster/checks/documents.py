@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.errors import ClusterError
-from cluster.launch import folders
+from cluster.messages import short_path
 
 END = "<!-- its end -->"
 
@@ -25,9 +25,7 @@ def written(path: Path, begin: str) -> list[str]:
     _, found, rest = path.read_text().partition(f"{begin}\n")
     inside, end, _ = rest.partition(f"{END}\n")
     if not found or not end:
-        raise ClusterError(
-            f"{folders.shown(path)} has no lines {begin!r} and {END!r}; put them where the table belongs"
-        )
+        raise ClusterError(f"{short_path(path)} has no lines {begin!r} and {END!r}; put them where the table belongs")
     return inside.splitlines()
 
 

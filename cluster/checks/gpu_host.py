@@ -14,7 +14,8 @@ from cluster.findings import Finding
 from cluster.gpu import devices as gpus
 from cluster.image import engine, images
 from cluster.messages import counted
-from cluster.runtime import overlay, toolkit
+from cluster.runtime import toolkit
+from cluster.runtime.compose import overlay
 from cluster.system import processes
 
 # CUDA Toolkit Release Notes, "CUDA Toolkit and Corresponding Driver Versions"

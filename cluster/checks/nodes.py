@@ -57,7 +57,9 @@ def _step(run: RunFolder, data_dir: Path, count: int) -> tuple[list[dict[str, An
     command = ["srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--immediate={START_S}"]
     command += ["--time=5", "--job-name=tf-cluster-check", f"--chdir={ROOT}"]
     command += [f"--export=PATH,HOME,RUN_DIR={run.path},DATA_DIR={data_dir}"]
-    _, printed, complained = processes.run([*command, sys.executable, "-m", "cluster.agent.slurm", "check"], STEP_S)
+    _, printed, complained = processes.run(
+        [*command, sys.executable, "-m", "cluster.agent.schedulers.slurm", "check"], STEP_S
+    )
     said = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     errors = [line for line in complained.splitlines() if "error" in line.lower()]
     return said, errors[0][:300] if errors else ""
@@ -68,7 +70,7 @@ def judge(nodes: list[str], said: list[dict[str, Any]], error: str) -> list[Find
 
     Args:
         nodes: that respond to Slurm.
-        said: what each of them says of itself, as `cluster.agent.slurm.check` returns it.
+        said: what each of them says of itself, as `cluster.agent.schedulers.slurm.check` returns it.
         error: what Slurm says beside that.
     """
     missing = sorted({*nodes} - {each["node"] for each in said})

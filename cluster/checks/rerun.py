@@ -12,9 +12,9 @@ from typing import Any
 
 from cluster.control import view, watch
 from cluster.errors import EXIT_DONE, EXIT_FAILED, UsageError
-from cluster.launch import folders, manifest, startup, teardown
-from cluster.launch.request import Request
-from cluster.messages import counted, plain
+from cluster.launch import manifest, startup, teardown
+from cluster.messages import counted, plain, short_path
+from cluster.options.request import Request
 from cluster.run.folder import RunFolder
 from cluster.runtime.base import Shell
 
@@ -139,7 +139,7 @@ def exit_code(verdict: Verdict | None) -> int:
 
 def lines(second: RunFolder, verdict: Verdict | None) -> list[str]:
     """Return what is printed of a run that was made again."""
-    folder = folders.shown(second.path)
+    folder = short_path(second.path)
     if verdict is None:
         return view.ended(second, folder)
     return [*map(plain, verdict.told), f"run folder   {folder}"]  # manifests hold what the tasks wrote

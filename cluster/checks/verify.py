@@ -21,7 +21,7 @@ from typing import Any
 from cluster.checks import documents
 from cluster.errors import EXIT_DONE, EXIT_PREREQUISITE, RunFailed
 from cluster.launch import folders
-from cluster.messages import counted
+from cluster.messages import counted, short_path
 from cluster.paths import ROOT
 from cluster.run.folder import RunFolder
 from cluster.strategies import STRATEGIES, Strategy
@@ -226,7 +226,7 @@ def write(rows: list[Row]) -> list[str]:
     if count := failed(rows):
         raise RunFailed(f"{counted(count, 'row')} failed, so no table is written; mend that and try again")
     documents.renew(DOCUMENTS, BEGIN, table(rows))
-    return [folders.shown(path) for path in DOCUMENTS]
+    return [short_path(path) for path in DOCUMENTS]
 
 
 def _read(run: RunFolder, code: int | None, told: list[str], seconds: float) -> Ended:

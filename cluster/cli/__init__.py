@@ -1,1 +1,1 @@
-"""The command line: what every task of `tasks.py` shares, and the task collections."""
+"""The command line: what all tasks share. The tasks themselves are in `tasks/` and in `tasks.py`."""

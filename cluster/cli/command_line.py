@@ -30,8 +30,8 @@ from cluster.errors import (
 )
 from cluster.image import engine
 from cluster.launch import folders
-from cluster.launch.request import OPTIONS
-from cluster.messages import plain, system_error
+from cluster.messages import plain, short_path, system_error
+from cluster.options.request import OPTIONS
 from cluster.paths import ROOT
 from cluster.system.json_files import DISK_FULL
 
@@ -138,7 +138,7 @@ def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[s
 def _explained(error: OSError) -> str:
     """Return what the system refused and what to do about it; the system does not always name the file."""
     if error.errno in DISK_FULL and not error.filename:
-        where = folders.shown(folders.runs_dir())
+        where = short_path(folders.runs_dir())
         return (
             f"{where}, or a temporary folder: {error.strerror}; free space, or set RUNS_DIR or TMPDIR to another disk"
         )

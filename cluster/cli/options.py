@@ -17,9 +17,10 @@ from invoke.parser.context import to_flag
 
 from cluster.cli.command_line import report_errors
 from cluster.errors import UsageError
-from cluster.launch import configuration, run_file
-from cluster.launch.options import Group
-from cluster.launch.request import OPTIONS, Request
+from cluster.launch import configuration
+from cluster.options import run_file
+from cluster.options.option import Group
+from cluster.options.request import OPTIONS, Request
 
 FILE_HELP = "read options from this run file, see docs/options.md; those given here win (default: none)"
 _GROUPED: set[str] = set()

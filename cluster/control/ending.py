@@ -9,7 +9,7 @@ from cluster import spec
 from cluster.control import watch
 from cluster.errors import EXIT_DONE, EXIT_FAILED, ClusterError
 from cluster.launch import folders, teardown
-from cluster.messages import plain
+from cluster.messages import plain, short_path
 from cluster.run.folder import RunFolder
 from cluster.runtime import tensorboard
 from cluster.runtime.base import Shell
@@ -36,7 +36,7 @@ def down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> int:
             if run.name in left.unreachable:
                 continue
             watch.end(run, "invoke down", timeout_s, sh, also=left.found.get(run.name, ()))
-            where = folders.shown(run.path) if run.path.exists() else "gone"
+            where = short_path(run.path) if run.path.exists() else "gone"
             print(f"{run.name} is down; its folder is {where}", flush=True)
     with failures:
         left.check(name)

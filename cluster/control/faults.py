@@ -1,4 +1,4 @@
-"""The kinds of faults: one record each. `cluster/runtime/faults.py` injects each, by a method of its name."""
+"""The kinds of faults: one record each. A runtime's `faults.py` injects each, by a method of its name."""
 
 from __future__ import annotations
 

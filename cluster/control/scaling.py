@@ -13,10 +13,11 @@ import time
 from cluster import spec
 from cluster.control import view, watch
 from cluster.errors import EXIT_DONE, TimedOut, UsageError
-from cluster.launch import folders, planning, startup, teardown
+from cluster.launch import planning, startup, teardown
 from cluster.launch.plan import Plan
-from cluster.launch.request import Request, topology
-from cluster.messages import counted
+from cluster.messages import counted, short_path
+from cluster.options.request import Request
+from cluster.options.topology import topology
 from cluster.results import summary
 from cluster.run import claim
 from cluster.run.folder import SCALE, RunFolder
@@ -205,7 +206,7 @@ def _report_end(run: RunFolder, sh: Shell, how: str) -> int:
     """Tell of a run that ended while it was being scaled; return the exit code."""
     ended = watch.follow(run, lambda value: None)
     left = teardown.finish(run, sh)
-    print("\n".join([f"{run.name} {how}", *view.ended(run, folders.shown(run.path))]))
+    print("\n".join([f"{run.name} {how}", *view.ended(run, short_path(run.path))]))
     if left:
         print(left, file=sys.stderr)
     return watch.exit_code(ended)

@@ -8,8 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from cluster.control import chaos, view, watch
 from cluster.control.faults import KINDS
 from cluster.errors import EXIT_DONE, EXIT_FAILED, UsageError
-from cluster.launch import folders
-from cluster.messages import counted
+from cluster.messages import counted, short_path
 from cluster.results import reference
 from cluster.run.folder import RunFolder
 from cluster.runtime import registry
@@ -29,7 +28,7 @@ def main(run: RunFolder, count: int, seed: int, kinds: Sequence[str]) -> int:
     results = deal(run, count, seed, kinds, lambda line: print(line, flush=True))
     print(f"{counted(len(results), 'fault')} inflicted; waiting for the run's end", flush=True)
     ended = watch.follow(run, lambda value: None)
-    print("\n".join(view.ended(run, folders.shown(run.path))))
+    print("\n".join(view.ended(run, short_path(run.path))))
     if ended["state"] != "succeeded":
         cause = ended.get("cause")
         why = f": {cause['task'] or 'the run'}: {cause['error']}" if cause else ""

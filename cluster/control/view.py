@@ -166,16 +166,28 @@ def plan(value: dict[str, Any]) -> list[str]:
 def _stages(pipeline: dict[str, Any]) -> list[str]:
     """Return the stages of a pipeline, a line each, after what they have in common."""
     remat = ", activations computed again" if pipeline["remat"] else ""
-    lines = [
-        f"pipeline {pipeline['schedule']}, {pipeline['micro_batches']} micro-batches{remat}: "
-        f"stages of equal time would idle {pipeline['bubble']:.0%}"
-    ]
-    for stage in pipeline["stages"]:
-        lines.append(
-            f"stage {stage['stage']}: {stage['first']} to {stage['last']}, {stage['parameters']:,} parameters, "
-            f"{stage['share']:.0%} of the time, about {stage['activation_bytes'] / 1e6:,.1f} MB of activations"
+    limit = f"{pipeline['memory_bytes'] / 1e6:,.0f} MB a stage" if pipeline["memory_bytes"] else "any memory"
+    head = (
+        f"pipeline {pipeline['schedule']}, {pipeline['micro_batches']} micro-batches{remat}: stages of equal time "
+        f"would idle {pipeline['bubble']:.0%}; the cut is limited by {pipeline['limited_by']} ({limit})"
+    )
+    by = "FLOPS" if pipeline["partition_by"] == "flops" else "MS/MICRO-BATCH"
+    names = ("STAGE", "PARAMETERS", "STATE MB", "MB/MICRO-BATCH", "HELD", "HELD MB", "TIME", by, "LAYERS")
+    rows = [
+        (
+            stage["stage"],
+            f"{stage['parameters']:,}",
+            f"{stage['state_bytes'] / 1e6:,.1f}",
+            f"{stage['micro_batch_bytes'] / 1e6:,.1f}",
+            stage["in_flight"],
+            f"{stage['activation_bytes'] / 1e6:,.1f}",
+            f"{stage['share']:.0%}",
+            f"{stage['cost']:.3g}" if by == "FLOPS" else f"{stage['cost'] * 1000:,.1f}",
+            f"{stage['first']} to {stage['last']}",
         )
-    return lines
+        for stage in pipeline["stages"]
+    ]
+    return [head, *columns([names, *rows], right=range(len(names) - 1))]
 
 
 def _numerics(training: dict[str, Any], batch: int) -> str:

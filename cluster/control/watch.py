@@ -18,9 +18,10 @@ from cluster.errors import (
     EXIT_TIMEOUT,
     TimedOut,
 )
-from cluster.launch import folders, startup, teardown
+from cluster.launch import startup, teardown
 from cluster.launch.plan import Plan
-from cluster.launch.request import Request
+from cluster.messages import short_path
+from cluster.options.request import Request
 from cluster.results import summary
 from cluster.run import claim, owner, records
 from cluster.run.folder import LOST_AFTER_S, SCALE_PATIENCE_S, RunFolder
@@ -161,7 +162,7 @@ def attend(run: RunFolder, board: str, port: int, detach: bool, sh: Shell) -> in
     if ended is None:
         return EXIT_DONE
     left = teardown.finish(run, sh)
-    print("\n".join(view.ended(run, folders.shown(run.path))), flush=True)
+    print("\n".join(view.ended(run, short_path(run.path))), flush=True)
     if left:
         print(left, file=sys.stderr)
     return exit_code(ended)
@@ -175,7 +176,7 @@ def _watch(run: RunFolder, board: str, port: int, detach: bool, sh: Shell, live:
         live.show(value)
 
     stops = "stops every script" if run.script else "saves and stops"
-    print(f"run folder {folders.shown(run.path)}; Ctrl-C {stops}, a second one kills", flush=True)
+    print(f"run folder {short_path(run.path)}; Ctrl-C {stops}, a second one kills", flush=True)
     if until_training(run, show):
         live.clear()
         if port:

@@ -52,6 +52,8 @@ class Placement:
     device_request: str = DEVICE_REQUEST
     nccl_debug: str = NCCL_LEVEL
     notes: tuple[str, ...] = ()
+    memory_bytes: int = 0
+    """Of the smallest GPU; 0: not known."""
 
     @property
     def accelerator(self) -> str:
@@ -171,7 +173,11 @@ def place(
     if any(gpu.id.startswith("MIG-") for gpu in pool):
         _check_instances(request, count // len(tasks), cluster)
     groups = _groups([gpu.id for gpu in pool], len(tasks), count // len(tasks), machine)
-    return Placement(dict(zip(tasks, groups, strict=True)), notes=tuple(_notes(pool, groups, machine)))
+    return Placement(
+        dict(zip(tasks, groups, strict=True)),
+        notes=tuple(_notes(pool, groups, machine)),
+        memory_bytes=min(gpu.memory_mib for gpu in pool) * 2**20,
+    )
 
 
 def _named(request: GpuRequest, machine: Machine) -> list[Gpu]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.launch.request import PRESET, Request
+from cluster.options.request import PRESET, Request
 from cluster.paths import ROOT
 from cluster.runtime import inherited
 from cluster.spec import ClusterSpec
@@ -38,7 +38,15 @@ def resolve(
     return value["config"], tuple(Path(folder) for folder in value["code_dirs"]), value["data"]
 
 
-def check(config: dict[str, Any], cluster: ClusterSpec, path: Sequence[str], data_dir: Path) -> list[dict[str, Any]]:
+def check(
+    config: dict[str, Any],
+    cluster: ClusterSpec,
+    path: Sequence[str],
+    data_dir: Path,
+    *,
+    memory_bytes: int = 0,
+    record: Path | None = None,
+) -> dict[str, Any]:
     """Check that a configuration's data, model and loss fit together, once the data is prepared; return the stages.
 
     The built-in ones do. Any others, and a model that is cut into stages, are tried: that takes as long as
@@ -49,16 +57,23 @@ def check(config: dict[str, Any], cluster: ClusterSpec, path: Sequence[str], dat
         cluster: that it is trained on.
         path: where modules of the user's own are found.
         data_dir: where prepared data lies.
+        memory_bytes: what each stage may hold; 0: any amount.
+        record: the stages of the run that goes on or is repeated, whose measured times are kept.
+
+    Returns:
+        What `train.pipeline.cut.describe` says of the stages; empty where there are none.
 
     Raises:
         UsageError: they do not fit, or the model cannot be cut into the cluster's stages.
     """
     named = [str(config.get(part, "")) for part in ("dataset", "model", "loss")]
     if not cluster.kind.staged and not any(":" in name and not name.startswith("train.") for name in named):
-        return []
+        return {}
     words = ["--config", json.dumps(config), "--strategy", cluster.strategy, "--data-dir", str(data_dir)]
     words += ["--stages", str(cluster.stages if cluster.kind.staged else 0)]
-    stages: list[dict[str, Any]] = user_code.run(
+    words += ["--memory-bytes", str(memory_bytes)] if memory_bytes else []
+    words += ["--record", str(record)] if record and record.exists() else []
+    stages: dict[str, Any] = user_code.run(
         [sys.executable, "-m", "train.startup.preflight", *words],
         f"--model {config['model']!r} or --loss {config['loss']!r}",
         "PRESET_TIMEOUT_S",

@@ -9,6 +9,7 @@ from pathlib import Path
 from cluster import settings, spec
 from cluster.errors import UsageError, nearest
 from cluster.launch.teardown import in_progress
+from cluster.messages import short_path
 from cluster.run import claim
 from cluster.run.folder import RunFolder
 
@@ -26,11 +27,6 @@ def data_dir() -> Path:
     return settings.folder("DATA_DIR", "data")
 
 
-def shown(path: Path) -> str:
-    """Return a path as short as it can be written from here."""
-    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
-
-
 def find_run(name: str = "") -> RunFolder:
     """Return the run called `name`, or the current one.
 
@@ -45,7 +41,7 @@ def find_run(name: str = "") -> RunFolder:
     run = RunFolder(runs_dir() / spec.check_run_name(name))
     if not run.cluster.exists():
         known = [path.parent.name for path in runs_dir().glob("*/cluster.json")]
-        raise UsageError(f"there is no run {name!r} in {shown(runs_dir())}{nearest(name, known) if known else ''}")
+        raise UsageError(f"there is no run {name!r} in {short_path(runs_dir())}{nearest(name, known) if known else ''}")
     return run
 
 
@@ -76,8 +72,8 @@ def check_folder(run: RunFolder, *, resumes: bool, replaces: bool) -> None:
         )
     if replaces and run.path.is_symlink():
         raise UsageError(
-            f"--name {name}: {shown(run.path)} is a link to {str(run.path.readlink())!r}, and what it leads to is not "
-            "replaced; remove the link, or choose another --name"
+            f"--name {name}: {short_path(run.path)} is a link to {str(run.path.readlink())!r}, and what it leads to is "
+            "not replaced; remove the link, or choose another --name"
         )
     if in_progress(run):
         if resumes:

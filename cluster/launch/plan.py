@@ -7,8 +7,10 @@ from typing import Any
 
 from cluster import spec, tf_config
 from cluster.launch import configuration, folders
+from cluster.run.folder import RunFolder
 from cluster.runtime import tensorboard
 from cluster.runtime.base import Runtime, Workload
+from cluster.runtime.memory import TASK_MEMORY_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,8 @@ class Plan(Workload):
     replaces: bool
     trusts: bool
     """Whether its run may go on though this user did not start it."""
+    previous: RunFolder | None = None
+    """The run that goes on, or is repeated."""
     about_resuming: tuple[str, ...] = ()
     """What the caller should know of a run that goes on."""
 
@@ -90,9 +94,32 @@ class Plan(Workload):
         if not self.cluster.kind.staged or not self.data:
             return None
         stages, micro_batches = self.cluster.stages, self.config["micro_batches"]
-        cut = configuration.check(self.config, self.cluster, self.payload.local_path(), folders.data_dir())
         bubble = (stages - 1) / (micro_batches + stages - 1)
-        return {**self.config["pipeline"], "micro_batches": micro_batches, "bubble": bubble, "stages": cut}
+        cut = self.try_configuration()
+        del cut["record"]
+        return {**self.config["pipeline"], "micro_batches": micro_batches, "bubble": bubble, **cut}
+
+    def try_configuration(self) -> dict[str, Any]:
+        """Check that model, data and loss fit together; return the stages, see `configuration.check`.
+
+        Raises:
+            UsageError: they do not, or the model cannot be cut into the cluster's stages.
+        """
+        return configuration.check(
+            self.config,
+            self.cluster,
+            self.payload.local_path(),
+            folders.data_dir(),
+            memory_bytes=self._stage_memory_bytes,
+            record=self.previous.stages if self.previous else None,
+        )
+
+    @property
+    def _stage_memory_bytes(self) -> int:
+        """What each stage may hold; 0 where no limit is known. Stages of one task share its memory, or have a GPU."""
+        if self.gpus.memory_bytes or not self.memory.task_bytes:
+            return self.gpus.memory_bytes
+        return max(1, (self.memory.task_bytes - TASK_MEMORY_BYTES) // self.cluster.devices)
 
     def _training(self) -> dict[str, Any] | None:
         """Return the numerics that follow from the configuration and the cluster; None for a script."""

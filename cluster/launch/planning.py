@@ -14,21 +14,22 @@ from cluster.gpu import devices, placement
 from cluster.gpu.placement import Placement
 from cluster.launch import configuration, packages, resuming
 from cluster.launch.folders import check_folder, data_dir, find_run, free_folder, runs_dir
-from cluster.launch.options import Needs
 from cluster.launch.plan import Plan
-from cluster.launch.request import Request, check_hardware, check_needs, check_together
-from cluster.launch.request import topology as topology_of
 from cluster.launch.scripts import check_path, check_script
 from cluster.launch.teardown import in_progress
+from cluster.options.option import Needs
+from cluster.options.request import Request, check_needs, check_together
+from cluster.options.topology import check_hardware
+from cluster.options.topology import topology as topology_of
 from cluster.run import provenance
 from cluster.run.folder import RunFolder
 from cluster.runtime import inherited, registry
 from cluster.runtime import memory as limits
 from cluster.runtime.base import Runtime, Workload
-from cluster.runtime.batch import Job
 from cluster.runtime.memory import Memory
 from cluster.runtime.network import Network
 from cluster.runtime.payload import Payload
+from cluster.runtime.slurm.batch import Job
 from cluster.spec import ClusterSpec
 
 
@@ -104,6 +105,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         resumes=bool(request.resume),
         replaces=request.fresh and run.path.exists(),
         trusts=request.trust,
+        previous=previous.run,
         about_resuming=tuple(about_resuming),
     )
 

@@ -11,12 +11,12 @@ from dataclasses import asdict
 from typing import Any
 
 from cluster.errors import PrerequisiteError
-from cluster.launch import configuration, manifest, packages, planning, teardown
-from cluster.launch.folders import MIN_FREE_BYTES, check_folder, data_dir, runs_dir, shown
+from cluster.launch import manifest, packages, planning, teardown
+from cluster.launch.folders import MIN_FREE_BYTES, check_folder, data_dir, runs_dir
 from cluster.launch.plan import Plan
-from cluster.launch.request import Request
 from cluster.launch.scripts import lay_out
-from cluster.messages import counted
+from cluster.messages import counted, short_path
+from cluster.options.request import Request
 from cluster.run import claim, owner, provenance
 from cluster.run.folder import SCALE
 from cluster.runtime import registry, tensorboard
@@ -63,12 +63,11 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
         check_folder(plan.run, resumes=plan.resumes, replaces=plan.replaces)
         for command in [] if plan.data else _data_commands(plan):
             sh(command)
-        if not plan.payload.script:
-            configuration.check(plan.config, plan.cluster, plan.payload.local_path(), data_dir())
+        stages = {} if plan.payload.script else plan.try_configuration()
         plan.runtime.prepare(plan, sh)
         if owner.read(plan.run):  # it has ended, but some of it may still be about to
             teardown.remove(plan.run, sh)
-        _write_folder(plan, began)
+        _write_folder(plan, began, stages.get("record"))
         try:
             _start_tasks(plan, sh)
         except BaseException as error:
@@ -136,7 +135,7 @@ def check_machine(plan: Plan, ending: int = 0) -> None:
     free = shutil.disk_usage(runs_dir()).free
     if free < MIN_FREE_BYTES:
         raise PrerequisiteError(
-            f"{free / 2**20:.0f} MiB are free for {shown(runs_dir())}, a run needs {MIN_FREE_BYTES / 2**20:.0f}; "
+            f"{free / 2**20:.0f} MiB are free for {short_path(runs_dir())}, a run needs {MIN_FREE_BYTES / 2**20:.0f}; "
             "free space, or set RUNS_DIR to another disk"
         )
     if plan.tensorboard_port:
@@ -190,14 +189,14 @@ def start_tensorboard(port: int, requested: str, sh: Shell) -> None:
     tensorboard.start(runs_dir(), port, runtime.board, sh)
 
 
-def _write_folder(plan: Plan, began: float) -> None:
+def _write_folder(plan: Plan, began: float, stages: dict[str, Any] | None) -> None:
     if plan.replaces:
         shutil.rmtree(plan.run.path)  # it follows no link
         shutil.rmtree(plan.run.scratch, ignore_errors=True)
     if not plan.resumes:
         _make_folder(plan)
     try:
-        _write_records(plan, began)
+        _write_records(plan, began, stages)
     except BaseException:
         if not plan.resumes:  # nothing was started of it, and its name is free again
             shutil.rmtree(plan.run.path, ignore_errors=True)
@@ -205,7 +204,7 @@ def _write_folder(plan: Plan, began: float) -> None:
     (runs_dir() / ".current").write_text(plan.run.name + "\n")
 
 
-def _write_records(plan: Plan, began: float) -> None:
+def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> None:
     plan.run.create()
     if script := plan.runtime.seen(plan.payload).script:
         lay_out(plan.payload, plan.run, plan.cluster, seen_at=script.parent)
@@ -215,6 +214,8 @@ def _write_records(plan: Plan, began: float) -> None:
     if plan.payload.script:
         data_dir().mkdir(parents=True, exist_ok=True)  # the tasks see it, and nothing was prepared
     json_files.write_json(plan.run.config, plan.config)
+    if stages:
+        json_files.write_json(plan.run.stages, stages)
     requirements = str(plan.payload.requirements) if plan.payload.requirements else ""
     started = {"time": began, "runtime": plan.runtime.name, "requirements": requirements}
     started |= {"hang_timeout_s": plan.hang_timeout_s, "max_restarts": plan.max_restarts}

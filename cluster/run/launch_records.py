@@ -51,6 +51,8 @@ compose = record(
     },
 )
 
+stages = record({"measured_for": mapping(text), "cut": listing(text), "seconds": listing(seconds)})
+
 manifest = record({}, {"runtime": (text, ABSENT)})
 
 HOST = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,253}")

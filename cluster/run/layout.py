@@ -28,6 +28,11 @@ class Layout:
         return self.path / "cluster.json"
 
     @property
+    def stages(self) -> Path:
+        """Where a pipeline's model is cut, and what its blocks were measured to take."""
+        return self.path / "stages.json"
+
+    @property
     def compose(self) -> Path:
         """How the tasks were started: the Compose overlay, or the list of local processes."""
         return self.path / "compose.json"

@@ -132,7 +132,8 @@ def _differences(records: dict[str, str], note: dict[str, str]) -> list[str]:
 
 def _digests(run: RunFolder) -> Iterator[tuple[str, str]]:
     """Yield each record that commands trust, and its sha256."""
-    for path in (run.config, run.cluster, run.compose, run.control / "started.json", run.manifest):
+    staged = [run.stages] if run.stages.exists() else []
+    for path in (run.config, run.cluster, run.compose, run.control / "started.json", run.manifest, *staged):
         try:
             value: Any = read_json(path, None)
         except ValueError:

@@ -1,1 +1,4 @@
-"""What runs tasks: local processes or Compose, and what they need of the machine."""
+"""What runs tasks, a package each: `local`, `compose`, `slurm`; `kubernetes` renders manifests.
+
+`base.py` is the protocol of a runtime and `registry.py` their table. Code outside never asks which runtime it has.
+"""

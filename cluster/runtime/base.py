@@ -21,11 +21,11 @@ from cluster.findings import Finding
 from cluster.gpu.placement import Placement
 from cluster.run.folder import RunFolder
 from cluster.runtime import network
-from cluster.runtime.batch import EMPTY, Job
 from cluster.runtime.faults import FaultInjector
 from cluster.runtime.memory import Memory
 from cluster.runtime.network import Network
 from cluster.runtime.payload import Payload
+from cluster.runtime.slurm.batch import EMPTY, Job
 from cluster.spec import ClusterSpec
 
 Shell = Callable[[str], object]

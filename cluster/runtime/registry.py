@@ -6,9 +6,9 @@ from cluster.errors import PrerequisiteError, UsageError, nearest
 from cluster.run import owner
 from cluster.run.folder import RunFolder
 from cluster.runtime.base import Runtime
-from cluster.runtime.compose import Compose
-from cluster.runtime.local import LocalProcesses
-from cluster.runtime.slurm import Slurm
+from cluster.runtime.compose.runtime import Compose
+from cluster.runtime.local.runtime import LocalProcesses
+from cluster.runtime.slurm.runtime import Slurm
 from cluster.strategies import Strategy
 
 AUTO = "auto"

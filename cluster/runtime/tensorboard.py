@@ -18,7 +18,8 @@ from cluster.errors import PrerequisiteError, TimedOut
 from cluster.image import build, engine
 from cluster.run import claim
 from cluster.run.folder import RunFolder
-from cluster.runtime import compose, overlay
+from cluster.runtime.compose import commands as compose
+from cluster.runtime.compose import overlay
 from cluster.system import processes
 from cluster.system.json_files import read_json, write_json
 

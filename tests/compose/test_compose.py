@@ -24,8 +24,9 @@ from cluster import settings, spec
 from cluster.agent import agent
 from cluster.gpu.placement import Placement
 from cluster.paths import ROOT
-from cluster.runtime import compose, overlay
-from cluster.runtime.overlay import FILES, Containers
+from cluster.runtime.compose import commands, overlay
+from cluster.runtime.compose.overlay import FILES, Containers
+from cluster.runtime.compose.runtime import task_environment
 from cluster.runtime.payload import Payload
 from cluster.spec import ClusterSpec
 
@@ -63,7 +64,7 @@ def config(compose_cli: None, tmp_path: Path) -> Config:
         containers = Containers(run_dir, tmp_path / data_dir, image, "1000:1000", MEMORY_BYTES, **(brought or {}))
         path = tmp_path / "compose.json"
         path.write_text(json.dumps(overlay.overlay(spec.build(**topology), containers, command or [])))
-        return read_config(compose.command(path, "config", "--format", "json"))
+        return read_config(commands.command(path, "config", "--format", "json"))
 
     return read
 
@@ -179,7 +180,7 @@ def test_hostile_words_stay_words(config: Config, tmp_path: Path) -> None:
 
 
 def test_a_colon_in_a_folder_s_name_mounts_no_other(compose_cli: None) -> None:
-    read = read_config(compose.tensorboard(Path("/a:/b"), 6007, "config", "--format", "json"))
+    read = read_config(commands.tensorboard(Path("/a:/b"), 6007, "config", "--format", "json"))
     (runs,) = read["services"]["tensorboard"]["volumes"]
     assert ("/a:/b", "/runs", True) == (runs["source"], runs["target"], runs["read_only"])
 
@@ -203,7 +204,7 @@ SCRIPT = Payload(Path("/theirs/train.py"), ("--epochs", "1"), (), None, Path("/p
 
 def brought(cluster: ClusterSpec, *, way_out: bool = True) -> dict[str, Any]:
     """Return what the containers get for a script."""
-    return {"mounts": SCRIPT.mounts(), "environment": compose.environment(SCRIPT, cluster), "way_out": way_out}
+    return {"mounts": SCRIPT.mounts(), "environment": task_environment(SCRIPT, cluster), "way_out": way_out}
 
 
 def test_a_script_gets_its_folders_read_only_and_a_way_out(
@@ -238,7 +239,7 @@ def test_the_built_in_trainer_has_no_way_out(config: Config) -> None:
 
 
 def test_up_names_every_task_and_neither_builds_nor_pulls() -> None:
-    words = shlex.split(compose.up(Path("/runs/r/compose.json"), spec.build(1)))
+    words = shlex.split(commands.up(Path("/runs/r/compose.json"), spec.build(1)))
     assert ["docker", "compose"] == words[:2]
     assert ["up", "--detach", "--no-build", "--pull", "never", "chief", "worker-0"] == words[-7:]
 
@@ -247,7 +248,7 @@ def test_up_names_every_task_and_neither_builds_nor_pulls() -> None:
 
 
 def test_tensorboard_is_published_on_loopback_only(compose_cli: None, tmp_path: Path) -> None:
-    read = read_config(compose.tensorboard(tmp_path / "runs", 6007, "config", "--format", "json"))
+    read = read_config(commands.tensorboard(tmp_path / "runs", 6007, "config", "--format", "json"))
     assert ["tensorboard"] == list(read["services"])
     board = read["services"]["tensorboard"]
     assert [("127.0.0.1", "6007", 6006)] == [(p["host_ip"], p["published"], p["target"]) for p in board["ports"]]
@@ -330,8 +331,8 @@ def test_beside_tasks_with_gpus_the_others_see_none(config: Config, way: str) ->
 def test_tasks_run_as_the_caller_but_never_as_root(
     monkeypatch: pytest.MonkeyPatch, uid: int, gid: int, expected: str
 ) -> None:
-    monkeypatch.setattr(compose.os, "getuid", lambda: uid)
-    monkeypatch.setattr(compose.os, "getgid", lambda: gid)
+    monkeypatch.setattr(os, "getuid", lambda: uid)
+    monkeypatch.setattr(os, "getgid", lambda: gid)
     assert expected == overlay.task_user()
 
 

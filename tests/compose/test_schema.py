@@ -19,8 +19,9 @@ from ruamel.yaml import YAML
 
 from cluster import spec
 from cluster.gpu.placement import DEVICE_REQUESTS, Placement
-from cluster.runtime import compose, overlay
-from cluster.runtime.overlay import FILES, Containers
+from cluster.runtime.compose import overlay
+from cluster.runtime.compose.overlay import FILES, Containers
+from cluster.runtime.compose.runtime import task_environment
 from cluster.runtime.payload import Payload
 
 TOPOLOGIES = {
@@ -51,7 +52,7 @@ def rendered(topology: dict[str, Any], device_request: str = "", *, scripted: bo
     cluster = spec.build(**topology)
     named = [task.name for task in cluster.tasks if device_request and task.role.value in ("chief", "worker")]
     gpus = Placement({name: (str(2 * at), str(2 * at + 1)) for at, name in enumerate(named)}, "all", device_request)
-    brought = (SCRIPT.mounts(), compose.environment(SCRIPT, cluster), True) if scripted else ()
+    brought = (SCRIPT.mounts(), task_environment(SCRIPT, cluster), True) if scripted else ()
     containers = Containers(
         Path("/runs/a-run"), Path("/data"), "tf-cluster/train:gpu", "1000:1000", 2**30, *brought, gpus=gpus
     )

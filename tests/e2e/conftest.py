@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cluster.run.folder import RunFolder
-from cluster.runtime import supervisor
+from cluster.runtime.local import supervisor
 from tests.e2e.scenario import DATA, IMAGES, ROOT, Clusters
 
 

@@ -19,10 +19,11 @@ from cluster.cli.command_line import shell
 from cluster.gpu import placement
 from cluster.image import build, engine, images
 from cluster.launch import folders, planning, startup, teardown
-from cluster.launch.request import Request
-from cluster.runtime import local, overlay
+from cluster.options.request import Request
+from cluster.runtime.compose import overlay
 from cluster.runtime.payload import Payload
 from cluster.system.json_files import read_json
+from cluster.system.ports import free_ports
 from tests.e2e.scenario import TRAIN_IMAGE, Clusters
 from tests.e2e.test_containers import containers
 
@@ -87,9 +88,7 @@ def test_each_task_must_ask_for_the_gpus_of_its_plan_and_the_others_for_none(
     script.parent.mkdir()
     script.parent.chmod(0o755)
     script.write_text("import signal\n\nsignal.pause()\n")
-    port = (
-        local.free_ports(1)[0] if way == placement.DEVICE_REQUEST else 0
-    )  # TensorBoard knows of no way: once is enough
+    port = free_ports(1)[0] if way == placement.DEVICE_REQUEST else 0  # TensorBoard knows of no way: once is enough
     with pytest.raises(Exit) as ended:
         tasks.ns["up"](
             host, name=f"asked-{way}", script=str(script), workers="1", ps="1", gpus="2,3,6,7", gpu_runtime=way,

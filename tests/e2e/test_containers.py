@@ -16,8 +16,9 @@ import pytest
 from cluster import spec
 from cluster.image import engine
 from cluster.run.folder import RunFolder
-from cluster.runtime import local, overlay
+from cluster.runtime.compose import overlay
 from cluster.system import namespaces
+from cluster.system.ports import free_ports
 from tests import doors
 from tests.e2e.scenario import ENDLESS, TRAIN_IMAGE, TRAINING, Clusters, step_of, summary
 from tests.waiting import wait_for
@@ -28,7 +29,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("require_engine", "ima
 @pytest.fixture(scope="module")
 def port() -> int:
     """A free port for TensorBoard."""
-    return local.free_ports(1)[0]
+    return free_ports(1)[0]
 
 
 LAZY = """

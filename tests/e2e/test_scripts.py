@@ -12,7 +12,7 @@ import pytest
 
 from cluster.image import engine
 from cluster.run.folder import RunFolder
-from cluster.runtime import supervisor
+from cluster.runtime.local import supervisor
 from tests.e2e.scenario import Clusters, summary
 from tests.e2e.test_containers import containers
 from tests.waiting import wait_for

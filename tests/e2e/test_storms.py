@@ -13,7 +13,8 @@ import pytest
 from cluster.control import chaos, storm
 from cluster.control.chaos import Fault
 from cluster.run.folder import RunFolder
-from cluster.runtime import registry, supervisor
+from cluster.runtime import registry
+from cluster.runtime.local import supervisor
 from cluster.system.journal import read_json_lines
 from tests.e2e.scenario import ENDLESS, Clusters, summary
 from tests.waiting import wait_for

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster.run.folder import RunFolder
-from cluster.runtime import supervisor
+from cluster.runtime.local import supervisor
 from cluster.system.journal import read_json_lines
 from cluster.system.json_files import read_json
 from tests.e2e.scenario import DATA, ENDLESS, ROOT, STEPS, TRAINING, Clusters, losses, step_of, summary

@@ -19,7 +19,8 @@ from cluster.launch import configuration
 from cluster.run import liveness, provenance
 from cluster.run.folder import RunFolder
 from cluster.run.liveness import Pulse
-from cluster.runtime import local, supervisor
+from cluster.runtime.local import supervisor
+from cluster.runtime.local.processes import processes_of
 from cluster.runtime.network import HOST
 from cluster.system.json_files import read_json, write_json
 from tests import fast
@@ -80,7 +81,7 @@ def start_gang(make_run: Callable[..., RunFolder], start_run: Callable[[RunFolde
     ) -> Gang:
         run = make_run(**topology)
         program = [sys.executable, "-c", f"{imports}\n{lines}"]
-        how = local.processes_of(run.load_cluster(), run.path, tmp_path / "data", ["--", *program], network=network)
+        how = processes_of(run.load_cluster(), run.path, tmp_path / "data", ["--", *program], network=network)
         how |= {"tasks": {n: task for n, task in how["tasks"].items() if n not in absent}}
         write_json(run.compose, how | ({"preload": preload} if preload else {}))
         limits = {"hang_timeout_s": hang_timeout_s, "max_restarts": max_restarts}

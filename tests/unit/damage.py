@@ -12,7 +12,7 @@ from typing import Any
 
 from cluster.run.folder import RunFolder
 from cluster.run.heartbeat import Heartbeat
-from cluster.runtime import local
+from cluster.runtime.local.processes import processes_of
 from cluster.system.journal import append_json
 from cluster.system.json_files import write_json
 from cluster.system.processes import identity
@@ -49,7 +49,7 @@ TEXTS = [
 def fill(run: RunFolder) -> None:
     """Have a run folder hold what a run with a failure, a checkpoint and a trace leaves."""
     now, spec = time.time(), run.load_cluster()
-    write_json(run.compose, local.processes_of(spec, run.path, run.path.parent / "data", []))
+    write_json(run.compose, processes_of(spec, run.path, run.path.parent / "data", []))
     write_json(run.manifest, {"schema": 1, "run": run.name, "runtime": "local", "config": {"global_batch": 96}})
     write_json(run.environment, {"python": "3.11"})
     write_json(run.control / "data.json", {"version": "3.0.1", "num_shards": 1})

@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.run import owner
 from cluster.run.folder import RunFolder
-from cluster.runtime import supervisor
+from cluster.runtime.local import supervisor
 from cluster.system.json_files import read_json
 from tests.waiting import wait_for
 

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.errors import ClusterError
 from cluster.launch import planning
-from cluster.launch.request import Request
+from cluster.options.request import Request
 
 CONFIG = {"preset": "fashion_mnist", "dataset": "fashion_mnist", "global_batch": 192}
 

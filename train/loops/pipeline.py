@@ -42,7 +42,7 @@ class Pipeline:
         spec, config = context.spec, context.config
         self._tasks = max(1, len(spec.members))
         self._task = spec.members.index(context.task) if spec.members else 0
-        self._parts = cut(context.model, config, spec.stages)
+        self._parts = cut(context.model, config, spec.stages, context.run)
         self._models = [blocks.stage_model(part, number) for number, part in enumerate(self._parts)]
         self._micro_batch = config.global_batch // config.micro_batches
         self._asynchronous = config.pipeline.schedule == "pipedream"

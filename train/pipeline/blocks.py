@@ -86,9 +86,31 @@ def estimate(blocks: Sequence[ModelBlock], micro_batch: int, slots: int) -> list
     Args:
         blocks: from `chain`.
         micro_batch: examples in one.
-        slots: variables that the optimizer keeps beside each weight.
+        slots: what is kept beside each weight and its gradient, such as the optimizer's variables.
     """
     return [_estimate(block, micro_batch, slots) for block in blocks]
+
+
+def crossing(model: keras.Model, layer: str = "") -> tuple[str, list[str]] | None:
+    """Return a layer before which a model is no chain, and the layers whose outputs cross that place.
+
+    Args:
+        model: for which `chain` found blocks.
+        layer: the place to look at; empty: that nearest to the middle of the model.
+
+    Returns:
+        None where one tensor alone crosses.
+    """
+    if isinstance(model, keras.Sequential):
+        model = model._functional
+    nodes = _sorted_nodes(model)
+    places = [at for at in range(1, len(nodes)) if nodes[at].operation.name == (layer or nodes[at].operation.name)]
+    makers = {id(tensor): node.operation.name for node in nodes for tensor in node.output_tensors}
+    for at in sorted(places, key=lambda at: abs(at - len(nodes) // 2)):
+        tensors = _crossing(nodes, at, model)
+        if len(tensors) > 1:
+            return nodes[at].operation.name, [makers.get(id(each), each.name) for each in tensors]
+    return None
 
 
 def _estimate(block: ModelBlock, micro_batch: int, slots: int) -> Block:
@@ -96,8 +118,11 @@ def _estimate(block: ModelBlock, micro_batch: int, slots: int) -> Block:
     kept = flops = 0
     for node in block.nodes:
         outputs = sum(math.prod(tensor.shape[1:]) for tensor in node.output_tensors)
-        kept += 4 * micro_batch * outputs
-        flops += micro_batch * _flops(node.operation, outputs)
+        places = max(math.prod(tensor.shape[1:-1]) for tensor in node.output_tensors)
+        scores = _scores(node.operation, places)
+        # Queries, keys, values and what is mixed of them; the scores before and after their softmax.
+        kept += 4 * micro_batch * (outputs + (4 * outputs + 2 * scores if scores else 0))
+        flops += micro_batch * (_flops(node.operation, outputs, places) + 4 * scores * _head_width(node.operation))
     return Block(
         block.names,
         float(3 * flops),  # the backward takes two products for each of the forward
@@ -108,13 +133,22 @@ def _estimate(block: ModelBlock, micro_batch: int, slots: int) -> Block:
     )
 
 
-def _flops(layer: keras.Layer, outputs: int) -> int:
+def _flops(layer: keras.Layer, outputs: int, places: int) -> int:
     """Return about the floating-point operations of one example: two for each weight at each place it is used at."""
     flops = outputs
     for variable in layer.trainable_variables:
         if len(variable.shape) >= 2 and "embedding" not in variable.path:
-            flops += 2 * math.prod(variable.shape) * max(1, outputs // variable.shape[-1])
+            flops += 2 * math.prod(variable.shape) * places
     return flops
+
+
+def _scores(layer: keras.Layer, places: int) -> int:
+    """Return how many attention scores a layer computes for one example."""
+    return layer.num_heads * places**2 if isinstance(layer, keras.layers.MultiHeadAttention) else 0
+
+
+def _head_width(layer: keras.Layer) -> int:
+    return layer.key_dim if isinstance(layer, keras.layers.MultiHeadAttention) else 0
 
 
 def _sorted_nodes(model: keras.Model) -> list[Any]:
@@ -126,17 +160,20 @@ def _sorted_nodes(model: keras.Model) -> list[Any]:
 
 def _cut_before(nodes: Sequence[Any], at: int, model: keras.Model) -> Any | None:
     """Return the only tensor that crosses the place before a node, where a cut may be; otherwise None."""
-    after = nodes[at:]
-    made = {id(tensor): tensor for node in nodes[:at] for tensor in node.output_tensors}
-    made[id(model.inputs[0])] = model.inputs[0]
-    needed = [tensor for node in after for tensor in node.input_tensors] + list(model.outputs)
-    crossing = {id(tensor): tensor for tensor in needed if id(tensor) in made}
-    if len(crossing) != 1 or id(model.inputs[0]) in crossing:
+    tensors = _crossing(nodes, at, model)
+    if len(tensors) != 1 or tensors[0] is model.inputs[0]:
         return None
     layer = nodes[at].operation
     if not getattr(layer, "trainable_variables", None) or isinstance(layer, keras.layers.BatchNormalization):
         return None
     before = {id(node.operation) for node in nodes[:at]}
-    shared = any(id(node.operation) in before for node in after)
+    shared = any(id(node.operation) in before for node in nodes[at:])
     weighs = any(getattr(node.operation, "trainable_variables", None) for node in nodes[:at])
-    return next(iter(crossing.values())) if weighs and not shared else None
+    return tensors[0] if weighs and not shared else None
+
+
+def _crossing(nodes: Sequence[Any], at: int, model: keras.Model) -> list[Any]:
+    """Return the tensors that are there before a node, and needed by it or by later ones."""
+    made = {id(tensor) for node in nodes[:at] for tensor in node.output_tensors} | {id(model.inputs[0])}
+    needed = [tensor for node in nodes[at:] for tensor in node.input_tensors] + list(model.outputs)
+    return list({id(tensor): tensor for tensor in needed if id(tensor) in made}.values())

@@ -2,67 +2,174 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from cluster.errors import UsageError
+from cluster.run import launch_records, records
+from cluster.run.folder import RunFolder
 from train.config import TrainConfig
-from train.pipeline import blocks
+from train.model import optimizers
+from train.pipeline import blocks, measure, schedule
 from train.pipeline.blocks import ModelBlock
-from train.pipeline.partition import Plan, Stage, partition
-from train.pipeline.schedule import in_flight
-
-SLOTS = {"adam": 2, "sgd": 1}
-"""Variables that each optimizer keeps beside a weight."""
+from train.pipeline.partition import Block, Plan, Stage, limit, partition
 
 
-def stages_of(model: keras.Model, config: TrainConfig, stages: int) -> tuple[list[ModelBlock], list[Stage]]:
-    """Return a model's blocks, and the stages that it is cut into.
+@dataclass(frozen=True)
+class Cut:
+    """A model in stages.
+
+    Attributes:
+        blocks: of the model, from `blocks.chain`.
+        costs: of each block.
+        plan: how the stages run.
+        stages: which of the blocks each has.
+    """
+
+    blocks: list[ModelBlock]
+    costs: list[Block]
+    plan: Plan
+    stages: list[Stage]
+
+    def of(self, stage: int) -> list[ModelBlock]:
+        """Return the blocks of a stage."""
+        return self.blocks[self.stages[stage].first : self.stages[stage].last]
+
+
+def find(
+    model: keras.Model,
+    config: TrainConfig,
+    stages: int,
+    *,
+    memory_bytes: int | None = None,
+    seconds: Sequence[float] = (),
+    layers: Sequence[str] | None = None,
+) -> Cut:
+    """Return the best cut of a model, or the one that its configuration names.
+
+    Args:
+        model: the whole one.
+        config: of the run.
+        stages: how many.
+        memory_bytes: what each stage may hold; None: any amount.
+        seconds: that each block takes; none: estimated by FLOPs.
+        layers: the first layer of each stage but the first; None: as the configuration says.
 
     Raises:
         UsageError: it cannot be cut so, or cannot be trained in stages.
     """
     if model.losses:
         raise UsageError("--strategy pipeline: the model has losses of its own (regularisation), which stages have not")
-    chain = blocks.chain(model)
-    pipeline = config.pipeline
+    chain, pipeline = blocks.chain(model), config.pipeline
     if pipeline.remat and any(isinstance(each, keras.layers.BatchNormalization) for each in model._flatten_layers()):
         raise UsageError(
             "--remat: the model has BatchNormalization, whose averages would count every batch twice; leave it out"
         )
-    plan = Plan(stages, pipeline.schedule, config.micro_batches, pipeline.remat)
-    costs = blocks.estimate(chain, config.global_batch // config.micro_batches, SLOTS[config.optimizer.name])
-    names = [name.strip() for name in pipeline.cut.split(",") if name.strip()]
-    return chain, partition(costs, plan, names)
+    names = [name.strip() for name in pipeline.cut.split(",") if name.strip()] if layers is None else layers
+    _check_chain(model, chain, stages, names)
+    plan = Plan(stages, pipeline.schedule, config.micro_batches, pipeline.remat, memory_bytes)
+    copies = _slots(config) + (config.micro_batches > 1)  # a gradient, and the sum of those before
+    costs = blocks.estimate(chain, config.global_batch // config.micro_batches, copies)
+    if len(seconds) == len(costs):
+        costs = [dataclasses.replace(cost, seconds=each) for cost, each in zip(costs, seconds, strict=True)]
+    return Cut(chain, costs, plan, partition(costs, plan, names))
 
 
-def cut(model: keras.Model, config: TrainConfig, stages: int) -> list[list[ModelBlock]]:
-    """Return the blocks of each stage; for the rest see `stages_of`."""
-    chain, found = stages_of(model, config, stages)
-    return [chain[stage.first : stage.last] for stage in found]
+def cut(model: keras.Model, config: TrainConfig, stages: int, run: RunFolder | None = None) -> list[list[ModelBlock]]:
+    """Return the blocks of each stage, as the record of the run says that they were planned; for the rest see `find`.
+
+    Raises:
+        UsageError: the cut follows from what was measured, and there is no record of it.
+    """
+    planned = records.read(run.stages, launch_records.stages, None) if run else None
+    if planned is None and config.pipeline.partition_by == "measured":
+        raise UsageError("--partition-by measured: no times of the blocks are recorded; start the run with `invoke up`")
+    found = find(model, config, stages, layers=planned["cut"] if planned else None)
+    return [found.of(number) for number in range(stages)]
 
 
-def describe(model: keras.Model, config: TrainConfig, stages: int) -> list[dict[str, Any]]:
-    """Return what a plan shows of each stage; `share` is its part of the time, by its floating-point operations."""
-    chain, found = stages_of(model, config, stages)
-    total = sum(stage.seconds for stage in found) or 1.0
-    pipeline = config.pipeline
-    return [
-        {
-            "stage": stage.number,
-            "first": stage.layers[0],
-            "last": stage.layers[-1],
-            "layers": list(stage.layers),
-            "parameters": sum(
-                math.prod(variable.shape)
-                for block in chain[stage.first : stage.last]
-                for variable in block.trainable_variables
-            ),
-            "share": stage.seconds / total,
-            "in_flight": in_flight(pipeline.schedule, stage.number, stages, config.micro_batches),
-            "activation_bytes": stage.activation_bytes,
-        }
-        for stage in found
-    ]
+def describe(
+    model: keras.Model, config: TrainConfig, stages: int, *, memory_bytes: int | None = None, record: Any = None
+) -> dict[str, Any]:
+    """Return what a plan shows of the stages, and the record by which the tasks cut the model.
+
+    Args:
+        model: the whole one.
+        config: of the run.
+        stages: how many.
+        memory_bytes: what each may hold; None: any amount.
+        record: of an earlier generation of the run, whose measured times are kept; None: there is none.
+
+    Raises:
+        UsageError: as `find`.
+    """
+    measured = config.pipeline.partition_by == "measured"
+    conditions = measure.conditions(config)
+    seconds: list[float] = []
+    if measured:
+        find(model, config, stages)  # what cannot be cut is not measured
+        kept = record and record["measured_for"] == conditions
+        micro_batch = config.global_batch // config.micro_batches
+        seconds = record["seconds"] if kept else measure.block_seconds(blocks.chain(model), micro_batch)
+    found = find(model, config, stages, memory_bytes=memory_bytes, seconds=seconds)
+    return {
+        "partition_by": config.pipeline.partition_by,
+        "memory_bytes": memory_bytes,
+        "limited_by": limit(found.costs, found.plan, found.stages),
+        "stages": [_describe(found, stage) for stage in found.stages],
+        "record": {
+            "measured_for": conditions,
+            "cut": [stage.layers[0] for stage in found.stages[1:]],
+            "seconds": seconds,
+        },
+    }
+
+
+def _describe(found: Cut, stage: Stage) -> dict[str, Any]:
+    """Return a stage as a plan shows it; `cost` of a micro-batch in seconds or FLOPs, `share` of all stages'."""
+    plan, costs = found.plan, found.costs[stage.first : stage.last]
+    weights = sum(cost.parameter_bytes for cost in costs)
+    return {
+        "stage": stage.number,
+        "first": stage.layers[0],
+        "last": stage.layers[-1],
+        "layers": list(stage.layers),
+        "parameters": weights // 4,
+        "state_bytes": weights + sum(cost.state_bytes for cost in costs),
+        "in_flight": schedule.in_flight(plan.schedule, stage.number, plan.stages, plan.micro_batches),
+        "micro_batch_bytes": sum(cost.activation_bytes for cost in costs),
+        "activation_bytes": stage.activation_bytes,
+        "memory_bytes": stage.memory_bytes,
+        "share": stage.seconds / (sum(each.seconds for each in found.stages) or 1.0),
+        "cost": stage.seconds,
+    }
+
+
+def _check_chain(model: keras.Model, chain: Sequence[ModelBlock], stages: int, names: Sequence[str]) -> None:
+    """Check that the model is a chain where it is to be cut.
+
+    Raises:
+        UsageError: it is not; the message names the layers whose outputs cross the cut.
+    """
+    borders = {block.names[0] for block in chain}
+    inside = [name for name in names if name not in borders]
+    places = [blocks.crossing(model, name) for name in inside]
+    if stages > len(chain) == 1:
+        places.append(blocks.crossing(model))
+    for layer, makers in filter(None, places):
+        crossed = f"the outputs of {' and '.join(repr(name) for name in makers)} cross the cut before {layer!r}"
+        option = f"--cut {layer!r}" if layer in inside else f"--stages {stages}"
+        raise UsageError(f"{option}: the model is no chain there: {crossed}, and one tensor may")
+
+
+def _slots(config: TrainConfig) -> int:
+    """Return how many variables the optimizer keeps beside each weight."""
+    weight = keras.Variable(tf.zeros([2, 3]))
+    optimizer = optimizers.build(config)
+    optimizer.build([weight])
+    return sum(tuple(variable.shape) == (2, 3) for variable in optimizer.variables)

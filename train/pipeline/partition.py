@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from cluster.errors import UsageError, nearest
 from train.pipeline import schedule as schedules
 
+PARTITIONS = ("flops", "measured")
+"""By what a cut can be chosen: an estimate, or what blocks take on this machine."""
+
 
 @dataclass(frozen=True)
 class Block:
@@ -127,6 +130,12 @@ def _activations(blocks: Sequence[Block], plan: Plan, stage: int, first: int, la
     if plan.remat:
         return kept + held * (blocks[first - 1].output_bytes if first else 0)
     return held * kept
+
+
+def limit(blocks: Sequence[Block], plan: Plan, stages: Sequence[Stage]) -> str:
+    """Return what keeps the slowest stage from being faster: `time`, of the blocks, or `memory`, of the stages."""
+    free = partition(blocks, dataclasses.replace(plan, memory_bytes=None))
+    return "memory" if max(each.seconds for each in free) < max(each.seconds for each in stages) else "time"
 
 
 def imbalance(stages: Sequence[Stage]) -> float:

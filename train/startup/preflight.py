@@ -12,13 +12,17 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.errors import ClusterError, UsageError
 from cluster.messages import described
+from cluster.run import launch_records, records
+from cluster.spec import precision_of
 from cluster.system import user_code
 from train.config import TrainConfig
+from train.model import variables
 
 if TYPE_CHECKING:
     import keras
@@ -38,20 +42,23 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--config", type=json.loads, required=True, help="the run's configuration as JSON")
     parser.add_argument("--strategy", required=True, help="a key of cluster.strategies.STRATEGIES")
     parser.add_argument("--stages", type=int, default=0, help="into which the model is cut (default: not cut)")
+    parser.add_argument("--memory-bytes", type=int, help="what each stage may hold (default: any amount)")
+    parser.add_argument("--record", type=Path, help="the stages of an earlier generation of the run")
     parser.add_argument("--data-dir", type=Path, required=True, help="prepared data")
     options = parser.parse_args(arguments)
     config = TrainConfig.from_json(options.config)
-    os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1", KERAS_BACKEND="tensorflow")
+    os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1")
+    variables.set_defaults(config.onednn)
     if config.needs_tf_keras(options.strategy):
         os.environ["TF_USE_LEGACY_KERAS"] = "1"  # before TensorFlow is imported
-    return user_code.reply(lambda: check(config, options.data_dir, options.stages))
+    return user_code.reply(lambda: check(config, options))
 
 
-def check(config: TrainConfig, data_dir: Path, stages: int = 0) -> list[dict[str, Any]]:
+def check(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
     """Check that the model takes the data's features, and the loss the data's labels and the model's outputs.
 
     Returns:
-        The stages that the model is cut into, if any.
+        The stages that the model is cut into, see `train.pipeline.cut.describe`; empty if it is not cut.
 
     Raises:
         UsageError: it does not, or it is no model or loss, or it cannot be cut so.
@@ -59,16 +66,32 @@ def check(config: TrainConfig, data_dir: Path, stages: int = 0) -> list[dict[str
     from train.data import sources
     from train.model import models, objectives
 
-    source = sources.find(config, data_dir)
-    model = models.of(config, source.feature_shape, source.num_outputs)
+    source = sources.find(config, options.data_dir)
+
+    def new_model() -> keras.Model:
+        return models.of(config, source.feature_shape, source.num_outputs)
+
+    stages = _stages(new_model, config, options) if options.stages else {}
+    if not stages:
+        new_model()
     _check_loss(config, source, objectives.build(config.loss, classifies=source.classifies).loss)
-    return _stages(model, config, stages) if stages else []
+    return stages
 
 
-def _stages(model: keras.Model, config: TrainConfig, stages: int) -> list[dict[str, Any]]:
+def _stages(new_model: Callable[[], keras.Model], config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the stages of a model that computes as the tasks do."""
+    import tensorflow as tf
+
     from train.pipeline.cut import describe
+    from train.strategy import policy
 
-    return describe(model, config, stages)
+    tf.config.threading.set_intra_op_parallelism_threads(config.threads)
+    if config.deterministic:
+        tf.config.experimental.enable_op_determinism()
+    with policy(precision_of(options.strategy, config.precision)):
+        model = new_model()
+    record = records.read(options.record, launch_records.stages, None) if options.record else None
+    return describe(model, config, options.stages, memory_bytes=options.memory_bytes, record=record)
 
 
 def _check_loss(config: TrainConfig, source: Source, loss: object) -> None:

@@ -77,7 +77,7 @@ def task(manifest: Manifest, role: Role, environment: list[dict[str, Any]]) -> d
     container: dict[str, Any] = {
         "name": CONTAINER,
         "image": manifest.image,
-        "command": ["python", "-m", "cluster.agent.pod"],
+        "command": ["python", "-m", "cluster.agent.schedulers.pod"],
         "env": [*environment, *_environment(manifest, gpus)],
         "ports": [{"name": "tfjob-port", "containerPort": TASK_PORT}],
         "resources": resources,

@@ -16,8 +16,8 @@ from invoke import Context, Exit
 from cluster.cli import caller, command_line
 from cluster.control import watch
 from cluster.errors import UsageError
-from cluster.launch.request import Request
 from cluster.messages import described, system_error
+from cluster.options.request import Request
 from cluster.paths import ROOT
 from tests.unit.launching import refusal
 

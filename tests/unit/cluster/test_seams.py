@@ -17,17 +17,19 @@ from cluster import spec, strategies, tf_config
 from cluster.control import chaos, ending, faults, view, watch
 from cluster.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from cluster.launch import folders, planning, startup
-from cluster.launch.request import Request
+from cluster.options.request import Request
 from cluster.paths import ROOT
 from cluster.run import owner
 from cluster.run.folder import RunFolder
-from cluster.runtime import local, registry
+from cluster.runtime import registry
 from cluster.runtime.base import Availability, Remains, Runtime, Shell, Workload
-from cluster.runtime.faults import FaultInjector, ProcessFaults
+from cluster.runtime.faults import FaultInjector
+from cluster.runtime.local.faults import ProcessFaults
 from cluster.spec import ClusterSpec
 from cluster.strategies import Strategy
 from cluster.system import processes
 from cluster.system.json_files import write_json
+from cluster.system.ports import free_ports
 from tests import fast
 from tests.unit.launching import Commands
 from tests.waiting import wait_for
@@ -56,7 +58,7 @@ class Toy(Runtime):
         return Availability(True, "made of wood")
 
     def ports(self, num_tasks: int) -> tuple[int, ...]:
-        return local.free_ports(num_tasks)
+        return free_ports(num_tasks)
 
     def render(self, work: Workload) -> dict[str, Any]:
         shared = {"RUN_DIR": str(work.run.path), "DATA_DIR": str(work.data_dir)}

@@ -11,8 +11,8 @@ import pytest
 from cluster import settings
 from cluster.errors import PrerequisiteError, UsageError
 from cluster.launch import folders
-from cluster.launch.request import Request
 from cluster.launch.scripts import check_script
+from cluster.options.request import Request
 from cluster.paths import ROOT
 from cluster.run import provenance
 from tests.unit.launching import refusal

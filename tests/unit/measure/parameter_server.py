@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from cluster.runtime import local
+from cluster.system.ports import free_ports
 from train import program
 from train.config import TrainConfig
 from train.context import TaskContext
@@ -31,7 +31,7 @@ UPDATES = 150
 
 def cluster() -> tf.distribute.ParameterServerStrategy:
     """Start the servers and return the strategy of their chief."""
-    ports = local.free_ports(3)
+    ports = free_ports(3)
     addresses = [f"127.0.0.1:{port}" for port in ports]
     spec = tf.train.ClusterSpec({"worker": addresses[:2], "ps": addresses[2:]})
     # With as many threads as this machine has cores, the servers of one process can wait for each other for ever.

@@ -10,7 +10,7 @@ from pathlib import Path
 import tensorflow as tf
 from tensorflow import keras
 
-from cluster.runtime import local
+from cluster.system.ports import free_ports
 from train.config import TrainConfig
 from train.data import memory
 from train.data.sources import Feed
@@ -25,7 +25,7 @@ def main(result: Path, rehearses: bool) -> None:
     """Train, and tell what came out."""
     if rehearses:
         rehearsal.rehearse()
-    (port,) = local.free_ports(1)
+    (port,) = free_ports(1)
     cluster = {"cluster": {"chief": [f"127.0.0.1:{port}"]}, "task": {"type": "chief", "index": 0}}
     os.environ["TF_CONFIG"] = json.dumps(cluster)
     strategy = tf.distribute.MultiWorkerMirroredStrategy()

@@ -14,14 +14,14 @@ import pytest
 from cluster import spec
 from cluster.agent import ports, rendezvous
 from cluster.errors import EXIT_TIMEOUT, TimedOut
-from cluster.runtime import local
 from cluster.spec import ClusterSpec
+from cluster.system.ports import free_ports
 
 
 @pytest.fixture
 def three() -> ClusterSpec:
     """A chief and two workers."""
-    return spec.build(2, ports=local.free_ports(3))
+    return spec.build(2, ports=free_ports(3))
 
 
 @dataclass
@@ -132,14 +132,14 @@ def test_a_name_that_does_not_resolve_is_told_apart(three: ClusterSpec, monkeypa
     ],
 )
 def test_somebody_else_on_a_task_s_address_is_not_that_task(says: bytes, told: str) -> None:
-    cluster = spec.build(1, ports=local.free_ports(2))
+    cluster = spec.build(1, ports=free_ports(2))
     with listening(cluster, "worker-0", says):
         error = arrive(cluster, "chief", timeout_s=0.4).end()
     assert f"worker-0 ({cluster.task('worker-0').address} {told}" in str(error)
 
 
 def test_tasks_of_different_generations_do_not_meet() -> None:
-    cluster, over = spec.build(1, ports=local.free_ports(2)), threading.Event()
+    cluster, over = spec.build(1, ports=free_ports(2)), threading.Event()
     left_over = arrive(cluster, "worker-0", "run/0", abandon=over.is_set)
     assert "is worker-0 of run/0, not of run/1" in str(arrive(cluster, "chief", "run/1", timeout_s=0.5).end())
     over.set()
@@ -147,7 +147,7 @@ def test_tasks_of_different_generations_do_not_meet() -> None:
 
 
 def test_a_task_that_cannot_be_reached_is_not_called_missing_by_itself() -> None:
-    cluster = spec.build(1, ports=local.free_ports(2))
+    cluster = spec.build(1, ports=free_ports(2))
     with listening(cluster, "worker-0", b'{"task": "worker-0", "token": "run/0"}\n'):
         error = arrive(cluster, "chief", timeout_s=0.4).end()
     assert "worker-0 (answers, but cannot reach this task)" in str(error)
@@ -166,7 +166,7 @@ def test_a_port_that_stays_taken_is_an_error_in_the_end(three: ClusterSpec) -> N
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_port_is_waited_for_until_who_holds_it_has_ended(alone: bool) -> None:
-    cluster = spec.build(1, ports=local.free_ports(2))
+    cluster = spec.build(1, ports=free_ports(2))
     taken, reported = threading.Event(), []
 
     def report(obstacle: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from cluster.agent import diagnosis
 from cluster.run.folder import RunFolder
-from cluster.runtime import supervisor
+from cluster.runtime.local import supervisor
 from tests.unit.gang import Gang, StartGang
 from tests.waiting import wait_for
 

@@ -17,7 +17,8 @@ from cluster.agent import script as script_agent
 from cluster.control import view, watch
 from cluster.launch.scripts import lay_out
 from cluster.run.folder import RunFolder
-from cluster.runtime import local, supervisor
+from cluster.runtime.local import supervisor
+from cluster.runtime.local.processes import processes_of
 from cluster.runtime.payload import Payload
 from cluster.system.json_files import write_json
 from tests.unit.gang import SIGKILLED, Gang, assert_ended
@@ -60,7 +61,7 @@ def start_scripts(
         cluster = run.load_cluster()
         write_json(run.config, payload.to_json())
         more = payload.environment(cluster, payload.local_path())
-        how = local.processes_of(cluster, run.path, tmp_path / "data", payload.command(), more)
+        how = processes_of(cluster, run.path, tmp_path / "data", payload.command(), more)
         how |= {"tasks": {name: task for name, task in how["tasks"].items() if name not in absent}}
         write_json(run.compose, how)
         lay_out(payload, run, cluster)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.agent import standby
-from cluster.runtime import supervisor
+from cluster.runtime.local import supervisor
 from cluster.system import processes
 from tests.unit.gang import StartGang
 from tests.waiting import wait_for

@@ -15,10 +15,11 @@ from cluster.findings import Finding
 from cluster.image import engine, locks
 from cluster.image.engine import Answer
 from cluster.paths import ROOT
-from cluster.runtime import local, slurm
 from cluster.runtime import memory as limits
+from cluster.runtime.slurm import runtime as slurm
 from cluster.system import namespaces
 from cluster.system.namespaces import Refusal
+from cluster.system.ports import free_ports
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +39,7 @@ def healthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def examine(port: int | None = None) -> dict[str, Finding]:
     """Return the findings by their check's name."""
-    return {found.check: found for found in doctor.examine(port or local.free_ports(1)[0])}
+    return {found.check: found for found in doctor.examine(port or free_ports(1)[0])}
 
 
 def test_a_machine_that_lacks_nothing_is_ok() -> None:

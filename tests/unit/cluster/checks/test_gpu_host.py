@@ -14,7 +14,7 @@ import pytest
 from cluster.checks import doctor, gpu_host
 from cluster.checks.gpu_host import settings
 from cluster.findings import Finding
-from cluster.runtime import local
+from cluster.system.ports import free_ports
 from tests.conftest import NVIDIA
 
 Docker = Callable[[str], Path]
@@ -71,7 +71,7 @@ def test_a_machine_without_gpus_lacks_nothing(docker: Docker) -> None:
 
 def test_the_doctor_looks_at_gpus(docker: Docker) -> None:
     docker("exit 1")
-    assert Finding("gpus", "ok", "none: no nvidia-smi on this machine") in doctor.examine(local.free_ports(1)[0])
+    assert Finding("gpus", "ok", "none: no nvidia-smi on this machine") in doctor.examine(free_ports(1)[0])
 
 
 def test_a_good_host_is_ok(

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import UsageError
-from cluster.launch import manifests
-from cluster.launch.manifests import Place
-from cluster.launch.request import Request
+from cluster.launch import kubernetes
+from cluster.launch.kubernetes import Place
+from cluster.options.request import Request
 from cluster.paths import ROOT
 
 GOLDEN = ROOT / "tests" / "unit" / "cluster" / "runtime" / "kubernetes" / "golden"
@@ -46,11 +46,11 @@ def test_the_golden_base_is_what_is_rendered(kind: str, tmp_path: Path) -> None:
 )
 def test_what_cannot_be_rendered_is_refused(request_: Request, place: Place, option: str) -> None:
     with pytest.raises(UsageError, match=option):
-        manifests.render(request_, place)
+        kubernetes.render(request_, place)
 
 
 def test_help_lists_what_can_be_rendered_alone() -> None:
     command = [sys.executable, "-m", "invoke", "--help", "k8s.render"]
     told = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     assert "--gpus-per-task" in told
-    assert not [name for name in manifests.NOT_RENDERED if f"--{name.replace('_', '-')}=" in told]
+    assert not [name for name in kubernetes.NOT_RENDERED if f"--{name.replace('_', '-')}=" in told]

@@ -26,13 +26,14 @@ from cluster.errors import PrerequisiteError, TimedOut
 from cluster.findings import Finding
 from cluster.image import engine, images, locks
 from cluster.launch import configuration, folders, planning, startup, teardown
-from cluster.launch.options import Group
-from cluster.launch.request import OPTIONS, Request
+from cluster.options.option import Group
+from cluster.options.request import OPTIONS, Request
 from cluster.paths import ROOT
 from cluster.run import owner
 from cluster.run.folder import RunFolder
-from cluster.runtime import overlay, supervisor
 from cluster.runtime import tensorboard as board
+from cluster.runtime.compose import overlay
+from cluster.runtime.local import supervisor
 from cluster.system.json_files import write_json
 
 MakeRun = Callable[..., RunFolder]
@@ -40,6 +41,7 @@ MakeRun = Callable[..., RunFolder]
 CONTRACT = {
     *("up", "plan", "status", "logs", "wait", "stop", "down", "scale", "evaluate", "export", "tensorboard", "doctor"),
     *("verify", "rerun", "chaos", "profile", "bench", "test", "predict", "golden"),
+    *("explain", "runs", "compare", "report", "env", "clean", "tour"),
 }
 COLLECTIONS = {"image", "data", "docs", "swarm", "k8s", "requirements"}
 BUILT = {

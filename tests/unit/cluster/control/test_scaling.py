@@ -19,12 +19,13 @@ from cluster.control import scaling, watch
 from cluster.errors import EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_USAGE, ClusterError, TimedOut, UsageError
 from cluster.launch import configuration, planning, startup
 from cluster.launch.plan import Plan
-from cluster.launch.request import Request
+from cluster.options.request import Request
 from cluster.run import provenance
 from cluster.run.folder import LOST_AFTER_S, SCALE, RunFolder
-from cluster.runtime import local, supervisor
 from cluster.runtime import memory as limits
 from cluster.runtime.base import Shell
+from cluster.runtime.local import supervisor
+from cluster.runtime.local.processes import processes_of
 from cluster.system import memory
 from cluster.system.json_files import read_json, write_json
 from tests.unit.gang import Gang, StartGang
@@ -207,7 +208,7 @@ def fake_plan(run: RunFolder, lines: str, data: Path, **asked: str) -> Plan:
     """Return a plan whose tasks run the given lines instead of the training program."""
     planned = scaling.plan(run, asked.get("workers", ""), asked.get("ps", ""))
     program = [sys.executable, "-c", f"from tests.unit.trainer import *\n{lines}"]
-    how = local.processes_of(planned.cluster, run.path, data, ["--", *program])
+    how = processes_of(planned.cluster, run.path, data, ["--", *program])
     return dataclasses.replace(planned, compose=how)
 
 

@@ -19,7 +19,7 @@ from cluster.launch import teardown
 from cluster.paths import ROOT
 from cluster.run import claim, owner
 from cluster.run.folder import RunFolder
-from cluster.runtime import supervisor
+from cluster.runtime.local import supervisor
 from cluster.system.json_files import read_json
 from tests.unit.gang import StartGang
 from tests.unit.launching import Commands

@@ -18,13 +18,16 @@ from cluster.control import watch
 from cluster.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREREQUISITE, PrerequisiteError, RunFailed, TimedOut
 from cluster.image import build, engine
 from cluster.launch import configuration, planning, startup
-from cluster.launch.request import Request
+from cluster.options.request import Request
 from cluster.paths import ROOT
 from cluster.run import claim, owner
 from cluster.run.folder import RunFolder
-from cluster.runtime import local, overlay, supervisor, tensorboard
+from cluster.runtime import tensorboard
+from cluster.runtime.compose import overlay
+from cluster.runtime.local import supervisor
 from cluster.system import processes
 from cluster.system.json_files import read_json, write_json
+from cluster.system.ports import free_ports
 from tests.unit.ending import end
 from tests.unit.gang import StartGang
 from tests.unit.launching import Commands
@@ -202,7 +205,7 @@ def test_a_tensorboard_that_ends_at_once_is_not_waited_for(tmp_path: Path, monke
 
     (tmp_path / "runs").mkdir()
     monkeypatch.setattr(tensorboard, "_start_process", fail)
-    (port,) = local.free_ports(1)
+    (port,) = free_ports(1)
     with pytest.raises(PrerequisiteError, match="no such thing"):
         tensorboard.start(tmp_path / "runs", port, "local", Commands())
 

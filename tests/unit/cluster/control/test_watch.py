@@ -13,7 +13,7 @@ import pytest
 
 from cluster.control import watch
 from cluster.image import engine
-from cluster.launch.request import Request
+from cluster.options.request import Request
 from cluster.run import liveness, owner
 from cluster.run.folder import LOST_AFTER_S, RunFolder
 from cluster.run.liveness import LONGEST_LOOK_S, Pulse, look_once, silent

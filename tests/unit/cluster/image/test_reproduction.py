@@ -14,7 +14,7 @@ import pytest
 from invoke import Exit, MockContext
 
 import tasks
-from cluster.cli import image
+from cluster.cli.tasks import image
 from cluster.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, EXIT_USAGE, UsageError
 from cluster.image import contents, engine, images, reproduction
 from cluster.image.engine import Answer

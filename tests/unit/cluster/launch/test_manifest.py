@@ -10,10 +10,10 @@ import pytest
 
 from cluster.image import checkout
 from cluster.launch import manifest, planning, startup
-from cluster.launch.request import Request
+from cluster.options.request import Request
 from cluster.paths import ROOT
 from cluster.run.folder import RunFolder
-from cluster.runtime import supervisor
+from cluster.runtime.local import supervisor
 from cluster.runtime.payload import Payload
 from cluster.system.json_files import read_json
 

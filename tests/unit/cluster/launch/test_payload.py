@@ -12,7 +12,8 @@ from cluster import spec
 from cluster.errors import PrerequisiteError, UsageError
 from cluster.launch import scripts
 from cluster.run.folder import RunFolder
-from cluster.runtime import compose
+from cluster.runtime.compose import access
+from cluster.runtime.compose.runtime import task_environment
 from cluster.runtime.payload import Payload
 
 ALL = Payload(Path("/theirs/s.py"), ("1",), (Path("/code/a"), Path("/b")), Path("/r.txt"), Path("/packages/of/it"))
@@ -29,14 +30,14 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_built_in_trainer_brings_nothing_along() -> None:
     nothing = Payload()
     assert [] == nothing.mounted().command() == nothing.mounts() == nothing.local_path()
-    assert {} == compose.environment(nothing, spec.build(2)) == nothing.environment(spec.build(2), nothing.local_path())
+    assert {} == task_environment(nothing, spec.build(2)) == nothing.environment(spec.build(2), nothing.local_path())
 
 
 def test_a_container_finds_everything_under_fixed_names() -> None:
     assert ["--script", "/script/s.py", "1"] == ALL.mounted().command()
     expected = [("/code/a", "/code/0"), ("/b", "/code/1"), ("/packages/of/it", "/packages"), ("/theirs", "/script")]
     assert expected == [(str(source), target) for source, target in ALL.mounts()]
-    assert "/code/0:/code/1:/packages" == compose.environment(ALL, spec.build(2))["PYTHONPATH"]
+    assert "/code/0:/code/1:/packages" == task_environment(ALL, spec.build(2))["PYTHONPATH"]
 
 
 def test_a_local_process_finds_everything_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,17 +55,17 @@ def test_tf_keras_is_for_clusters(workers: int, expected: str | None) -> None:
 def test_the_caller_may_choose_the_keras(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_USE_LEGACY_KERAS", "0")
     assert "TF_USE_LEGACY_KERAS" not in ALL.environment(spec.build(2), ALL.local_path())  # inherited
-    assert compose.environment(ALL, spec.build(2))["TF_USE_LEGACY_KERAS"] is None  # passed on
+    assert task_environment(ALL, spec.build(2))["TF_USE_LEGACY_KERAS"] is None  # passed on
 
 
 def test_scripts_in_containers_use_the_caller_s_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTPS_PROXY", "http://user:secret@proxy")
-    environment = compose.environment(ALL, spec.build(0))
+    environment = task_environment(ALL, spec.build(0))
     assert (True, None) == (
         "HTTPS_PROXY" in environment,
         environment["HTTPS_PROXY"],
     )  # by name: nothing is written down
-    assert "HTTPS_PROXY" not in compose.environment(Payload(packages=Path("/p")), spec.build(0))
+    assert "HTTPS_PROXY" not in task_environment(Payload(packages=Path("/p")), spec.build(0))
 
 
 # Refusals
@@ -106,15 +107,15 @@ def test_what_containers_could_not_read_is_told(tmp_path: Path, monkeypatch: pyt
     script.touch()
     script.parent.chmod(0o755)
     script.chmod(0o644)
-    monkeypatch.setattr(compose.os, "getuid", lambda: 0)
-    compose.check_readable(Payload(script), "10001:10001")
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    access.check_readable(Payload(script), "10001:10001")
     for path, closed, opened in ((script.parent, 0o700, 0o755), (script, 0o600, 0o644)):
         path.chmod(closed)
         with pytest.raises(PrerequisiteError, match=rf"run as user 10001:10001, who cannot read {path}: `chmod -R o"):
-            compose.check_readable(Payload(script), "10001:10001")
-        monkeypatch.setattr(compose.os, "getuid", lambda: 1000)  # they then run as the caller
-        compose.check_readable(Payload(script), "1000:1000")
-        monkeypatch.setattr(compose.os, "getuid", lambda: 0)
+            access.check_readable(Payload(script), "10001:10001")
+        monkeypatch.setattr(os, "getuid", lambda: 1000)  # they then run as the caller
+        access.check_readable(Payload(script), "1000:1000")
+        monkeypatch.setattr(os, "getuid", lambda: 0)
         path.chmod(opened)
 
 

@@ -15,12 +15,15 @@ import pytest
 
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, PrerequisiteError
 from cluster.image import build, engine, images
-from cluster.launch import configuration, folders, planning, request, startup, teardown
-from cluster.launch.request import Request
+from cluster.launch import configuration, folders, planning, startup, teardown
+from cluster.options import topology
+from cluster.options.request import Request
 from cluster.run import owner
 from cluster.run.folder import RunFolder
 from cluster.runtime import memory as limits
-from cluster.runtime import overlay, supervisor, tensorboard
+from cluster.runtime import tensorboard
+from cluster.runtime.compose import overlay
+from cluster.runtime.local import supervisor
 from cluster.system.json_files import read_json, write_json
 from tests.unit.launching import CONFIG, WORKING_ENGINE, Commands, refusal
 
@@ -113,7 +116,7 @@ def test_a_tpu_that_is_not_there_is_told_before_anything_else(
     resolved: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("TPU_NAME", raising=False)
-    monkeypatch.setattr(request, "DEVICE_FILES", {"tpu": (f"{tmp_path}/accel*",)})
+    monkeypatch.setattr(topology, "DEVICE_FILES", {"tpu": (f"{tmp_path}/accel*",)})
     error = refusal(Request(strategy="tpu", workers="2", ps="1"))
     assert EXIT_PREREQUISITE == error.exit_code
     assert str(error).startswith("--strategy tpu: ")

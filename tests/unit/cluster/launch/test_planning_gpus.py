@@ -20,10 +20,11 @@ from cluster.gpu import devices, placement
 from cluster.image import build, images
 from cluster.launch import manifest, planning, startup
 from cluster.launch.plan import Plan
-from cluster.launch.request import Request
+from cluster.options.request import Request
 from cluster.run import provenance
 from cluster.run.folder import RunFolder
-from cluster.runtime import registry, supervisor, toolkit
+from cluster.runtime import registry, toolkit
+from cluster.runtime.local import supervisor
 from cluster.system import namespaces
 from cluster.system.json_files import read_json, write_json
 from tests.unit.launching import WORKING_ENGINE, Commands, refusal

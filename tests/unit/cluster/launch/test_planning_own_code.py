@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from cluster.launch import configuration, folders, planning, startup
-from cluster.launch.request import Request
-from cluster.runtime import supervisor
+from cluster.options.request import Request
+from cluster.runtime.local import supervisor
 from cluster.system.json_files import read_json, write_json
 from tests.unit.launching import CONFIG, WORKING_ENGINE, Commands, refusal
 
@@ -137,7 +137,7 @@ def test_a_resumed_run_finds_its_modules_where_they_were(tmp_path: Path, monkeyp
     monkeypatch.chdir(folder)
     overrides = ("--model", "own_cnn:build", "--no-deterministic")
     asked = Request(name="one", overrides=overrides, runtime="local", workers="0", tensorboard_port="0")
-    monkeypatch.setattr(configuration, "check", lambda *_: None)
+    monkeypatch.setattr(configuration, "check", lambda *_, **__: {})
     startup.start(planning.plan(asked), Commands(), began=time.time())
     write_json(planning.find_run("one").summary, {"state": "stopped"})
     monkeypatch.chdir(tmp_path)

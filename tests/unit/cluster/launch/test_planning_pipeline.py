@@ -8,7 +8,8 @@ import pytest
 
 from cluster import spec
 from cluster.errors import UsageError
-from cluster.launch.request import Request, topology
+from cluster.options.request import Request
+from cluster.options.topology import topology
 
 CONFIG: dict[str, Any] = {"global_batch": 192, "micro_batches": 4, "loop": "custom", "source": "memory"}
 
@@ -75,7 +76,10 @@ def test_what_a_pipeline_has_not_is_refused(config: dict[str, Any]) -> None:
         spec.check_stages(cluster(stages="2"), CONFIG | config)
 
 
-@pytest.mark.parametrize("config", [{"pipeline": {"remat": True}}, {"pipeline": {"schedule": "1f1b"}}])
+@pytest.mark.parametrize(
+    "config",
+    [{"pipeline": {"remat": True}}, {"pipeline": {"schedule": "1f1b"}}, {"pipeline": {"partition_by": "measured"}}],
+)
 def test_what_only_a_pipeline_has_is_refused_without(config: dict[str, Any]) -> None:
     alone = spec.build(workers=0)
     spec.check_stages(alone, {"global_batch": 192})
@@ -84,12 +88,13 @@ def test_what_only_a_pipeline_has_is_refused_without(config: dict[str, Any]) -> 
 
 
 def test_options_of_a_pipeline_reach_the_training() -> None:
-    request = Request(micro_batches="8", schedule="1f1b", remat=True, cut="dense,logits")
+    request = Request(micro_batches="8", schedule="1f1b", remat=True, cut="dense,logits", partition_by="measured")
     words = " ".join(request.training())
     for expected in (
         "--micro-batches 8",
         "--pipeline.schedule 1f1b",
         "--pipeline.cut dense,logits",
+        "--pipeline.partition-by measured",
         "--pipeline.remat",
     ):
         assert expected in words

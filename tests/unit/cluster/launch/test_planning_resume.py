@@ -10,9 +10,9 @@ import pytest
 
 from cluster.errors import EXIT_USAGE
 from cluster.launch import planning, startup, teardown
-from cluster.launch.request import Request
+from cluster.options.request import Request
 from cluster.run.folder import RunFolder
-from cluster.runtime import supervisor
+from cluster.runtime.local import supervisor
 from cluster.spec import Role
 from cluster.system.json_files import write_json
 from tests.unit.launching import Commands, refusal

@@ -10,8 +10,8 @@ import pytest
 from cluster import spec
 from cluster.errors import EXIT_USAGE, UsageError
 from cluster.launch import planning
-from cluster.launch.request import Request
 from cluster.launch.resuming import check
+from cluster.options.request import Request
 from cluster.run import provenance
 from cluster.run.folder import RunFolder
 from cluster.system.journal import append_json

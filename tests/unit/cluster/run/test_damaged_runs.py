@@ -21,7 +21,8 @@ from cluster.results import summary
 from cluster.run import liveness, logs
 from cluster.run.folder import RunFolder
 from cluster.runtime import memory as limits
-from cluster.runtime import registry, supervisor
+from cluster.runtime import registry
+from cluster.runtime.local import supervisor
 from cluster.system import files, journal
 from tests.unit import damage
 from tests.unit.gang import StartGang

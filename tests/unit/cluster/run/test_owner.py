@@ -13,7 +13,7 @@ import pytest
 
 from cluster.run import owner
 from cluster.run.folder import RunFolder
-from cluster.runtime import supervisor
+from cluster.runtime.local import supervisor
 from cluster.system import processes
 from tests.unit.gang import Gang, StartGang
 from tests.waiting import wait_for

@@ -18,10 +18,11 @@ from cluster.checks import rerun
 from cluster.control import scaling, view
 from cluster.errors import EXIT_USAGE, ClusterError, PrerequisiteError, UsageError
 from cluster.launch import planning, startup, teardown
-from cluster.launch.request import Request
+from cluster.options.request import Request
 from cluster.run import provenance
 from cluster.run.folder import RunFolder
-from cluster.runtime import overlay, supervisor
+from cluster.runtime.compose import overlay
+from cluster.runtime.local import supervisor
 from cluster.system.json_files import read_json, write_json
 from tests.unit.launching import WORKING_ENGINE, Commands, refusal
 

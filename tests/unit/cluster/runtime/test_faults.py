@@ -14,9 +14,14 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import ClusterError, UsageError
+from cluster.image import engine
 from cluster.run.folder import RunFolder
-from cluster.runtime import faults, overlay, registry
-from cluster.runtime.faults import ContainerFaults, ProcessFaults
+from cluster.runtime import faults, registry
+from cluster.runtime.compose import overlay
+from cluster.runtime.compose.faults import _HOG, ContainerFaults
+from cluster.runtime.local import faults as local_faults
+from cluster.runtime.local.faults import ProcessFaults
+from cluster.system import memory
 from cluster.system.json_files import write_json
 from cluster.system.processes import identity
 from tests.waiting import wait_for
@@ -68,7 +73,7 @@ def test_a_task_that_is_frozen_is_frozen_whole_until_it_is_relieved(run: RunFold
 def test_a_slow_program_stops_again_and_again_and_no_more_once_relieved(
     run: RunFolder, victims: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(faults, "SLICE_S", 0.1)
+    monkeypatch.setattr(local_faults, "SLICE_S", 0.1)
     injector = ProcessFaults(run)
     injector.slow("worker-0")
     for _ in range(2):
@@ -114,7 +119,7 @@ def docker(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> Engine:
     write_json(run.compose, {"x-runtime": "docker"})
     write_json(run.programs("worker-0"), {"agent": {"pid": 1}, "program": {"pid": 7}})
     made = Engine()
-    monkeypatch.setattr(faults.engine, "ask", made.ask)
+    monkeypatch.setattr(engine, "ask", made.ask)
     return made
 
 
@@ -165,13 +170,13 @@ def test_a_frozen_container_goes_on_once_it_is_relieved(run: RunFolder, docker: 
 def test_a_busy_container_that_cannot_be_frozen_at_once_is_tried_again(
     run: RunFolder, docker: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tries, ask = [], faults.engine.ask
+    tries, ask = [], engine.ask
 
     def busy(*words: str, **options: float) -> tuple[int, str]:
         tries.extend(word for word in words if word == "pause")
         return (1, "unable to freeze") if "pause" in words and len(tries) < 3 else ask(*words, **options)
 
-    monkeypatch.setattr(faults.engine, "ask", busy)
+    monkeypatch.setattr(engine, "ask", busy)
     registry.of(run).faults(run).pause("worker-0")
     assert 3 == len(tries)
 
@@ -199,7 +204,7 @@ def test_a_slow_container_gets_every_core_back(run: RunFolder, docker: Engine) -
 def test_a_container_without_memory_gets_its_own_back_or_plenty(
     run: RunFolder, docker: Engine, monkeypatch: pytest.MonkeyPatch, had: int, expected: int
 ) -> None:
-    monkeypatch.setattr(faults.memory, "available_bytes", lambda: 5000)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 5000)
     docker.answers |= {"exec": (0, str(2**30)), "inspect": (0, str(had))}
     injector = registry.of(run).faults(run)
     injector.oom("worker-0")
@@ -220,7 +225,7 @@ def test_the_hog_ends_with_the_program_that_it_starves() -> None:
             resource.setrlimit(resource.RLIMIT_AS, (2**29, 2**29))
 
         return subprocess.run(
-            [sys.executable, "-c", faults._HOG, str(program), str(pieces)],
+            [sys.executable, "-c", _HOG, str(program), str(pieces)],
             preexec_fn=limit,
             stderr=subprocess.DEVNULL,
             timeout=300,

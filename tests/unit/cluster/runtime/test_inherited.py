@@ -12,12 +12,15 @@ import pytest
 from cluster import spec
 from cluster.errors import UsageError
 from cluster.launch import planning
-from cluster.launch.request import Request
 from cluster.launch.scripts import lay_out
+from cluster.options.request import Request
 from cluster.run import provenance
 from cluster.run.folder import RunFolder
-from cluster.runtime import compose, inherited, local, supervisor
-from cluster.runtime.overlay import Containers, overlay
+from cluster.runtime import inherited
+from cluster.runtime.compose.overlay import Containers, overlay
+from cluster.runtime.compose.runtime import task_environment
+from cluster.runtime.local import supervisor
+from cluster.runtime.local.processes import processes_of
 from cluster.runtime.payload import Payload
 from cluster.system.json_files import read_json, write_json
 from tests.unit.gang import Gang
@@ -60,7 +63,7 @@ def run_script(make_run: Callable[..., RunFolder], tmp_path: Path) -> Iterator[C
         cluster = folder.load_cluster()
         more, command = payload.environment(cluster, payload.local_path()), payload.command()
         write_json(folder.config, payload.to_json())
-        write_json(folder.compose, local.processes_of(cluster, folder.path, tmp_path / "data", command, more))
+        write_json(folder.compose, processes_of(cluster, folder.path, tmp_path / "data", command, more))
         lay_out(payload, folder, cluster)
         supervisor.start(folder)
         assert "succeeded" == Gang(folder).summary()["state"]
@@ -97,11 +100,11 @@ def test_an_option_adds_to_the_list(run_script: Callable[..., dict[str, str]]) -
 def test_a_value_of_the_caller_s_is_written_nowhere(tmp_path: Path) -> None:
     payload = Payload(env=("AWS_SECRET_ACCESS_KEY",))
     cluster = spec.build(1)
-    processes = local.processes_of(
+    processes = processes_of(
         cluster, tmp_path, tmp_path, payload.command(), payload.environment(cluster, payload.local_path())
     )
     assert ["AWS_SECRET_ACCESS_KEY"] == processes["inherits"]
-    given = compose.environment(payload, cluster)
+    given = task_environment(payload, cluster)
     services = overlay(cluster, Containers(tmp_path, tmp_path, "image", "1:1", 2**30, environment=given), [])
     for service in services["services"].values():
         seen = service["environment"]

@@ -14,34 +14,36 @@ import pytest
 from cluster import spec
 from cluster.errors import PrerequisiteError, TimedOut
 from cluster.run.folder import RunFolder
-from cluster.runtime import local, supervisor
 from cluster.runtime import memory as limits
-from cluster.system import processes
+from cluster.runtime.local import supervisor
+from cluster.runtime.local.processes import processes_of
+from cluster.system import ports, processes
 from cluster.system.json_files import read_json, write_json
+from cluster.system.ports import free_ports
 from tests.unit.gang import StartGang
 from tests.waiting import wait_for
 
 
 def test_free_ports_are_free_and_different() -> None:
-    ports = local.free_ports(20)
-    assert 20 == len(set(ports))
-    for port in ports:
+    found = free_ports(20)
+    assert 20 == len(set(found))
+    for port in found:
         with socket.socket() as server:
             server.bind(("127.0.0.1", port))
 
 
 def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    (port,) = local.free_ports(1)
-    monkeypatch.setattr(local, "PORTS", range(port, port + 1))
-    assert (port,) == local.free_ports(1)
+    (port,) = free_ports(1)
+    monkeypatch.setattr(ports, "PORTS", range(port, port + 1))
+    assert (port,) == free_ports(1)
     with socket.create_server(("127.0.0.1", port)), pytest.raises(PrerequisiteError):
-        local.free_ports(1)
+        free_ports(1)
 
 
 def test_too_few_free_ports_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "PORTS", range(20000, 20002))
+    monkeypatch.setattr(ports, "PORTS", range(20000, 20002))
     with pytest.raises(PrerequisiteError, match=r"3 free ports on 127\.0\.0\.1 from 20000 to 20001: found [0-2]"):
-        local.free_ports(3)
+        free_ports(3)
 
 
 def test_more_tasks_than_memory_are_refused() -> None:
@@ -52,7 +54,7 @@ def test_more_tasks_than_memory_are_refused() -> None:
 
 def test_each_task_gets_its_command_and_environment() -> None:
     cluster = spec.build(1, ports=(7001, 7002))
-    planned = local.processes_of(cluster, Path("/runs/r"), Path("/data"), ["--", "true"])
+    planned = processes_of(cluster, Path("/runs/r"), Path("/data"), ["--", "true"])
     tf_config = (
         '{"cluster":{"chief":["127.0.0.1:7001"],"worker":["127.0.0.1:7002"]},"task":{"type":"worker","index":0}}'
     )
@@ -66,7 +68,7 @@ def test_each_task_gets_its_command_and_environment() -> None:
 
 
 def test_the_chief_alone_gets_no_tf_config() -> None:
-    planned = local.processes_of(spec.build(0, ports=(7001,)), Path("/runs/r"), Path("/data"), [])
+    planned = processes_of(spec.build(0, ports=(7001,)), Path("/runs/r"), Path("/data"), [])
     assert "TF_CONFIG" not in planned["tasks"]["chief"]["environment"]
 
 

@@ -14,7 +14,7 @@ from cluster.agent.agent import Agent
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE, PrerequisiteError
 from cluster.image import engine
 from cluster.launch import planning, startup
-from cluster.launch.request import Request
+from cluster.options.request import Request
 from cluster.paths import ROOT
 from cluster.recovery import attempts
 from cluster.run.folder import RunFolder

@@ -13,8 +13,9 @@ from cluster.control import view
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE
 from cluster.launch import manifest, planning, startup
 from cluster.launch.plan import Plan
-from cluster.launch.request import Request
-from cluster.runtime import network, supervisor
+from cluster.options.request import Request
+from cluster.runtime import network
+from cluster.runtime.local import supervisor
 from cluster.system import namespaces
 from cluster.system.json_files import read_json, write_json
 from cluster.system.namespaces import Refusal

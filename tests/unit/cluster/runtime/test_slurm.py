@@ -11,15 +11,16 @@ from cluster import spec
 from cluster.errors import PrerequisiteError, UsageError
 from cluster.gpu.placement import Placement
 from cluster.launch import planning
-from cluster.launch.request import Request
+from cluster.options.request import Request
 from cluster.run import owner
 from cluster.run.folder import RunFolder
-from cluster.runtime import registry, slurm
+from cluster.runtime import registry
 from cluster.runtime.base import Workload
-from cluster.runtime.batch import Job
 from cluster.runtime.memory import Memory
 from cluster.runtime.network import Network
 from cluster.runtime.payload import Payload
+from cluster.runtime.slurm import runtime as slurm
+from cluster.runtime.slurm.batch import Job
 from cluster.system.json_files import write_json
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from cluster import spec
 from cluster.errors import UsageError
-from cluster.runtime import batch
-from cluster.runtime.batch import EMPTY, Job
+from cluster.runtime.slurm import batch
+from cluster.runtime.slurm.batch import EMPTY, Job
 
 RUN = Path("/shared/runs/a run")
 

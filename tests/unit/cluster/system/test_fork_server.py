@@ -18,7 +18,8 @@ from cluster import spec
 from cluster.gpu.placement import Placement
 from cluster.launch import teardown
 from cluster.run.folder import RunFolder
-from cluster.runtime import local, supervisor
+from cluster.runtime.local import supervisor
+from cluster.runtime.local.processes import processes_of
 from cluster.system import processes
 from tests.unit.gang import Gang, StartGang
 from tests.waiting import wait_for
@@ -150,7 +151,7 @@ def test_if_the_import_fails_each_task_reports_it(start: StartGang, monkeypatch:
 def test_only_tasks_of_the_training_program_without_accelerator_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     def plan(command: list[str], gpus: Placement | None = None, **topology: Any) -> str | None:
         cluster = spec.build(workers=0, ports=(7001,), **topology)
-        return local.processes_of(cluster, Path("/runs/r"), Path("/data"), command, gpus=gpus).get("preload")
+        return processes_of(cluster, Path("/runs/r"), Path("/data"), command, gpus=gpus).get("preload")
 
     assert "train.startup.preload" == plan([])
     assert plan(["--script", "/theirs.py"]) is None

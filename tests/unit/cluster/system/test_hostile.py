@@ -29,11 +29,15 @@ from cluster.gpu import placement
 from cluster.gpu.placement import Placement
 from cluster.image import engine, images
 from cluster.launch import configuration, folders, planning, startup
-from cluster.launch.request import Request
 from cluster.launch.scripts import check_script
+from cluster.options.request import Request
 from cluster.run.folder import RunFolder
-from cluster.runtime import compose, faults, local, overlay, registry, supervisor
-from cluster.runtime.overlay import Containers
+from cluster.runtime import registry
+from cluster.runtime.compose import commands, overlay
+from cluster.runtime.compose.faults import ContainerFaults
+from cluster.runtime.compose.overlay import Containers
+from cluster.runtime.local import supervisor
+from cluster.runtime.local.processes import processes_of
 from cluster.system import user_code
 from cluster.system.json_files import write_json
 
@@ -194,7 +198,7 @@ def test_a_dry_run_s_commands_are_the_words_that_were_meant(
 
 def test_a_shell_reads_them_so(tmp_path: Path) -> None:
     show = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['DATA_DIR']]))"
-    told = local.processes_of(spec.build(0), tmp_path, tmp_path / "".join(NASTY).replace("/", ""), [])["tasks"]["chief"]
+    told = processes_of(spec.build(0), tmp_path, tmp_path / "".join(NASTY).replace("/", ""), [])["tasks"]["chief"]
     told["command"] = [sys.executable, "-c", show, *NASTY]
     environment = " ".join(f"{name}={shlex.quote(value)}" for name, value in told["environment"].items())
     done = subprocess.run(f"{environment} {shlex.join(told['command'])}", shell=True, capture_output=True, check=True)
@@ -207,9 +211,9 @@ def test_commands_on_folders_and_datasets_are_the_words_that_were_meant(
     folder: str, name: str, path: list[str]
 ) -> None:
     overlay = Path("/runs") / folder / "compose.json"
-    assert str(overlay) in words_of(compose.up(overlay, spec.build(1)))[1]
-    assert ["chief", "worker-0"] == words_of(compose.up(overlay, spec.build(1)))[1][-2:]
-    variables, words = words_of(compose.tensorboard(Path("/") / folder, 6006, "up"))
+    assert str(overlay) in words_of(commands.up(overlay, spec.build(1)))[1]
+    assert ["chief", "worker-0"] == words_of(commands.up(overlay, spec.build(1)))[1][-2:]
+    variables, words = words_of(commands.tensorboard(Path("/") / folder, 6006, "up"))
     assert (f"/{folder}", ["docker", "compose"]) == (variables["RUNS_DIR"], words[:2])
     variables, words = words_of(startup.data_command("prepare", name, path=path))
     assert ["--name", name] == words[4:6]
@@ -261,11 +265,11 @@ def test_a_process_id_that_a_task_made_up_is_no_command(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, pid: Any
 ) -> None:
     run, asked = make_run(), []
-    monkeypatch.setattr(faults.ContainerFaults, "_container", lambda self, task: "c")
-    monkeypatch.setattr(faults.engine, "ask", lambda *words, **options: asked.append(words))
+    monkeypatch.setattr(ContainerFaults, "_container", lambda self, task: "c")
+    monkeypatch.setattr(engine, "ask", lambda *words, **options: asked.append(words))
     write_json(run.programs("chief"), {"program": {"pid": pid}})
     with pytest.raises(UsageError):
-        faults.ContainerFaults(run).signal("chief", 9, "program")
+        ContainerFaults(run).signal("chief", 9, "program")
     assert [] == asked
 
 

@@ -15,10 +15,12 @@ import tasks
 from cluster import spec
 from cluster.control import view
 from cluster.launch import planning, startup
-from cluster.launch.request import Request
+from cluster.options.request import Request
 from cluster.run.folder import RunFolder
 from cluster.run.heartbeat import Heartbeat
-from cluster.runtime import compose, faults, overlay, supervisor
+from cluster.runtime.compose import access, overlay
+from cluster.runtime.local import supervisor
+from cluster.runtime.local.faults import ProcessFaults
 from cluster.system import files, journal, json_files
 from tests.unit.launching import Commands
 
@@ -236,7 +238,7 @@ def test_corrupting_a_checkpoint_damages_no_other_file(
         json_files.write_json(run.checkpoints / "ckpt-1.json", {"files": {name: {"size_bytes": 1}}})
         swap(run.checkpoints / "link", outside / "secret")
         with pytest.raises(OSError):
-            faults.ProcessFaults(run).corrupt("chief")
+            ProcessFaults(run).corrupt("chief")
         (run.checkpoints / "link").unlink()
         assert untouched()
 
@@ -308,7 +310,7 @@ def test_handing_over_a_folder_hands_over_no_more(
         handed.append(Path(f"/proc/self/fd/{dir_fd}").readlink() / name)
 
     monkeypatch.setattr(os, "chown", chown)
-    compose._give_to_tasks(run.path)
+    access.give_to_tasks(run.path)
     assert {run.path, *run.path.rglob("*")} <= {*handed}
     assert all(path.is_relative_to(run.path) for path in handed)
 

@@ -17,7 +17,7 @@ import pytest
 
 from cluster.paths import ROOT
 from cluster.run.folder import RunFolder
-from cluster.runtime import supervisor
+from cluster.runtime.local import supervisor
 from cluster.system import namespaces
 from cluster.system.json_files import write_json
 from tests import doors

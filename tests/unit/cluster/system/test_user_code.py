@@ -14,7 +14,7 @@ import pytest
 
 from cluster.errors import ClusterError, TimedOut, UsageError
 from cluster.launch import configuration
-from cluster.launch.request import Request
+from cluster.options.request import Request
 from cluster.system import processes
 from tests.waiting import wait_for
 

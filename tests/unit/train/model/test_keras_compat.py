@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.runtime import local
+from cluster.system.ports import free_ports
 from tests.unit.measured import finish, measured, start
 
 
@@ -124,7 +124,7 @@ def test_the_fit_of_keras_3_still_fails_on_two_tasks(tmp_path: Path) -> None:
 
     Once this fails: drop tf_keras (`train.config.TrainConfig.needs_tf_keras`), and document what works.
     """
-    chief, worker = (f"127.0.0.1:{port}" for port in local.free_ports(2))
+    chief, worker = (f"127.0.0.1:{port}" for port in free_ports(2))
     cluster = {"chief": [chief], "worker": [worker]}
     tasks = {}
     for role in cluster:

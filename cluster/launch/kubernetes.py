@@ -12,7 +12,8 @@ from cluster import spec
 from cluster.errors import UsageError, nearest
 from cluster.image import images
 from cluster.launch import configuration, folders, planning
-from cluster.launch.request import PRESET, Request, check_together, topology
+from cluster.options.request import PRESET, Request, check_together
+from cluster.options.topology import topology
 from cluster.runtime import inherited, memory
 from cluster.runtime.kubernetes import jobs, objects
 from cluster.runtime.kubernetes.pods import Manifest
@@ -61,6 +62,7 @@ NOT_RENDERED = (
     *("script", "separate_chief", "requirements", "runtime", "network", "gpus", "gpu_runtime"),
     *("resume", "trust", "fresh", "detach"),
     *("partition", "time", "account", "nodes", "cpus_per_task"),
+    "partition_by",  # what is measured here is no measure of other machines
 )
 """Options that say what happens on the machine of `up`, or need code that the image does not hold."""
 ONCE = ("claim.yaml", "data.yaml")

@@ -18,7 +18,7 @@ from cluster.control import view
 from cluster.control.faults import KINDS, STORM
 from cluster.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, UsageError
 from cluster.launch import folders, startup
-from cluster.launch.request import OPTIONS
+from cluster.options.request import OPTIONS
 
 
 @task(

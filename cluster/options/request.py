@@ -1,29 +1,26 @@
-"""What is requested of `up` and `plan`: every option once, and what the options mean together."""
+"""What is requested of `up` and `plan`: every option, declared once, and which of them go together."""
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cluster import strategies
 from cluster.agent.watchdog import HANG_TIMEOUT_S
-from cluster.errors import PrerequisiteError, UsageError
-from cluster.launch.options import Group, Needs, check_choices, declared, option, switch
+from cluster.errors import UsageError
+from cluster.options.option import Group, Needs, check_choices, declared, option, switch
 from cluster.recovery.attempts import MAX_RESTARTS
 from cluster.runtime import registry, tensorboard
-from cluster.spec import MAX_TASKS, ClusterSpec, Role, parse_count
+from cluster.spec import parse_count
 
 PRESET = "fashion_mnist"
 LOOPS = ("custom", "fit")
 SCHEDULES = ("gpipe", "1f1b", "pipedream")
+PARTITIONS = ("flops", "measured")
 WORKERS = "2"
-DEVICE_FILES = {"tpu": ("/dev/accel*", "/dev/vfio/[0-9]*")}
-"""The files of the hardware that some strategies need, where this machine has it."""
 _ONE_OF_RUNTIMES = f"{', '.join([registry.AUTO, *list(registry.RUNTIMES)[:-1]])} or {list(registry.RUNTIMES)[-1]}"
 _ONE_OF_STRATEGIES = ", ".join([strategies.AUTO, *list(strategies.STRATEGIES)[:-1]])
 
@@ -98,6 +95,13 @@ class Request:
     remat: bool = switch(
         Group.TRAINS,
         "with --strategy pipeline: compute activations again for the backward instead of keeping them",
+        needs=Needs.TRAINER,
+    )
+    partition_by: str = option(
+        Group.TRAINS,
+        "with --strategy pipeline: what the cut evens out, flops, or measured, the times of its blocks on this machine",
+        PARTITIONS[0],
+        choices=PARTITIONS,
         needs=Needs.TRAINER,
     )
     cut: str = option(
@@ -225,8 +229,8 @@ class Request:
         """Return the overrides of the training configuration, those that are options of `up` first."""
         ours = [each for each in OPTIONS.values() if each.is_override and getattr(self, each.name)]
         words = [word for each in ours for word in (f"--{each.key}", getattr(self, each.name))]
-        stages = {f"--pipeline.{name}": getattr(self, name) for name in ("schedule", "cut")}
-        words += [word for pair in stages.items() if pair[1] for word in pair]
+        stages = [OPTIONS[name] for name in ("schedule", "partition_by", "cut") if getattr(self, name)]
+        words += [word for each in stages for word in (f"--pipeline.{each.key}", getattr(self, each.name))]
         words += ["--pipeline.remat"] if self.remat else []
         return [*words, *self.train, *self.overrides]
 
@@ -283,80 +287,3 @@ def check_needs(request: Request, met: Mapping[Needs, bool]) -> None:
         if names := [name for name, its_needs in given.items() if its_needs == needs]:
             it = "it" if len(names) == 1 else "them"
             raise UsageError(f"{' and '.join(names)}: {needs.value}; leave {it} out")
-
-
-def topology(request: Request, resumed: ClusterSpec | None = None) -> dict[str, Any]:
-    """Return the options of `spec.build`; what the request leaves out is the resumed run's, or the default."""
-    strategy = request.strategy or strategies.AUTO
-    requested = strategies.requested(strategy)
-    alone = requested is not None and requested.one_process
-    if request.stages:
-        return _stages(request, requested, resumed)
-    if resumed is None:
-        return {
-            "workers": request.workers or ("0" if alone else WORKERS),
-            "ps": request.ps or "0",
-            "evaluator": request.evaluator,
-            "strategy": strategy,
-            "devices": request.devices or "1",
-        }
-    previous_workers, previous_ps = (str(len(resumed.of(role))) for role in (Role.WORKER, Role.PS))
-    if requested and not alone and previous_workers == "0":
-        previous_workers = WORKERS
-    workers = request.workers or ("0" if alone else previous_workers)
-    ps = request.ps or ("0" if workers == "0" or (requested and not requested.served) else previous_ps)
-    if not request.strategy and resumed.kind.one_process == (workers == "0") and not request.ps:
-        # What the topology chose once it chooses again: the number of devices alone decides OneDevice or Mirrored.
-        counts = (len(resumed.of(Role.WORKER)), len(resumed.of(Role.PS)), resumed.devices)
-        chosen = strategies.resolve(strategies.AUTO, *counts) == resumed.kind
-        strategy = strategies.AUTO if chosen else resumed.strategy
-    return {
-        "workers": workers,
-        "ps": ps,
-        "evaluator": request.evaluator or bool(resumed.of(Role.EVALUATOR)),
-        "strategy": strategy,
-        "devices": request.devices or ("1" if requested and requested.single_device else str(resumed.devices)),
-    }
-
-
-def _stages(request: Request, requested: strategies.Strategy | None, resumed: ClusterSpec | None) -> dict[str, Any]:
-    """Return the options of `spec.build` for a number of stages: each a task, or each a device of the only one."""
-    stages = parse_count("stages", request.stages, 1, MAX_TASKS)
-    if not (requested.staged if requested else resumed is not None and resumed.kind.staged):
-        raise UsageError(f"--stages {stages} without --strategy pipeline: add that, or leave --stages out")
-    strategy = next(name for name, record in strategies.STRATEGIES.items() if record.staged)
-    alone = (request.workers or "-") == "0"
-    workers = request.workers or str(stages - 1)
-    devices = request.devices or (str(stages) if alone else "1")
-    if request.workers.isdecimal() and not alone and int(request.workers) != stages - 1:
-        raise UsageError(
-            f"--stages {stages} with --workers {request.workers}: each stage is a task, the chief the first one; use "
-            f"--workers {stages - 1}, or --workers 0 for stages on the devices of one task"
-        )
-    if alone and request.devices.isdecimal() and int(request.devices) != stages:
-        raise UsageError(f"--stages {stages} with --workers 0 and --devices {request.devices}: use --devices {stages}")
-    evaluator = request.evaluator or (resumed is not None and bool(resumed.of(Role.EVALUATOR)))
-    return {
-        "workers": workers,
-        "ps": request.ps or "0",
-        "evaluator": evaluator,
-        "strategy": strategy,
-        "devices": devices,
-    }
-
-
-def check_hardware(strategy: str) -> None:
-    """Check that the hardware of a strategy is here, or that a variable such as TPU_NAME says where it is.
-
-    Raises:
-        PrerequisiteError: neither.
-    """
-    requested = strategies.requested(strategy)
-    if requested is None or not requested.hardware:
-        return
-    patterns, name = DEVICE_FILES[requested.hardware], requested.hardware.upper()
-    if not os.environ.get(f"{name}_NAME") and not any(any(Path("/").glob(each.lstrip("/"))) for each in patterns):
-        raise PrerequisiteError(
-            f"--strategy {strategy}: this machine has no {name} (no {' or '.join(patterns)}); run this where there is "
-            f"one, or set {name}_NAME to one that this machine can reach"
-        )

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import UsageError, nearest
-from cluster.launch import folders
-from cluster.launch.options import KINDS, Group, Option
-from cluster.launch.request import OPTIONS, Request
+from cluster.messages import short_path
+from cluster.options.option import KINDS, Group, Option
+from cluster.options.request import OPTIONS, Request
 
 TRAIN, ARGS = "train", "args"
 _KEYS = {option.key: option for option in OPTIONS.values()}
@@ -270,7 +270,7 @@ def _shown(value: Any) -> str:
 
 
 def _place(path: Path, line: int | None) -> str:
-    return f"{folders.shown(path)}:{line}" if line else folders.shown(path)
+    return f"{short_path(path)}:{line}" if line else short_path(path)
 
 
 def _lines(text: str) -> dict[str, int]:

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.checks import documents
-from cluster.cli import docs
+from cluster.cli.tasks import docs
 from cluster.errors import EXIT_USAGE, UsageError
-from cluster.launch import run_file
-from cluster.launch.request import OPTIONS, Request
+from cluster.options import run_file
+from cluster.options.request import OPTIONS, Request
 from cluster.paths import ROOT
 
 CONFIG = {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster import spec
-from cluster.agent import slurm
+from cluster.agent.schedulers import slurm
 from cluster.errors import EXIT_PEER_LOST, PrerequisiteError, TimedOut
 from cluster.run.folder import REQUEUE, SCALE, RunFolder
 from cluster.system.json_files import write_json
@@ -116,11 +116,11 @@ def test_a_node_is_where_slurm_reaches_it(
 
 
 def test_tasks_on_one_node_get_ports_of_their_own(run: RunFolder) -> None:
-    first, second = (slurm.free_port("127.0.0.1", number) for number in (0, 1))
+    first, second = (slurm.task_port("127.0.0.1", number) for number in (0, 1))
     assert first != second
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", first))
-        assert slurm.free_port("127.0.0.1", 0) not in (first, second)
+        assert slurm.task_port("127.0.0.1", 0) not in (first, second)
 
 
 def test_an_agent_that_is_killed_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

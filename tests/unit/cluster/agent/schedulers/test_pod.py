@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster import spec
-from cluster.agent import pod
+from cluster.agent.schedulers import lifecycle, pod
 from cluster.errors import EXIT_TIMEOUT, TimedOut
 from cluster.run.folder import RunFolder
 from cluster.runtime.kubernetes import jobs
@@ -93,7 +93,7 @@ def test_the_exit_code_says_whether_to_start_again(
     pod.begin(run, given)
     if outcome:
         run.end(outcome.pop("state"), task="chief", **outcome)
-    assert code == pod.exit_code(run)
+    assert code == lifecycle.exit_code(run)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,10 @@ from cluster.control import ending, scaling, view
 from cluster.control import trace as tracing
 from cluster.control import watch as watching
 from cluster.errors import RunFailed, UsageError
-from cluster.launch import folders, planning, run_file, startup, teardown
-from cluster.launch.request import OPTIONS
+from cluster.launch import folders, planning, startup, teardown
+from cluster.messages import short_path
+from cluster.options import run_file
+from cluster.options.request import OPTIONS
 from cluster.runtime import tensorboard as board
 from cluster.system import interrupts
 
@@ -40,7 +42,7 @@ def plan(c, request, write="", json=False):
     show(planned.to_json(), view.plan, as_json=json)
     if write:
         path = run_file.write(write, request, planned.config)
-        print(f"wrote {folders.shown(path)}: invoke up --file {write}", file=sys.stderr)
+        print(f"wrote {short_path(path)}: invoke up --file {write}", file=sys.stderr)
 
 
 @task(run=RUN_HELP, watch="redraw until the run ends (default: no)", json=JSON_HELP)
@@ -93,7 +95,7 @@ def wait(c, run=None, timeout=""):
     folder = folders.find_run(run)
     bound = spec.parse_count("timeout", timeout, 1, 10**9) if timeout else float("inf")
     ended = watching.follow(folder, lambda value: None, bound)
-    print("\n".join(view.ended(folder, folders.shown(folder.path))))
+    print("\n".join(view.ended(folder, short_path(folder.path))))
     raise Exit(code=watching.exit_code(ended))
 
 
@@ -114,7 +116,7 @@ def stop(c, run=None):
     folder = folders.find_run(run)
     watching.stop(folder, "invoke stop")
     left = teardown.finish(folder, shell(c))
-    print("\n".join(view.ended(folder, folders.shown(folder.path))), flush=True)
+    print("\n".join(view.ended(folder, short_path(folder.path))), flush=True)
     if left:
         raise RunFailed(left)
 

@@ -8,7 +8,7 @@ from cluster.cli.command_line import JSON_HELP, shell, show, task
 from cluster.errors import EXIT_DONE, EXIT_FAILED
 from cluster.image import base_packages, images, reproduction
 from cluster.image import sbom as bill
-from cluster.launch import folders
+from cluster.messages import short_path
 
 ACCELERATOR_HELP = "cpu or gpu (default: cpu)"
 
@@ -54,4 +54,4 @@ def reproduce(c, accelerator="cpu", image="train", against="", json=False):
 def sbom(c, accelerator="cpu", image="train", output=""):
     """List every package of an image with its version and hash as CycloneDX JSON."""
     path = bill.output(output, image, accelerator)
-    print(f"{folders.shown(path)}: {bill.write(path, image, accelerator, shell(c))}")
+    print(f"{short_path(path)}: {bill.write(path, image, accelerator, shell(c))}")

@@ -1,6 +1,8 @@
 """The first process of a pod: finds or lays out the run folder, runs the task's agent, and says how the run ended.
 
-    python -m cluster.agent.pod     RUN_DIR and RECORDS_DIR in the environment, and TASK or the TF_CONFIG of an operator
+    python -m cluster.agent.schedulers.pod
+
+The environment has RUN_DIR and RECORDS_DIR, and TASK or the TF_CONFIG of an operator.
 
 Where `invoke up` starts the tasks, it writes the run folder first and reads the outcome last. In a cluster that starts
 pods from manifests nobody does either. So the chief's pod lays out the folder on the shared volume, from the records
@@ -23,11 +25,11 @@ from pathlib import Path
 
 from cluster import settings, spec, tf_config
 from cluster.agent import __main__ as agent
-from cluster.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TIMEOUT, ClusterError, TimedOut
+from cluster.agent.schedulers.lifecycle import exit_code, go_on
+from cluster.errors import EXIT_INTERRUPTED, ClusterError, TimedOut
 from cluster.run import launch_records, records
 from cluster.run.folder import RunFolder
 from cluster.spec import Role
-from cluster.system.files import remove
 from cluster.system.json_files import write_json
 
 POLL_S = 0.2
@@ -74,14 +76,6 @@ def begin(run: RunFolder, given: Path) -> None:
     write_json(run.cluster, cluster.to_json())
 
 
-def go_on(run: RunFolder) -> None:
-    """Begin the next generation of a run whose tasks have all ended."""
-    run.begin_generation(run.generation + 1, resumed=True)
-    for beat in (run.path / "status").glob("*.json"):
-        remove(beat)
-    run.reopen()
-
-
 def await_begin(run: RunFolder, timeout_s: float) -> None:
     """Return once the chief's pod has laid out the run's folder, or opened it again.
 
@@ -93,15 +87,6 @@ def await_begin(run: RunFolder, timeout_s: float) -> None:
         if time.monotonic() > deadline:
             raise TimedOut(f"{run.path} was not laid out in {timeout_s:g} s; see the log of the chief's pod")
         time.sleep(POLL_S)
-
-
-def exit_code(run: RunFolder) -> int:
-    """Return what tells a pod's controller how the run ended, and so whether to start the pod again."""
-    outcome = run.outcome or {"state": "stopped"}
-    if outcome["state"] == "failed":
-        code = int(outcome.get("exit_code") or EXIT_FAILED)
-        return code if EXIT_FAILED <= code <= EXIT_TIMEOUT else EXIT_FAILED
-    return EXIT_DONE if outcome["state"] == "succeeded" else EXIT_INTERRUPTED
 
 
 def _task_of_operator() -> str:

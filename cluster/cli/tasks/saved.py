@@ -1,12 +1,17 @@
-"""The tasks that use what a run has saved."""
+"""The tasks that use what a run has saved, in a process that may import TensorFlow."""
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 
 from cluster.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, shell, task
 from cluster.errors import UsageError
-from cluster.launch import folders, saved
+from cluster.launch import folders
+from cluster.run import provenance
+from cluster.run.folder import RunFolder
+from cluster.system import files
 
 
 @task("run", run=RUN_HELP, trust=TRUST_HELP, json=JSON_HELP)
@@ -35,4 +40,25 @@ def predict(c, run=None, image="", trust=False):
 
 
 def _run(c, run, verb, *words, trust):
-    shell(c, quiet=True)(saved.command(verb, folders.find_run(run), *words, trust=trust))
+    shell(c, quiet=True)(command(verb, folders.find_run(run), *words, trust=trust))
+
+
+def command(verb: str, run: RunFolder, *words: str, trust: bool = False) -> str:
+    """Return the command; run it from the root.
+
+    Args:
+        verb: a command of `python -m train.saved`.
+        run: whose checkpoint or export is read.
+        words: more options of that command.
+        trust: whether the run may be somebody else's.
+
+    Raises:
+        UsageError: the run is not this user's, or not as it was left.
+        OSError: there is a link in what it reads or writes.
+    """
+    if not trust:
+        provenance.check(run)
+    for part in (run.checkpoints, run.export, run.path / "metrics"):
+        files.refuse_links(part)  # TensorFlow would follow them
+    data = ["--data-dir", str(folders.data_dir())]
+    return shlex.join([sys.executable, "-m", "train.saved", verb, "--run-dir", str(run.path), *data, *words])

@@ -8,29 +8,30 @@ from invoke.util import yaml  # invoke brings PyYAML along, for its own files
 
 from cluster.cli.options import takes_request
 from cluster.errors import UsageError
-from cluster.launch import folders, manifests
+from cluster.launch import kubernetes
+from cluster.messages import short_path
 
 
 @takes_request(
-    *manifests.NOT_RENDERED,
+    *kubernetes.NOT_RENDERED,
     kind="jobset, or tfjob for Kubeflow's training operator (default: jobset)",
     image="image of the tasks, as the cluster's nodes pull it (default: tf-cluster/train:cpu or :gpu)",
     tensorboard_image="image of TensorBoard (default: tf-cluster/tensorboard:latest)",
-    claim=f"persistent volume claim with runs and data (default: {manifests.CLAIM})",
-    storage=f"size of that claim in claim.yaml (default: {manifests.STORAGE})",
-    cpus=f"processors that each task requests (default: {manifests.CPUS})",
+    claim=f"persistent volume claim with runs and data (default: {kubernetes.CLAIM})",
+    storage=f"size of that claim in claim.yaml (default: {kubernetes.STORAGE})",
+    cpus=f"processors that each task requests (default: {kubernetes.CPUS})",
     output="folder to write a Kustomize base to (default: print the manifests of the run)",
 )
 def render(
-    c, request, kind="jobset", image="", tensorboard_image="", claim=manifests.CLAIM, storage=manifests.STORAGE,
-    cpus=manifests.CPUS, output="",
+    c, request, kind="jobset", image="", tensorboard_image="", claim=kubernetes.CLAIM, storage=kubernetes.STORAGE,
+    cpus=kubernetes.CPUS, output="",
 ):  # fmt: skip
     """Write a run as manifests for Kubernetes; overrides follow --, such as: invoke k8s.render -- --epochs 1."""
-    rendered = manifests.render(request, manifests.Place(kind, image, tensorboard_image, claim, storage, cpus))
+    rendered = kubernetes.render(request, kubernetes.Place(kind, image, tensorboard_image, claim, storage, cpus))
     if output:
         print("\n".join(_write(rendered, Path(output))))
     else:
-        print("---\n".join(_text(rendered[name]) for name in rendered if name not in manifests.ONCE), end="")
+        print("---\n".join(_text(rendered[name]) for name in rendered if name not in kubernetes.ONCE), end="")
 
 
 def _write(rendered, folder):
@@ -38,10 +39,10 @@ def _write(rendered, folder):
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--output {str(folder)!r} is a file; name a folder")
     folder.mkdir(parents=True, exist_ok=True)
-    for name, documents in (rendered | {"kustomization.yaml": [manifests.kustomization(rendered)]}).items():
+    for name, documents in (rendered | {"kustomization.yaml": [kubernetes.kustomization(rendered)]}).items():
         (folder / name).write_text(_text(documents))
-    shown = folders.shown(folder.absolute())
-    once = [f"kubectl apply -f {shown}/{name}" for name in manifests.ONCE]
+    shown = short_path(folder.absolute())
+    once = [f"kubectl apply -f {shown}/{name}" for name in kubernetes.ONCE]
     return [
         f"# once, and not again for another run on the same data:\n{' && '.join(once)}",
         f"kubectl apply -k {shown}",

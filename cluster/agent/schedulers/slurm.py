@@ -1,9 +1,11 @@
-"""What a Slurm job runs on its nodes: each task finds its place, the chief's writes the cluster, then the agents run.
+"""What a Slurm job runs on its nodes: each task records its place, the chief writes the cluster, then the agents run.
 
-    python -m cluster.agent.slurm task [ARGUMENT ...]   a task of `srun`; the arguments are the agent's
-    python -m cluster.agent.slurm stop                  the job's time is running out: every task saves and ends
-    python -m cluster.agent.slurm result                exit code 75 if the job is to be queued again, else how it ended
-    python -m cluster.agent.slurm check                 says as JSON what this node has; `invoke doctor --runtime slurm`
+    python -m cluster.agent.schedulers.slurm COMMAND
+
+    task [ARGUMENT ...]   run a task of `srun`; the arguments are the agent's
+    stop                  the job's time is running out: every task saves and ends
+    result                exit with 75 if the job is to be queued again, otherwise with how the run ended
+    check                 print as JSON what this node has, for `invoke doctor --runtime slurm`
 
 Where the tasks run is known only when the job has its nodes, and again elsewhere after each requeue. So every task
 records the address of its node and a port that is free there, and the chief's makes the cluster of all of them.
@@ -11,12 +13,10 @@ records the address of its node and a port that is free there, and the chief's m
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,7 +27,7 @@ from typing import Any
 
 from cluster import settings, tf_config
 from cluster.agent import rendezvous
-from cluster.agent.pod import exit_code, go_on
+from cluster.agent.schedulers.lifecycle import exit_code, go_on
 from cluster.errors import (
     EXIT_FAILED,
     EXIT_PEER_LOST,
@@ -42,9 +42,8 @@ from cluster.run.folder import REQUEUE, RunFolder
 from cluster.spec import ClusterSpec, Role, Task
 from cluster.system import processes
 from cluster.system.json_files import write_json
+from cluster.system.ports import free_port
 
-PORTS = range(20000, 32000)
-"""Below the ports that Linux gives to outgoing connections."""
 POLL_S = 0.1
 SCONTROL_S = 30.0
 REACH_S = 20.0
@@ -92,7 +91,7 @@ def _join(run: RunFolder) -> tuple[ClusterSpec, Task]:
         raise UsageError(f"the job has more tasks than the {len(tasks)} of {run.name}; start it with `invoke up`")
     name, node = tasks[number].name, os.environ["SLURMD_NODENAME"]
     host = node_address(node)
-    write_json(places(run) / f"{name}.json", {"node": node, "host": host, "port": free_port(host, number)})
+    write_json(places(run) / f"{name}.json", {"node": node, "host": host, "port": task_port(host, number)})
     cluster = assemble(run) if number == 0 else await_cluster(run)
     return cluster, cluster.task(name)
 
@@ -133,19 +132,9 @@ def node_address(node: str) -> str:
     return found[1]
 
 
-def free_port(host: str, number: int) -> int:
-    """Return a port of this node on which nothing listens; tasks of one job on one node look in different places.
-
-    Raises:
-        PrerequisiteError: there is none.
-    """
-    first = int(os.environ["SLURM_JOB_ID"]) * 521 + number * 31
-    for offset in range(len(PORTS)):
-        port = PORTS.start + (first + offset) % len(PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((host, port))
-            return port
-    raise PrerequisiteError(f"no port of {host} from {PORTS.start} to {PORTS.stop - 1} is free")
+def task_port(host: str, number: int) -> int:
+    """Return a free port of this node for a task; tasks of one job on one node look in different places."""
+    return free_port(host, int(os.environ["SLURM_JOB_ID"]) * 521 + number * 31)
 
 
 def assemble(run: RunFolder) -> ClusterSpec:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from cluster.checks import documents
 from cluster.cli.command_line import task
-from cluster.launch.options import Group
-from cluster.launch.request import OPTIONS
+from cluster.options.option import Group
+from cluster.options.request import OPTIONS
 from cluster.paths import ROOT
 
 PAGE = ROOT / "docs" / "options.md"

@@ -1,6 +1,6 @@
 """The supervisor of a local run: what an engine does for containers, done by one process.
 
-    python -m cluster.runtime.supervisor RUN_DIR
+    python -m cluster.runtime.local.supervisor RUN_DIR
 
 It starts an agent for every task listed in the run's `compose.json`, brings back an agent that was killed, and ends
 when all of them have. The kernel kills the agents and their programs if the supervisor dies, and its parent,
@@ -28,7 +28,8 @@ from cluster.results import summary
 from cluster.run import launch_records, owner, records
 from cluster.run.folder import RunFolder
 from cluster.run.heartbeat import Heartbeat
-from cluster.runtime import inherited, keeper
+from cluster.runtime import inherited
+from cluster.runtime.local import keeper
 from cluster.runtime.network import HOST, PRIVATE
 from cluster.system import fork_server, namespaces, process_table, processes
 from cluster.system.files import open_file
@@ -47,7 +48,7 @@ def start(run: RunFolder) -> None:
     owned = owner.begin(run, "local")
     with open_file(run.log("supervisor"), "ab") as log:
         supervisor = subprocess.Popen(
-            [sys.executable, "-m", "cluster.runtime.supervisor", str(run.path)],
+            [sys.executable, "-m", "cluster.runtime.local.supervisor", str(run.path)],
             cwd=ROOT,
             env=_environment(run) | {"RUN_DIR": str(run.path), owner.TOKEN: owned.token},
             stdin=subprocess.DEVNULL,

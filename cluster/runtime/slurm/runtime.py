@@ -1,6 +1,6 @@
 """The cluster as a job of a Slurm site: queued by `sbatch`, found by its name, ended by `scancel`.
 
-`batch.py` has the batch script. Where its tasks run, and how they find each other, is `cluster/agent/slurm.py`.
+`batch.py` has the batch script, `cluster/agent/schedulers/slurm.py` what it runs on the nodes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from cluster.findings import Finding
 from cluster.gpu.placement import NO_DEVICE
 from cluster.run import owner
 from cluster.run.folder import RunFolder
-from cluster.runtime import batch, inherited, network
+from cluster.runtime import inherited, network
 from cluster.runtime.base import Availability, Remains, Runtime, Shell, Workload
-from cluster.runtime.faults import FaultInjector, SlurmFaults
+from cluster.runtime.faults import FaultInjector
 from cluster.runtime.network import Network
+from cluster.runtime.slurm import batch
+from cluster.runtime.slurm.faults import SlurmFaults
 from cluster.system import processes
 from cluster.system.files import open_file
 

@@ -101,7 +101,7 @@ def script(
         environment: what every task gets.
         arguments: of the agents; empty for the built-in trainer.
     """
-    agent = shlex.join([sys.executable, "-m", "cluster.agent.slurm"])
+    agent = shlex.join([sys.executable, "-m", "cluster.agent.schedulers.slurm"])
     words = " ".join(shlex.quote(word) for word in arguments)
     exported = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(environment.items()))
     return f"""#!/bin/bash

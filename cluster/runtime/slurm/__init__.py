@@ -1,0 +1,1 @@
+"""Jobs of a Slurm site: `runtime.py` is the runtime, `batch.py` the script that is queued."""

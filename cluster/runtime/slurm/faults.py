@@ -1,0 +1,59 @@
+"""Faults of the tasks of a Slurm job, by signals on their nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable
+from types import MappingProxyType
+
+from cluster.errors import ClusterError
+from cluster.run import records
+from cluster.run.folder import RunFolder
+from cluster.runtime.faults import FaultInjector
+from cluster.system import processes
+
+SRUN_S = 60.0
+
+
+class SlurmFaults(FaultInjector):
+    """Disturbs the tasks of a job, by signals on their nodes."""
+
+    storm = frozenset({"kill", "pause", "corrupt"})
+    refusals = MappingProxyType(
+        dict.fromkeys(("partition", "slow", "oom"), "no signal does that; use a run of --runtime docker")
+    )
+
+    def __init__(self, run: RunFolder, job: Callable[[], str]) -> None:
+        super().__init__(run)
+        self._job = job
+        self._frozen: set[str] = set()
+
+    def signal(self, task: str, number: int, *whose: str) -> None:
+        """Send a signal, in a step of the job on the task's node."""
+        found = self.processes(task)
+        words = [str(int(found[which]["pid"])) for which in whose]
+        job, node = self._job(), self._node(task)
+        step = ["srun", f"--jobid={job}", "--overlap", f"--nodelist={node}", "--nodes=1", "--ntasks=1"]
+        code, _, complained = processes.run([*step, "kill", f"-{number}", *words], SRUN_S)
+        if code:
+            raise ClusterError(
+                f"srun on {node or 'a node'} of job {job or 'none'}: {' '.join(complained.split())[:200]}"
+            )
+
+    def _node(self, task: str) -> str:
+        attempts = sorted((self._run.control / "slurm").glob(f"*/{task}.json"), key=lambda path: path.stat().st_mtime)
+        return records.read(attempts[-1], records.place)["node"] if attempts else ""
+
+    def pause(self, task: str) -> None:
+        """Stop the agent first: it would end a program that it sees frozen."""
+        self._frozen.add(task)
+        self.signal(task, signal.SIGSTOP, "agent", "program")
+
+    def undo(self, task: str) -> None:
+        """Undo what lasts; the program may have been ended meanwhile."""
+        if task in self._frozen:
+            self._frozen.discard(task)
+            with contextlib.suppress(ClusterError):
+                self.signal(task, signal.SIGCONT, "program", "agent")
+        super().undo(task)

@@ -1,0 +1,51 @@
+"""Free ports of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+
+from cluster.errors import PrerequisiteError
+
+PORTS = range(20000, 32000)
+"""Below the ports that Linux gives to outgoing connections, which could take a chosen one before its task does."""
+
+
+def free_ports(count: int) -> tuple[int, ...]:
+    """Return `count` ports of 127.0.0.1 on which nothing listens.
+
+    Raises:
+        PrerequisiteError: there are not that many.
+    """
+    start = PORTS.start + os.getpid() * 37 % len(PORTS)  # two clusters started at once look in different places
+    ports: list[int] = []
+    for offset in range(len(PORTS)):
+        port = PORTS.start + (start - PORTS.start + offset) % len(PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            ports.append(port)
+        if len(ports) == count:
+            return tuple(ports)
+    raise PrerequisiteError(
+        f"{count} free ports on 127.0.0.1 from {PORTS.start} to {PORTS.stop - 1}: found {len(ports)}; "
+        "use fewer tasks or end what listens there"
+    )
+
+
+def free_port(host: str, first: int) -> int:
+    """Return a port of an address of this machine on which nothing listens.
+
+    Args:
+        host: the address.
+        first: where to begin to look, so that several programs that look at once begin in different places.
+
+    Raises:
+        PrerequisiteError: there is none.
+    """
+    for offset in range(len(PORTS)):
+        port = PORTS.start + (first + offset) % len(PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return port
+    raise PrerequisiteError(f"no port of {host} from {PORTS.start} to {PORTS.stop - 1} is free")

@@ -1,0 +1,142 @@
+"""What a plan says of the stages of a model, how its blocks are measured, and which models are refused."""
+
+import pytest
+from tensorflow import keras
+
+from cluster.errors import UsageError
+from cluster.run import launch_records, records
+from cluster.run.folder import RunFolder
+from cluster.system.json_files import write_json
+from train.config import Optimizer, Pipeline, TrainConfig, Transformer
+from train.model import keras_compat
+from train.model.transformer import transformer_lm
+from train.pipeline import blocks, cut, measure
+
+SIZE = {"layers": 2, "width": 8, "heads": 2}
+CONFIG = TrainConfig(model="transformer_lm", global_batch=8, micro_batches=4, transformer=Transformer(**SIZE))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _keras():
+    keras_compat.install()
+
+
+def new_model():
+    return transformer_lm((6,), 11, **SIZE)
+
+
+def config(**pipeline):
+    return TrainConfig(**{**vars(CONFIG), "pipeline": Pipeline(**pipeline)})
+
+
+def dense(name, units=4):
+    return keras.layers.Dense(units, name=name)
+
+
+def not_a_chain():
+    inputs = keras.Input((4,), name="features")
+    first = dense("first")(inputs)
+    last = dense("last")(dense("middle")(first))
+    return keras.Model(inputs, keras.layers.Concatenate(name="all")([first, last, inputs]))
+
+
+def test_a_plan_says_what_each_stage_holds():
+    gpipe, f1b = (cut.describe(new_model(), config(schedule=name), 2)["stages"] for name in ("gpipe", "1f1b"))
+    model = new_model()
+    assert model.count_params() == sum(stage["parameters"] for stage in gpipe)
+    layers = [layer.name for layer in model.layers if layer.name != "tokens"]
+    assert layers == [name for stage in gpipe for name in stage["layers"]]
+    assert 1 == pytest.approx(sum(stage["share"] for stage in gpipe))
+    for stage in gpipe:  # weights, their gradients and the sums of these, and Adam's two moments
+        assert 5 * 4 * stage["parameters"] == stage["state_bytes"]
+    assert [4, 4] == [stage["in_flight"] for stage in gpipe]
+    assert [2, 1] == [stage["in_flight"] for stage in f1b]
+    assert [2 * stage["activation_bytes"] for stage in f1b[:1]] == [stage["activation_bytes"] for stage in gpipe[:1]]
+
+
+def test_an_optimizer_without_moments_needs_less():
+    plain = TrainConfig(**{**vars(CONFIG), "optimizer": Optimizer(name="sgd", momentum=0.0)})
+    stages = cut.describe(new_model(), plain, 2)["stages"]
+    assert all(3 * 4 * stage["parameters"] == stage["state_bytes"] for stage in stages)
+
+
+def test_recomputing_activations_needs_less_memory():
+    kept, again = (cut.describe(new_model(), config(remat=remat), 2)["stages"] for remat in (False, True))
+    assert all(one["memory_bytes"] > other["memory_bytes"] for one, other in zip(kept, again, strict=True))
+
+
+def test_attention_counts_its_scores():
+    def attention(tokens):
+        estimated = blocks.estimate(blocks.chain(transformer_lm((tokens,), 11, **SIZE)), 2, 2)
+        return next(block for block in estimated if "layer_0_attention" in block.layers)
+
+    short, long = attention(64), attention(128)
+    assert long.seconds > 2 * short.seconds
+    assert long.activation_bytes > 2 * short.activation_bytes
+    assert long.parameter_bytes == short.parameter_bytes
+
+
+def test_memory_changes_the_cut_or_refuses_it():
+    free = cut.describe(new_model(), config(), 3)
+    assert ("time", None) == (free["limited_by"], free["memory_bytes"])
+    needed = max(stage["memory_bytes"] for stage in free["stages"])
+    with pytest.raises(UsageError, match="--stages 3"):
+        cut.describe(new_model(), config(), 3, memory_bytes=needed // 4)
+
+
+def test_measured_times_choose_the_cut_and_are_kept(monkeypatch, tmp_path):
+    model, measured = new_model(), config(partition_by="measured")
+    count = len(blocks.chain(model))
+    monkeypatch.setattr(measure, "block_seconds", lambda *_: [9.0] + [1.0] * (count - 1))
+    described = cut.describe(model, measured, 2)
+    assert ["embedding"] == described["stages"][0]["layers"]
+    assert [9.0, count - 1] == [stage["cost"] for stage in described["stages"]]
+
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    write_json(run.stages, described["record"])
+    kept = records.read(run.stages, launch_records.stages)
+    monkeypatch.setattr(measure, "block_seconds", lambda *_: pytest.fail("measured again"))
+    assert described == cut.describe(model, measured, 2, record=kept)
+    assert ["embedding"] == [name for block in cut.cut(model, measured, 2, run)[0] for name in block.names]
+    with pytest.raises(pytest.fail.Exception):  # other micro-batches take other times
+        cut.describe(model, TrainConfig(**{**vars(measured), "micro_batches": 2}), 2, record=kept)
+
+
+def test_a_measured_cut_without_its_record_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="--partition-by measured"):
+        cut.cut(new_model(), config(partition_by="measured"), 2, RunFolder(tmp_path))
+
+
+@pytest.mark.slow
+def test_every_block_takes_time_and_equal_ones_are_measured_once(monkeypatch):
+    chain = blocks.chain(new_model())
+    measured = []
+    actual = measure._seconds
+    monkeypatch.setattr(measure, "_seconds", lambda block, size: measured.append(block) or actual(block, size))
+    seconds = measure.block_seconds(chain, 2)
+    assert len(chain) == len(seconds)
+    assert all(each > 0 for each in seconds)
+    assert len(measured) < len(chain)
+    assert seconds[1] == seconds[3]
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "stages", "named"),
+    [
+        (new_model, {}, 12, "--stages 12"),
+        (new_model, {"cut": "layer_9"}, 2, "layer_9"),
+        (new_model, {"cut": "layer_0_attention_add"}, 2, "'embedding' and 'layer_0_attention'"),
+        (not_a_chain, {}, 2, "'first' and 'features'"),
+        (not_a_chain, {"cut": "last"}, 2, "last"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(model, options, stages, named):
+    with pytest.raises(UsageError) as refused:
+        cut.find(model(), config(**options), stages)
+    assert named in str(refused.value)
+    assert str(refused.value).isprintable()
+
+
+def test_conditions_are_texts():
+    assert all(isinstance(value, str) for value in measure.conditions(CONFIG).values())
