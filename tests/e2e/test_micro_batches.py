@@ -23,7 +23,7 @@ def test_two_tasks_must_give_the_bits_of_two_devices_also_when_resumed(clusters:
 
 @pytest.mark.long
 def test_fit_must_give_the_bits_of_the_custom_loop(clusters: Clusters) -> None:
-    """On two tasks with tf_keras, and on one with Keras 3."""
+    """On two tasks, and on one."""
     for name, workers in (("two", 1), ("one", 0)):
         runs = [
             clusters.up(f"{name}-{loop}", f"--workers={workers} --loop={loop} {MICRO} -- --max-steps {STEPS}")

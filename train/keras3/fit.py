@@ -8,37 +8,33 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import tensorflow as tf
+from keras import tree
+from keras.src.backend.tensorflow import trainer  # has no public name
 
 
-def apply(trainer: ModuleType | None = None) -> list[str]:
-    """Patch Keras's trainer where it still has a defect. Idempotent: what is mended has none.
+def apply() -> list[str]:
+    """Patch Keras's trainer where it still has a defect; return the names of what was replaced.
 
-    Args:
-        trainer: the module `keras.src.backend.tensorflow.trainer`; None: import it.
-
-    Returns:
-        The names of what was replaced.
+    Idempotent: what is mended has none.
     """
-    if trainer is None:
-        from keras.src.backend.tensorflow import trainer
     replaced = []
-    if builds_from_a_reduced_batch(trainer):
+    if builds_from_a_reduced_batch():
         trainer.TensorFlowTrainer._maybe_symbolic_build = _maybe_symbolic_build
         replaced.append("_maybe_symbolic_build")
-    if reduces_scalars_along_an_axis(trainer):
+    if reduces_scalars_along_an_axis():
         trainer.reduce_per_replica = _reduce_per_replica(trainer.reduce_per_replica)
         replaced.append("reduce_per_replica")
-    if runs_steps_inside_of_conditions(trainer):
+    if runs_steps_inside_of_conditions():
         trainer.TensorFlowTrainer._make_function = _make_function(trainer.TensorFlowTrainer._make_function)
         replaced.append("_make_function")
     return replaced
 
 
-def builds_from_a_reduced_batch(trainer: ModuleType) -> bool:
+def builds_from_a_reduced_batch() -> bool:
     """Whether the model is built from a batch that was averaged over the replicas, as a whole: collectives take parts.
 
     Tried on a batch of one value, without TensorFlow.
@@ -52,7 +48,7 @@ def builds_from_a_reduced_batch(trainer: ModuleType) -> bool:
     return bool(strategy.reduced)
 
 
-def reduces_scalars_along_an_axis(trainer: ModuleType) -> bool:
+def reduces_scalars_along_an_axis() -> bool:
     """Whether a metric, which is a scalar, is averaged over several tasks along its first axis, which it has not."""
     strategy = _Recorder()
     with contextlib.suppress(Exception):
@@ -60,13 +56,13 @@ def reduces_scalars_along_an_axis(trainer: ModuleType) -> bool:
     return strategy.reduced == [0]
 
 
-def runs_steps_inside_of_conditions(trainer: ModuleType) -> bool:
+def runs_steps_inside_of_conditions() -> bool:
     """Whether several steps of one execution stand inside of `tf.cond`, where replicas' variables cannot be captured.
 
     By its source: to try it takes two devices.
     """
     source = inspect.getsource(trainer.TensorFlowTrainer._make_function)
-    return "get_next_as_optional" in source and "tf.cond(" in source
+    return "tf.cond(" in source and "num_replicas_in_sync" not in source
 
 
 class _Recorder(tf.distribute.MultiWorkerMirroredStrategy):
@@ -94,8 +90,6 @@ class _Distributed(tf.distribute.DistributedValues):
 
 def _maybe_symbolic_build(model: Any, iterator: Any = None, data_batch: Any = None) -> None:
     """Build the model, its metrics and its loss from the shapes of one replica's part of a batch."""
-    from keras import tree
-
     strategy = model._distribute_strategy
     if strategy is None:
         return
@@ -110,8 +104,6 @@ def _maybe_symbolic_build(model: Any, iterator: Any = None, data_batch: Any = No
 def _reduce_per_replica(original: Any) -> Any:
     def reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
         """Reduce each replica's values, which may be scalars, to those of all replicas of all tasks."""
-        from keras import tree
-
         multi_worker = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
         if reduction in ("auto", "mean", "sum") and multi_worker and strategy.extended._in_multi_worker_mode():
             operation = "SUM" if reduction == "sum" else "MEAN"
@@ -127,10 +119,11 @@ def _make_function(original: Any) -> Any:
         steps = model.steps_per_execution
         if steps == 1 or model.distribute_strategy.num_replicas_in_sync == 1:
             return original(model, step_function)
-        model.steps_per_execution = 1
-        one_step = original(model, step_function)  # reads the number again whenever it is traced
+        one_step = original(model, step_function)  # reads the number whenever it is traced
 
         def function(iterator: Any) -> Any:
+            if not isinstance(iterator, tf.distribute.DistributedIterator):  # of `train_on_batch`
+                return one_step(iterator)
             outputs = None
             model.steps_per_execution = 1
             try:
@@ -143,7 +136,6 @@ def _make_function(original: Any) -> Any:
                 model.steps_per_execution = steps
             return outputs
 
-        model.steps_per_execution = steps
         return function
 
     return make_function
