@@ -15,7 +15,9 @@ INVOKE := $(VENV)/bin/python -m invoke
 PIP_LOG := .build/pip.log
 PIP = mkdir -p .build && $(VENV)/bin/python -m pip --disable-pip-version-check --no-input install \
   --require-hashes --no-deps --use-pep517 --no-build-isolation $(1) >$(PIP_LOG) 2>&1 \
-  || { tail -n 40 $(PIP_LOG); echo "error: pip failed; all that it printed is in $(PIP_LOG)"; exit 1; }
+  || { tail -n 40 $(PIP_LOG); if grep -qE 'ProxyError|NewConnectionError|ConnectTimeoutError|NameResolutionError' $(PIP_LOG); \
+  then echo "error: the package index cannot be reached; behind a proxy set HTTPS_PROXY, with a mirror PIP_INDEX_URL, and run make again (all that pip printed is in $(PIP_LOG))"; \
+  else echo "error: pip failed; all that it printed is in $(PIP_LOG)"; fi; exit 1; }
 # venv and pip write the checkout's path into shell scripts as it is.
 DISARM = case "$$PWD" in *[\"\$$\`\\]*) \
   rm -f $(VENV)/bin/activate* $$(grep -sl "^'''exec'" $(VENV)/bin/*); \
@@ -75,7 +77,7 @@ $(VENV)/bin/python:
 	@case "$$PWD" in *:*|*$$'\n'*) \
 	  echo "error: this folder's path has a colon or a line break, which no Python environment may have; rename it"; \
 	  exit 3;; esac
-	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 13) else "error: $(PYTHON) is " + sys.version.split()[0] + ", expected Python 3.11 to 3.13; install one and run make with PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 13) else "error: $(PYTHON) is " + sys.version.split()[0] + ", expected Python 3.11 to 3.13; install one and run make with PYTHON=python3.11")' || exit 3
 	@$(PYTHON) -m venv $(VENV) || { echo "error: python3 -m venv failed; install it (Debian: apt-get install python3-venv)"; rm -rf $(VENV); exit 3; }
 
 $(VENV)/.host: requirements/build.lock $(LOCKS) | $(VENV)/bin/python

@@ -11,8 +11,8 @@ import sys
 from invoke import Collection, Exit
 
 from cluster import spec
-from cluster.cli.command_line import JSON_HELP, in_checkout, shell, show, task
-from cluster.cli.tasks import checks, data, docs, explain, image, k8s, requirements, runs, saved
+from cluster.cli.command_line import JSON_HELP, has_dry_run, in_checkout, shell, show, task
+from cluster.cli.tasks import checks, data, docs, explain, image, k8s, machine, reports, requirements, runs, saved, tour
 from cluster.errors import UsageError
 from cluster.launch import startup
 
@@ -31,7 +31,7 @@ def bench(c, only="", rounds="5", runtime="auto", peers=False, quick=False, writ
     from benchmarks import command, results  # here, because `up` does without them
 
     count = spec.parse_count("rounds", rounds, 1, 1000)
-    code, found = command.main(only, count, write=write, quick=quick, peers=peers, runtime=runtime, tell=command.stderr)
+    code, found = command.main(only, count, write=write, quick=quick, peers=peers, runtime=runtime, log=command.stderr)
     show({"figures": found}, lambda _: results.lines(found), as_json=json)
     raise Exit(code=code)
 
@@ -48,6 +48,7 @@ FAST_TESTS = (("tests", "--ignore=tests/e2e", "-p", "tests.fast", "-r", "fE", *T
     fast="only tests that start neither TensorFlow nor containers nor clusters (default: no)",
     select="only tests whose name matches this expression (default: every test)",
 )
+@has_dry_run
 def test(c, all=False, fast=False, select=""):
     """Run the tests on this machine's CPU; container tests are skipped where no Docker Engine answers."""
     if all and fast:
@@ -64,6 +65,7 @@ def test(c, all=False, fast=False, select=""):
 
 
 @task()
+@has_dry_run
 def golden(c):
     """Renew the golden losses in tests/golden/, after a change of numerics that is meant; `test` compares with them."""
     sh = shell(c, quiet=True)
@@ -85,17 +87,24 @@ ns = Collection(
     saved.evaluate,
     saved.export,
     saved.predict,
+    saved.timeline,
     checks.doctor,
     checks.verify,
     checks.rerun,
     checks.chaos,
     explain.explain,
+    reports.runs,
+    reports.compare,
+    reports.report,
+    machine.env,
+    machine.clean,
+    tour.tour,
     bench,
     test,
     golden,
     image=Collection(image.build, image.base, image.reproduce, image.sbom),
     data=Collection(data.prepare, data.shard, data.verify),
-    docs=Collection(docs.options),
+    docs=Collection(docs.options, docs.troubleshooting),
     k8s=Collection(k8s.render),
     requirements=Collection(requirements.lock),
 )

@@ -41,7 +41,7 @@ def chosen(only: str) -> list[str]:
 
 
 def main(
-    only: str, rounds: int, *, write: bool, quick: bool, peers: bool, runtime: str, tell: Callable[[str], object]
+    only: str, rounds: int, *, write: bool, quick: bool, peers: bool, runtime: str, log: Callable[[str], object]
 ) -> tuple[int, list[results.Row]]:
     """Measure, and keep what was found; return the exit code and the rows.
 
@@ -52,29 +52,29 @@ def main(
         quick: whether everything is only tried, and nothing kept.
         peers: whether PyTorch and Ray are measured, too.
         runtime: as for `up`; `local`: nothing that needs an engine.
-        tell: takes a line of progress.
+        log: takes a line of progress.
 
     Raises:
         UsageError: a name is unknown.
         PrerequisiteError: something is missing.
     """
-    names = _possible(chosen(only), runtime, named=bool(only), tell=tell)
+    names = _possible(chosen(only), runtime, named=bool(only), log=log)
     check_plots()
     if peers:
-        others.prepare(tell)
+        others.prepare(log)
     began, found = time.monotonic(), []
     under = results.conditions()
-    with bench(rounds=rounds, quick=quick, runtime=runtime, peers=peers, tell=tell) as runs:
+    with bench(rounds=rounds, quick=quick, runtime=runtime, peers=peers, log=log) as runs:
         runs.invoke("data.prepare", f"--name={DATASET}")
         for name in names:
             figures = _measure(name, runs)
             found += results.rows(figures, under)
             if not quick:  # at once: what follows may fail
                 results.write(results.merge(results.read(), found))
-    _draw(found, quick=quick, tell=tell)
+    _draw(found, quick=quick, log=log)
     if write and not quick:
-        tell(f"renewed {' and '.join(results.renew(results.read()))}")
-    tell(f"{counted(len(found), 'figure')} in {time.monotonic() - began:.0f} s")
+        log(f"renewed {' and '.join(results.renew(results.read()))}")
+    log(f"{counted(len(found), 'figure')} in {time.monotonic() - began:.0f} s")
     missed = [row["name"] for row in found if row["met"] is False]
     return EXIT_FAILED if missed and not quick else EXIT_DONE, found
 
@@ -92,28 +92,28 @@ def check_plots() -> None:
         )
 
 
-def _possible(names: Sequence[str], runtime: str, *, named: bool, tell: Callable[[str], object]) -> list[str]:
+def _possible(names: Sequence[str], runtime: str, *, named: bool, log: Callable[[str], object]) -> list[str]:
     """Return what can be measured here: without an engine not its images, unless they were asked for by name."""
     chosen, why = registry.choose(runtime)
     if chosen.name == "docker" or named:
         return list(names)
     for name in NEEDS_ENGINE:
         if name in names:
-            tell(f"{name}: left out, {why}")
+            log(f"{name}: left out, {why}")
     return [name for name in names if name not in NEEDS_ENGINE]
 
 
 def _measure(name: str, runs: Bench) -> list[Figure]:
     began = time.monotonic()
-    runs.tell(name)
+    runs.log(name)
     figures: list[Figure] = importlib.import_module(f"benchmarks.{name}").measure(runs)
     for line in results.lines([figure.to_json() for figure in figures]):
-        runs.tell(f"  {line}")
-    runs.tell(f"  {time.monotonic() - began:.0f} s")
+        runs.log(f"  {line}")
+    runs.log(f"  {time.monotonic() - began:.0f} s")
     return figures
 
 
-def _draw(found: Sequence[results.Row], *, quick: bool, tell: Callable[[str], object]) -> None:
+def _draw(found: Sequence[results.Row], *, quick: bool, log: Callable[[str], object]) -> None:
     from benchmarks import plots
 
     if quick:
@@ -124,7 +124,7 @@ def _draw(found: Sequence[results.Row], *, quick: bool, tell: Callable[[str], ob
     images = plots.draw(kept, ROOT / "benchmarks" / "plots")
     board = folders.runs_dir() / "bench" / "tensorboard"
     plots.show(kept, images, board)
-    tell(f"plots in benchmarks/plots/, and in TensorBoard from {short_path(board)}")
+    log(f"plots in benchmarks/plots/, and in TensorBoard from {short_path(board)}")
 
 
 def stderr(line: str) -> None:

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 Rows = Sequence[Mapping[str, Any]]
-"""Steps as they were told: each with `step` and `time`."""
+"""Logged steps: each with `step` and `time`."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Figure:
     ratios: Sequence[float] = ()
     """Of each round, where variants are compared: which over which, the title says."""
     form: str = "plain"
-    """How the value is told: `times` (1.31 times), `cost` (4.2 %), `plain` (in the unit)."""
+    """How the value is shown: `times` (1.31 times), `cost` (4.2 %), `plain` (in the unit)."""
     goal: Goal | None = None
 
     @property
@@ -99,7 +99,7 @@ def growth(seconds: Mapping[int, Sequence[float]], cores: int) -> list[float]:
 
 
 def spans(rows: Rows, every: int = 25) -> list[float]:
-    """Return the seconds of a step between every two told steps, all but the first ones, which warm up.
+    """Return the seconds of a step between every two logged steps, all but the first ones, which warm up.
 
     Args:
         rows: with `step` and `time`, in order.

@@ -89,7 +89,7 @@ def _build(bench: Bench, folder: Path, tags: dict[str, str]) -> float:
 
 def _weight(bench: Bench, image: str, tag: str) -> Figure:
     title, goal_mb = GOALS_MB[image]
-    bench.tell(f"  weighing the {image} image")
+    bench.log(f"  weighing the {image} image")
     with contents.archive(tag, lambda command: bench.call(["bash", "-c", command])) as path:
         size_mb = compressed_bytes(path) / 1e6
     return Figure(f"image-{image}", title, "MB", {title: [size_mb]}, goal=Goal(goal_mb, at_least=False))

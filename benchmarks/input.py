@@ -27,8 +27,8 @@ def measure(bench: Bench) -> list[Figure]:
     waits: dict[str, list[float]] = {OURS: [], MEMORY: []}
     for turn in bench.turns():
         for name, command in ((OURS, streaming), (NAIVE, naive)):
-            told = bench.rows([sys.executable, *command, *batches], TF_CPP_MIN_LOG_LEVEL="2")
-            rates[name].append(_rate(told))
+            steps = bench.rows([sys.executable, *command, *batches], TF_CPP_MIN_LOG_LEVEL="2")
+            rates[name].append(_rate(steps))
         for name, source in ((OURS, "stream"), (MEMORY, "memory")):
             waits[name].append(_wait_share(bench, f"{source}-{turn}", source))
     title = "input pipeline alone, streaming source against sequential reading"
@@ -45,7 +45,7 @@ def _wait_share(bench: Bench, name: str, source: str) -> float:
     return 100 * float(max(pace["input_share"] for pace in read_json(run.summary)["pace"]["tasks"].values()))
 
 
-def _rate(told: list[dict[str, Any]]) -> float:
+def _rate(steps: list[dict[str, Any]]) -> float:
     """Return the examples a second after the first batch, which fills buffers."""
-    first, last = told[0], told[-1]
+    first, last = steps[0], steps[-1]
     return float((last["batch"] - first["batch"]) * GLOBAL_BATCH / (last["time"] - first["time"]))

@@ -87,7 +87,7 @@ def chosen(bench: Bench) -> dict[str, Run]:
     return {peer.title: peer.run for peer in PEERS if peer.python} if bench.peers else {}
 
 
-def prepare(tell: Callable[[str], object]) -> None:
+def prepare(log: Callable[[str], object]) -> None:
     """Make the environments that can be made, and say which peer is left out.
 
     Raises:
@@ -95,10 +95,10 @@ def prepare(tell: Callable[[str], object]) -> None:
     """
     for peer in PEERS:
         if not peer.python and peer.locks:
-            tell(f"making {short_path(peer.made.parent.parent)} (once, some minutes)")
+            log(f"making {short_path(peer.made.parent.parent)} (once, some minutes)")
             _make(peer)
         if not peer.python:
-            tell(f"{peer.title}: left out; {peer.variable} may name a Python with {peer.module}")
+            log(f"{peer.title}: left out; {peer.variable} may name a Python with {peer.module}")
     if not any(peer.python for peer in PEERS):
         raise PrerequisiteError("--peers: there is no peer; set TORCH_PYTHON or RAY_PYTHON")
 

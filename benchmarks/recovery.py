@@ -37,7 +37,7 @@ def _recoveries(bench: Bench, name: str, spare: str, victims: tuple[str, ...]) -
         time.sleep(CALM_S)
         result = chaos.inflict(run, chaos.Fault("kill", victim))
         if result.resumed_s is None:
-            raise RunFailed(f"{name} did not recover from the death of {victim}: {result.told}")
+            raise RunFailed(f"{name} did not recover from the death of {victim}: {result.description}")
         found.append(result.resumed_s)
     supervisor.kill(run)
     return found

@@ -87,13 +87,13 @@ def renew(found: Sequence[Row]) -> list[str]:
 
 
 def lines(found: Sequence[Row]) -> list[str]:
-    """Return the rows as they are told on a terminal."""
-    told = []
+    """Return the rows as lines of text."""
+    shown = []
     for row in found:
         medians = ", ".join(f"{each['name']} {_amount(each['median'], row['unit'])}" for each in row["variants"])
         mark = "no goal" if row["met"] is None else f"goal {goal(row)}: {'reached' if row['met'] else 'missed'}"
-        told.append(f"{row['name']}: {result(row)} ({mark})  {row['title']}: {medians}")
-    return told
+        shown.append(f"{row['name']}: {result(row)} ({mark})  {row['title']}: {medians}")
+    return shown
 
 
 def result(row: Row) -> str:

@@ -49,7 +49,7 @@ class Bench:
     runtime: str = "auto"
     peers: bool = False
     """Compare with PyTorch and Ray, too."""
-    tell: Callable[[str], object] = print
+    log: Callable[[str], object] = print
     """Takes a line of progress."""
 
     def steps(self, count: int) -> int:
@@ -59,7 +59,7 @@ class Bench:
     def turns(self) -> Iterator[int]:
         """Yield the number of each round, counted from 0."""
         for turn in range(1 if self.quick else self.rounds):
-            self.tell(f"  round {turn + 1}")
+            self.log(f"  round {turn + 1}")
             yield turn
 
     @property
@@ -148,7 +148,7 @@ class Bench:
         return done.stdout
 
     def rows(self, command: Sequence[str], **environment: str) -> list[dict[str, Any]]:
-        """Run a command that tells its steps as lines of JSON; return them."""
+        """Run a command that prints its steps as lines of JSON; return them."""
         lines = self.call(command, environment).splitlines()
         return [json.loads(line) for line in lines if line.startswith("{")]
 

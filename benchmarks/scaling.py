@@ -70,12 +70,12 @@ def start_pinned(bench: Bench, request: Request, own: Sequence[int]) -> RunFolde
     """Start a run of local processes with one of these cores for each task from its first moment on."""
     planned = planning.plan(request)
     tasks = {
-        task: told
+        task: how
         | {
-            "command": ["taskset", "--cpu-list", str(core), *told["command"]],
-            "environment": told["environment"] | {"WARM_SPARE": "0"},
+            "command": ["taskset", "--cpu-list", str(core), *how["command"]],
+            "environment": how["environment"] | {"WARM_SPARE": "0"},
         }
-        for core, (task, told) in zip(own, planned.compose["tasks"].items(), strict=False)
+        for core, (task, how) in zip(own, planned.compose["tasks"].items(), strict=False)
     }
     planned = dataclasses.replace(planned, compose=planned.compose | {"tasks": tasks, "preload": ""})  # no copies
     startup.start(planned, lambda command: bench.call(["bash", "-c", command]), began=time.time())

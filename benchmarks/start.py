@@ -64,4 +64,4 @@ def _first_step(run: RunFolder) -> float:
             if event["event"] == "first step":
                 return float(event["time"])
         time.sleep(POLL_S)
-    raise TimedOut(f"{run.name} tells of no first step")
+    raise TimedOut(f"{run.name} reports no first step")

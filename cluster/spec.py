@@ -53,7 +53,7 @@ class Task:
 
     @property
     def address(self) -> str:
-        """`host:port`, as TF_CONFIG wants it."""
+        """`host:port`, as in TF_CONFIG."""
         return f"{self.host}:{self.port}"
 
 
@@ -67,12 +67,15 @@ class ClusterSpec:
         devices: replicas in each training task.
         separate_chief: whether TF_CONFIG has a task of type `chief`. Without, and without parameter servers, the chief
             is worker 0 there.
+        pipelines: with stages of a model, how many tasks have each stage: the tasks are those of one pipeline after the
+            other.
     """
 
     strategy: str
     tasks: tuple[Task, ...]
     devices: int = 1
     separate_chief: bool = True
+    pipelines: int = 1
 
     def of(self, role: Role) -> tuple[Task, ...]:
         """Return the tasks of one role in index order."""
@@ -108,13 +111,13 @@ class ClusterSpec:
     @property
     def stages(self) -> int:
         """Into how many parts the model is cut, each on a device of its own; 1 where every replica has all of it."""
-        return (1 + len(self.of(Role.WORKER))) * self.devices if self.kind.staged else 1
+        return (1 + len(self.of(Role.WORKER))) * self.devices // self.pipelines if self.kind.staged else 1
 
     @property
     def replicas(self) -> int:
         """How many copies of the model compute gradients at the same time."""
         if self.kind.staged:
-            return 1
+            return self.pipelines
         if self.kind.served:
             return len(self.of(Role.WORKER)) * self.devices
         return (1 + len(self.of(Role.WORKER))) * self.devices
@@ -149,6 +152,7 @@ class ClusterSpec:
             "strategy": self.strategy,
             "devices": self.devices,
             "separate_chief": self.separate_chief,
+            "pipelines": self.pipelines,
             "tasks": [asdict(task) for task in self.tasks],
         }
 
@@ -156,7 +160,9 @@ class ClusterSpec:
     def from_json(cls, value: dict[str, Any]) -> ClusterSpec:
         """Return the cluster that `to_json` described."""
         tasks = tuple(Task(Role(t["role"]), t["index"], t["host"], t["port"]) for t in value["tasks"])
-        return cls(value["strategy"], tasks, value["devices"], value.get("separate_chief", True))
+        return cls(
+            value["strategy"], tasks, value["devices"], value.get("separate_chief", True), value.get("pipelines", 1)
+        )
 
 
 def task_name(role: Role, index: int) -> str:
@@ -252,14 +258,30 @@ def check_stages(cluster: ClusterSpec, config: dict[str, Any]) -> None:
                 "--schedule, --remat, --partition-by and --cut are for --strategy pipeline: add that, or leave them out"
             )
         return
-    for option, default in {"loop": "custom", "source": "memory", "callbacks": ""}.items():
+    for option, default in {"loop": "custom", "source": "memory"}.items():
         if (value := config.get(option, default)) != default:
-            use = f"use --{option} {default}" if default else "leave it out"
-            raise UsageError(f"--{option} {value} with --strategy pipeline, which has no such training yet: {use}")
+            raise UsageError(
+                f"--{option} {value} with --strategy pipeline, which has no such training yet: use --{option} {default}"
+            )
+    if (callbacks := config.get("callbacks")) and cluster.members:
+        raise UsageError(
+            f"--callbacks {callbacks} with --strategy pipeline on {len(cluster.members)} tasks: none has the whole "
+            "model that callbacks are given; use --workers 0, or leave it out"
+        )
+    optimizer = config.get("optimizer", {})
+    if optimizer.get("ema") or ":" in optimizer.get("name", ""):
+        option = f"ema {optimizer['ema']}" if optimizer.get("ema") else f"name {optimizer['name']}"
+        raise UsageError(f"--optimizer.{option} with --strategy pipeline, whose stages update apart: leave it out")
     if pipeline.get("schedule") == "pipedream":
+        if cluster.pipelines > 1:
+            raise UsageError(
+                f"--schedule pipedream with {cluster.pipelines} pipelines, each with weights of its own: use 1f1b"
+            )
+        if config.get("precision") == "fp16":
+            raise UsageError("--precision fp16 with --schedule pipedream: each stage would scale the loss by itself")
         if pipeline.get("remat"):
             raise UsageError("--remat with --schedule pipedream: the weights of the forward would be gone; use gpipe")
-        if config.get("optimizer", {}).get("clip_norm"):
+        if optimizer.get("clip_norm"):
             raise UsageError(
                 "--optimizer.clip-norm with --schedule pipedream: no stage waits for the others' norms; use 1f1b"
             )
@@ -301,6 +323,7 @@ def build(
     devices: object = 1,
     ports: tuple[int, ...] | None = None,
     separate_chief: bool = True,
+    pipelines: int = 1,
 ) -> ClusterSpec:
     """Return the cluster for the options of a command line.
 
@@ -312,7 +335,7 @@ def build(
         devices: replicas in each training task.
         ports: a free port on 127.0.0.1 for each task, for local processes; None for containers, which have a host
             name each and listen on `TASK_PORT`.
-        separate_chief: see `ClusterSpec`.
+        separate_chief, pipelines: see `ClusterSpec`.
 
     Raises:
         UsageError: a count is out of range, or the strategy does not fit the topology.
@@ -326,5 +349,5 @@ def build(
     slots += [(Role.PS, index) for index in range(num_ps)]
     slots += [(Role.EVALUATOR, 0)] if evaluator else []
     tasks = tuple(Task(role, index, task_name(role, index), TASK_PORT) for role, index in slots)
-    cluster = ClusterSpec(resolved, tasks, num_devices, separate_chief)
+    cluster = ClusterSpec(resolved, tasks, num_devices, separate_chief, pipelines)
     return cluster.listening(ports) if ports else cluster

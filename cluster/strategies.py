@@ -1,4 +1,4 @@
-"""The strategies: one record each, and nothing else asks which one it is by name.
+"""The strategies: one record each. Nothing else compares a strategy's name.
 
 A new strategy is a record here, its builder in `train/strategy.py`, and what it promises in the tests and the docs.
 """
@@ -23,11 +23,11 @@ class Strategy:
         name: on the command line, a key of `STRATEGIES`.
         class_name: TensorFlow's name for it.
         trial: the options of `up` that `invoke verify` tries it with.
-        topology: what `fits` asks for, as options of `up`, for the error of a topology that it cannot run on.
+        topology: what `fits` requires, as options of `up`, for the error of a topology that it cannot run on.
         fits: whether it runs on a topology: (workers, parameter servers, devices) -> bool.
         chosen: whether `--strategy auto` takes it for such a topology, of those that fit.
         one_process: whether the chief trains alone, in one process.
-        served: whether the workers do what the chief asks, with the weights on parameter servers; each restarts alone.
+        served: whether workers run what the chief sends, with the weights on parameter servers; each restarts alone.
         synchronous: whether all replicas take part in every step, so that the same topology gives the same bits.
         collective: whether the tasks exchange gradients directly, through all-reduce.
         single_device: whether it has one replica only.
@@ -134,7 +134,6 @@ STRATEGIES: dict[str, Strategy] = {
             fits=lambda workers, ps, devices: not ps and (not workers or devices == 1),
             collective=True,
             staged=True,
-            no_fp16="has stages that would each change the one loss scale",
             no_virtual_shards="has micro-batches instead, whose bits depend on no number of stages",
         ),
     )

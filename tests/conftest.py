@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import pytest
 
 from cluster import spec
-from cluster.checks import gpu_host
+from cluster.checks.gpu import host as gpu_host
 from cluster.gpu import devices
 from cluster.image import engine
 from cluster.run import provenance

@@ -25,7 +25,8 @@ from cluster.messages import described, plain
 from cluster.run.folder import RunFolder
 from cluster.system import user_code
 from cluster.system.json_files import read_json
-from train import config
+from train import overrides
+from train.config import TrainConfig
 from train.data import ready
 from train.startup import preload
 
@@ -41,6 +42,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--preset", default="fashion_mnist", help="complete configuration to start from (%(default)s)")
     parser.add_argument("--data-dir", type=Path, default="data", help="where it looks for prepared data (%(default)s)")
     parser.add_argument("--base", type=Path, help="config.json to start from instead of a preset")
+    parser.add_argument("--cores", type=int, default=0, help="of each task; 0: those of this machine (%(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="-- OVERRIDE", help="such as --epochs 1, see --help after --")
     options = parser.parse_args(arguments)
     try:
@@ -60,10 +62,10 @@ def main(arguments: list[str]) -> int:
 
 def _resolved(options: argparse.Namespace) -> dict[str, Any] | str:
     """Return the requested configuration, checked, or the help of its options where that was requested."""
-    base = config.TrainConfig.from_json(read_json(options.base)) if options.base else None
+    base = TrainConfig.from_json(read_json(options.base)) if options.base else None
     try:
-        resolved = config.resolve(options.preset, options.overrides, base)
-    except config.Help as help_:
+        resolved = overrides.resolve(options.preset, options.overrides, base, options.cores)
+    except overrides.Help as help_:
         return str(help_)
     return {
         "config": resolved.to_json(),
@@ -73,7 +75,7 @@ def _resolved(options: argparse.Namespace) -> dict[str, Any] | str:
 
 
 def train(run: RunFolder) -> int:
-    """Run this task's part of the run; return the exit code that tells the agent what to do next."""
+    """Run this task's part of the run; return the exit code, from which the agent knows what to do next."""
     preload.load(run)  # TensorFlow is imported here, unless this process is a copy of one that has done it
     from train import program
 

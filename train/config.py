@@ -1,26 +1,26 @@
-"""The training configuration: frozen dataclasses, presets that return complete ones, and dotted overrides."""
+"""The training configuration: frozen dataclasses, and the checks of their values."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import math
+import operator
 import os
-import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cluster import spec, strategies
-from cluster.errors import UsageError, nearest
+from cluster.errors import UsageError
 from train import references
 from train.data.arrays import WINDOW
-from train.field_types import check_types, shown
+from train.field_types import check_choice, check_range, check_types, option
+from train.optimization import OPTIMIZERS, Optimizer
 from train.pipeline.partition import PARTITIONS
 from train.pipeline.schedule import SCHEDULES
 from train.saving import timer
+
+__all__ = ["Optimizer", "Pipeline", "TrainConfig", "Transformer"]
 
 LOOPS = ("custom", "fit")
 ONEDNN = ("auto", "on", "off")
@@ -32,39 +32,14 @@ REPEATABLE = ("two_conv_cnn",)
 LOSSES = ("sparse_categorical_crossentropy", "mean_squared_error")
 CALLBACKS = ("tutorial",)
 MAX_SHARDS = MAX_MICRO_BATCHES = 4096
-REFERENCES = {"dataset": DATASETS, "model": MODELS, "loss": LOSSES, "callbacks": CALLBACKS}
+REFERENCES = {
+    "dataset": DATASETS,
+    "model": MODELS,
+    "loss": LOSSES,
+    "callbacks": CALLBACKS,
+    "optimizer.name": OPTIMIZERS,
+}
 """What is built in for each field that may also name something of the user's own, `package.module:name`."""
-
-
-@dataclass(frozen=True)
-class Optimizer:
-    """How gradients become updates."""
-
-    name: str = "adam"
-    """`adam` or `sgd`."""
-
-    learning_rate: float = 2e-3
-    """Step size, above 0."""
-
-    warmup_steps: int = 100
-    """Steps over which the step size grows from near 0: 0 or more. The first steps of Adam are large otherwise, and
-    magnify how sums were rounded: runs on 1 and on 3 tasks would drift apart at once. With callbacks there is no
-    warm-up: they may set the step size themselves."""
-
-    momentum: float = 0.9
-    """For `sgd`: share of the last update that is kept, 0 to 1."""
-
-    scaling: str = "none"
-    """How `learning_rate`, which is meant for `base_batch` examples, follows the global batch: `none`: not at all;
-    `linear`: by their ratio (Goyal et al. 2017, arXiv:1706.02677); `sqrt`: by its root (Krizhevsky 2014,
-    arXiv:1404.5997)."""
-
-    base_batch: int = 256
-    """The global batch that `learning_rate` was found for, where `scaling` is not `none`; at least 1."""
-
-    clip_norm: float = 0.0
-    """Largest norm of the gradient of the whole global batch, over all weights together: a longer one is shortened to
-    it after the sum over replicas. 0: no bound."""
 
 
 @dataclass(frozen=True)
@@ -214,40 +189,33 @@ class TrainConfig:
             "evaluate_every": (0, 10**9),
         }
         for name, (low, high) in whole.items():
-            _check_range(name, getattr(self, name), low, high)
+            check_range(name, getattr(self, name), low, high)
         if self.max_steps is not None:
-            _check_range("max_steps", self.max_steps, 1, 10**12)
+            check_range("max_steps", self.max_steps, 1, 10**12)
         if not (math.isfinite(self.epochs) and self.epochs > 0):
-            raise UsageError(f"{_option('epochs')} {self.epochs:g}: expected a number above 0")
+            raise UsageError(f"{option('epochs')} {self.epochs:g}: expected a number above 0")
         self._check_checkpoint_every()
-        if not (math.isfinite(self.optimizer.learning_rate) and self.optimizer.learning_rate > 0):
+        self.optimizer.check()
+        if self.callbacks == "tutorial" and not self.rate_is_set:
             raise UsageError(
-                f"{_option('optimizer.learning_rate')} {self.optimizer.learning_rate:g}: expected a number above 0"
+                f"--optimizer.schedule {self.optimizer.schedule} with --callbacks tutorial, which set the step size: "
+                "leave one of them out"
             )
-        _check_range("optimizer.warmup_steps", self.optimizer.warmup_steps, 0, 10**9)
-        if not 0 <= self.optimizer.momentum <= 1:
-            raise UsageError(f"--optimizer.momentum {self.optimizer.momentum:g}: expected a number from 0 to 1")
-        clip_norm = self.optimizer.clip_norm
-        if not (math.isfinite(clip_norm) and clip_norm >= 0):
-            raise UsageError(f"--optimizer.clip-norm {clip_norm:g}: expected 0, or a number above 0")
-        _check_range("optimizer.base_batch", self.optimizer.base_batch, 1, 2**31 - 1)
-        _check_choice("optimizer.name", self.optimizer.name, ("adam", "sgd"))
-        _check_choice("optimizer.scaling", self.optimizer.scaling, spec.SCALINGS)
-        _check_choice("precision", self.precision, strategies.PRECISIONS)
-        _check_choice("loop", self.loop, LOOPS)
-        _check_choice("source", self.source, SOURCES)
-        _check_choice("onednn", self.onednn, ONEDNN)
+        check_choice("precision", self.precision, strategies.PRECISIONS)
+        check_choice("loop", self.loop, LOOPS)
+        check_choice("source", self.source, SOURCES)
+        check_choice("onednn", self.onednn, ONEDNN)
         self._check_bitwise_elastic()
         self._check_transformer()
-        _check_choice("pipeline.schedule", self.pipeline.schedule, SCHEDULES)
-        _check_choice("pipeline.partition_by", self.pipeline.partition_by, PARTITIONS)
+        check_choice("pipeline.schedule", self.pipeline.schedule, SCHEDULES)
+        check_choice("pipeline.partition_by", self.pipeline.partition_by, PARTITIONS)
         return self
 
     def _check_transformer(self) -> None:
         size = self.transformer
-        _check_range("transformer.layers", size.layers, 1, 1000)
-        _check_range("transformer.heads", size.heads, 1, 1000)
-        _check_range("transformer.width", size.width, 1, 2**16)
+        check_range("transformer.layers", size.layers, 1, 1000)
+        check_range("transformer.heads", size.heads, 1, 1000)
+        check_range("transformer.width", size.width, 1, 2**16)
         if size.width % size.heads:
             raise UsageError(f"--transformer.width {size.width}: expected a multiple of the {size.heads} heads")
         if size.context < 2 or WINDOW % size.context:
@@ -258,7 +226,7 @@ class TrainConfig:
             timer.parse(self.checkpoint_every)
         except ValueError:
             raise UsageError(
-                f"{_option('checkpoint_every')} {self.checkpoint_every!r}: expected optimizer steps from 1 to "
+                f"{option('checkpoint_every')} {self.checkpoint_every!r}: expected optimizer steps from 1 to "
                 "1000000000 such as 200, seconds from 0.1 such as 30s, or auto"
             ) from None
 
@@ -273,11 +241,15 @@ class TrainConfig:
             )
         spec.check_micro_batches(self.global_batch, self.bitwise_elastic, self.micro_batches, "virtual shards")
 
-    def pin(self) -> TrainConfig:
-        """Return this configuration with what depends on the machine written down, where bits depend on it."""
+    def pin(self, cores: int = 0) -> TrainConfig:
+        """Return this configuration with what depends on the machine written down, where bits depend on it.
+
+        Args:
+            cores: that each task can use; 0: those of this machine.
+        """
         threads, onednn = self.threads, self.onednn
         if self.deterministic:
-            threads = threads or len(os.sched_getaffinity(0))
+            threads = threads or cores or len(os.sched_getaffinity(0))
         if onednn == "auto" and (self.deterministic or self.model in REPEATABLE):
             onednn = "on" if self.model in REPEATABLE else "off"
         return dataclasses.replace(self, threads=threads, onednn=onednn)
@@ -288,17 +260,20 @@ class TrainConfig:
         Raises:
             UsageError: a name is neither built in nor one of the user's modules.
         """
-        for field_name, built_in in REFERENCES.items():
-            reference = getattr(self, field_name)
+        for field_name, reference in self.references().items():
             if field_name == "dataset" and self.source == "stream":
                 continue  # any TFDS dataset: the data step knows them
             if reference or field_name != "callbacks":
-                references.check(_option(field_name), reference, built_in)
+                references.check(option(field_name), reference, REFERENCES[field_name])
         return self
+
+    def references(self) -> dict[str, str]:
+        """Return what each field names that may also name something of the user's own."""
+        return {name: operator.attrgetter(name)(self) for name in REFERENCES}
 
     def code_dirs(self) -> list[Path]:
         """Return the folders from which the user's own modules come."""
-        named = [self.preset, *(getattr(self, field_name) for field_name in REFERENCES)]
+        named = [self.preset, *self.references().values()]
         return list(dict.fromkeys(folder for name in named if (folder := references.code_dir(name))))
 
     def needs_tf_keras(self, strategy: str) -> bool:
@@ -312,9 +287,14 @@ class TrainConfig:
         return spec.scale_rate(settings.learning_rate, settings.scaling, self.global_batch, settings.base_batch)
 
     @property
+    def rate_is_set(self) -> bool:
+        """Whether callbacks may set the step size, which takes one that is a number: no schedule and no warm-up."""
+        return bool(self.callbacks) and self.optimizer.schedule == "constant"
+
+    @property
     def warmup_steps(self) -> int:
-        """Steps of warm-up: none with callbacks, which can only set a step size that is a number."""
-        return 0 if self.callbacks else self.optimizer.warmup_steps
+        """Steps of warm-up."""
+        return 0 if self.rate_is_set else self.optimizer.warmup_steps
 
     def total_steps(self, num_examples: int) -> int:
         """Return the optimizer steps of the whole training on `num_examples` training examples."""
@@ -334,131 +314,5 @@ class TrainConfig:
         """Return the configuration that `to_json` described."""
         value = {**value, "optimizer": Optimizer(**value["optimizer"])}
         parts = {"transformer": Transformer, "pipeline": Pipeline}
-        value |= {name: part(**value.get(name, {})) for name, part in parts.items()}
-        if seconds := value.pop("checkpoint_seconds", 0):  # of a run from before `checkpoint_every` had both
-            value["checkpoint_every"] = f"{seconds:g}s"
+        value |= {name: part(**value[name]) for name, part in parts.items()}
         return cls(**value).check()
-
-
-def fashion_mnist() -> TrainConfig:
-    """Fashion-MNIST with the two-conv CNN: above 0.88 accuracy after 3 epochs."""
-    return TrainConfig()
-
-
-def mnist() -> TrainConfig:
-    """MNIST with the two-conv CNN."""
-    return TrainConfig(preset="mnist", dataset="mnist")
-
-
-def resnet50_synthetic() -> TrainConfig:
-    """ResNet-50 v1.5 on made-up images, to see how many of them a machine trains on in a second."""
-    return TrainConfig(
-        preset="resnet50_synthetic",
-        dataset="train.data.synthetic:imagenet",
-        model="resnet50",
-        epochs=10**6,
-        max_steps=500,
-        steps_per_loop=10,
-        checkpoint_every=10**9,  # what is measured is training alone
-        evaluate_every=10**9,
-        optimizer=Optimizer(name="sgd", learning_rate=0.1, scaling="linear", base_batch=256),
-    )
-
-
-def transformer_lm() -> TrainConfig:
-    """A decoder-only Transformer on the bytes of the Jargon File."""
-    return TrainConfig(
-        preset="transformer_lm",
-        dataset="jargon_file",
-        model="transformer_lm",
-        global_batch=32,
-        epochs=8.0,
-    )
-
-
-PRESETS: dict[str, Callable[[], TrainConfig]] = {
-    preset.__name__: preset for preset in (fashion_mnist, mnist, resnet50_synthetic, transformer_lm)
-}
-
-
-class Help(Exception):
-    """The help of the training options was requested; this is its text."""
-
-
-def resolve(preset: str, overrides: Sequence[str], base: TrainConfig | None = None) -> TrainConfig:
-    """Return the preset's configuration, or `base`, with dotted overrides applied.
-
-    Args:
-        preset: a key of `PRESETS`, or `package.module:function` that returns a `TrainConfig`.
-        overrides: such as `["--epochs", "3", "--optimizer.learning-rate", "0.001"]`.
-        base: the configuration of a run that is resumed, instead of the preset.
-
-    Raises:
-        UsageError: the preset or an option is unknown (the nearest name is offered), or a value is out of range.
-    """
-    if base is None:
-        references.check("--preset", preset, PRESETS)
-        function = PRESETS.get(preset) or references.load("--preset", preset)
-        made = references.call("--preset", preset, function)
-        if not isinstance(made, TrainConfig):
-            raise UsageError(f"--preset {preset!r} returned {shown(made)}; expected a train.config.TrainConfig")
-        check_types(made, f"--preset {preset!r}: ")
-        base = dataclasses.replace(made, preset=preset)
-    known = {_option(name): name for name in _field_names(TrainConfig) if name != "preset"}
-    for word in overrides:
-        option = word.split("=", 1)[0].replace("_", "-")
-        if word.startswith("--") and option not in known and not _negates(option, known):
-            raise UsageError(f"override {word!r} is not an option of the training config{nearest(option, known)}")
-    return _parse(base, overrides).check().check_references().pin()
-
-
-def _parse(base: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
-    if not overrides:
-        return base  # a fifth of a second sooner
-    import tyro  # type-checked command line from the dataclasses; imported here because tasks need it only once
-
-    output = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
-            return tyro.cli(
-                TrainConfig,
-                prog="invoke up --",  # by default the program's path, which tyro reads as a shell would
-                args=list(overrides),
-                default=base,
-                config=(tyro.conf.SuppressFixed,),
-            )
-    except SystemExit as error:
-        if not error.code:
-            raise Help(output.getvalue()) from None
-        # A title, what is wrong, and advice, with a rule between each.
-        parts = [re.sub(r"[^\x21-\x7e]+", " ", part).strip() for part in re.split(r"[-\u2500]{4,}", output.getvalue())]
-        words = next(filter(None, parts[1:]), parts[0])
-        raise UsageError(f"override {' '.join(overrides)!r}: {words}; see `python -m train --help`") from None
-
-
-def _field_names(config: type, prefix: str = "") -> list[str]:
-    names = []
-    for item in dataclasses.fields(config):
-        if item.default_factory in (Optimizer, Transformer, Pipeline):
-            names += _field_names(item.default_factory, f"{prefix}{item.name}.")
-        else:
-            names.append(prefix + item.name)
-    return names
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _negates(option: str, known: dict[str, str]) -> bool:
-    return option.startswith("--no-") and "--" + option[5:] in known
-
-
-def _check_range(name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise UsageError(f"{_option(name)} {value}: expected a whole number from {low} to {high}")
-
-
-def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise UsageError(f"{_option(name)} {value!r}{nearest(value, choices)}")

@@ -19,6 +19,7 @@ from train.loops import steps
 from train.model import optimizers
 from train.model.gradients import GradientPolicy
 from train.model.objectives import Objective
+from train.pipeline.division import Division
 from train.saving import checkpoint
 from train.saving.timer import Past, SaveTimer
 
@@ -38,6 +39,7 @@ class TaskContext:
         strategy: in whose scope `model` was built.
         new_model: returns the same architecture with plain variables, outside of the strategy.
         stop: set when the task is to stop.
+        division: of the model into stages, if it has any.
         cluster: by whose replicas tasks agree and evaluate, where that is not the strategy: with stages of a model.
     """
 
@@ -53,6 +55,7 @@ class TaskContext:
     heartbeat: Heartbeat
     stop: threading.Event
     cluster: tf.distribute.Strategy | None = None
+    division: Division | None = None
 
     @property
     def gang(self) -> tf.distribute.Strategy:
@@ -103,8 +106,8 @@ class TaskContext:
     def new_policy(self) -> GradientPolicy:
         """Return the optimizer, its variables built beside the model's, with what is done with gradients before."""
         with self.strategy.scope():
-            optimizer = optimizers.build(self.config)
-            optimizer.build(self.model.trainable_variables)  # here, or its slot variables land on the chief
+            build = self.division.build_optimizer if self.division else None
+            optimizer = optimizers.build_for(self.config, self.model, self.total_steps, build)
             return optimizers.policy(self.config, optimizer)
 
     def new_checkpoint(self, policy: GradientPolicy, callbacks: tf.Module | None = None) -> checkpoint.Checkpoint:
@@ -122,6 +125,7 @@ class TaskContext:
             saved=lambda step: self.run.event(self.task.name, "checkpoint", step=step),
             loss_scale=policy.loss_scale,
             callbacks=callbacks,
+            joint=None if self.division is None or self.division.whole else self.division.joint(),
         )
 
     def restore(self, saves: checkpoint.Checkpoint) -> int:
@@ -147,6 +151,10 @@ class TaskContext:
             num_examples=self.source.test_examples,
             batch=batch,
         )
+        return self.with_baseline(measure)
+
+    def with_baseline(self, measure: Callable[[], dict[str, float]]) -> Callable[[], dict[str, float]]:
+        """Return an evaluation that also gives what a simple model of the same text reaches, on the chief."""
         if not (self.source.is_text and self.chief):
             return measure
         baseline = ngram.of_source(self.source)

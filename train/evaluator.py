@@ -6,9 +6,12 @@ import sys
 from pathlib import Path
 
 import tensorflow as tf
+from tensorflow import keras
 
 from cluster.system.journal import read_json_lines
+from train.config import TrainConfig
 from train.context import TaskContext
+from train.saving import weights
 from train.saving.files import Saved, finished
 from train.telemetry.metrics import Metrics
 
@@ -25,7 +28,7 @@ def evaluate_checkpoints(context: TaskContext) -> None:
     while True:
         last = stop.is_set()
         saved = new.newest()
-        if saved and not restore(context.model, saved):
+        if saved and not restore(context.config, context.model, saved):
             new.pass_over(saved, "TensorFlow cannot read it")
         elif saved:
             results = evaluate()
@@ -82,10 +85,10 @@ def _written(saved: Saved) -> tuple[int, int] | None:
         return None
 
 
-def restore(model: tf.Module, saved: Saved) -> bool:
+def restore(config: TrainConfig, model: keras.Model, saved: Saved) -> bool:
     """Restore a model's weights; return whether they could be read: the checkpoint may just have been pushed out."""
     try:
-        tf.train.Checkpoint(model=model).read(saved.prefix).assert_existing_objects_matched().expect_partial()
+        weights.read(config, model, saved.prefix)
     except (tf.errors.OpError, OSError):
         return False
     return True

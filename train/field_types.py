@@ -1,11 +1,13 @@
-"""The types of a configuration's fields: what a preset of the user's own sets is checked, because Python does not."""
+"""Checks of a configuration's fields: their types, because Python does not check what a preset sets, and ranges."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
 
-from cluster.errors import UsageError
+from cluster.errors import UsageError, nearest
 from cluster.messages import plain
 
 EXPECTED = {
@@ -48,3 +50,47 @@ def shown(value: Any) -> str:
     except Exception:
         text = "..."
     return plain(f"{text[:80]} ({type(value).__qualname__})")
+
+
+def option(name: str) -> str:
+    """Return the option of a field, such as `--global-batch` of `global_batch`."""
+    return "--" + name.replace("_", "-")
+
+
+def check_range(name: str, value: int, low: int, high: int) -> None:
+    """Check that a field's whole number is in its range.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if not low <= value <= high:
+        raise UsageError(f"{option(name)} {value}: expected a whole number from {low} to {high}")
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """Check that a field's text is one of its choices.
+
+    Raises:
+        UsageError: it is not; the message offers the nearest.
+    """
+    if value not in choices:
+        raise UsageError(f"{option(name)} {value!r}{nearest(value, choices)}")
+
+
+def check_number(
+    name: str,
+    value: float,
+    expected: str,
+    *,
+    above: float = -math.inf,
+    least: float = -math.inf,
+    most: float = math.inf,
+    below: float = math.inf,
+) -> None:
+    """Check that a field's number is finite and within bounds; `expected` says in words which these are.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if not (math.isfinite(value) and above < value < below and least <= value <= most):
+        raise UsageError(f"{option(name)} {value:g}: expected {expected}")

@@ -24,6 +24,7 @@ from train.loops import custom, fit
 from train.loops.train_step import exact_order
 from train.model import keras_compat, models, objectives
 from train.model.export import is_legacy
+from train.pipeline.division import Division
 from train.startup import rehearsal
 from train.telemetry import environment
 
@@ -83,8 +84,11 @@ class Program:
         def new_model() -> keras.Model:
             return models.of(config, source.feature_shape, source.num_outputs)
 
+        division = None
+        if self.spec.kind.staged and self.task.role != Role.EVALUATOR:  # that has a whole model
+            division = Division(self.spec, self.task, config, self.run)
         with chosen.scope(), strategy.policy(precision_of(self.spec.strategy, config.precision)):
-            model = new_model()
+            model = division.build(new_model) if division else new_model()
         if self.task.role == Role.CHIEF:
             environment.record(self.run, config.dataset, source)
         self.heartbeat.update(state="compiling")  # the model is built, which can be the user's code
@@ -102,6 +106,7 @@ class Program:
             heartbeat=self.heartbeat,
             stop=self.stop,
             cluster=gang,
+            division=division,
         )
 
     def _strategy(self) -> tf.distribute.Strategy:

@@ -3,6 +3,7 @@
 python -m train.saved evaluate --run-dir runs/RUN [--data-dir data]
 python -m train.saved export   --run-dir runs/RUN [--data-dir data]
 python -m train.saved predict  --run-dir runs/RUN --image FILE
+python -m train.saved timeline --run-dir runs/RUN --output FILE
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from cluster.spec import precision_of
 from cluster.system.json_files import read_json
 from train.config import TrainConfig
 from train.model import variables
+from train.pipeline import timeline
 from train.startup import quiet
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ def main(arguments: list[str]) -> int:
     """Run the command line; return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m train.saved", description="A run's newest checkpoint, used.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("evaluate", "export", "predict"):
+    for name in ("evaluate", "export", "predict", "timeline"):
         command = commands.add_parser(name)
         command.add_argument("--run-dir", type=Path, required=True, help="run folder")
         command.add_argument("--data-dir", type=Path, default=Path("data"), help="prepared data (%(default)s)")
@@ -47,6 +49,8 @@ def main(arguments: list[str]) -> int:
             command.add_argument("--json", action="store_true", help="print as JSON")
         if name == "predict":
             command.add_argument("--image", type=Path, required=True, help="image file to classify")
+        if name == "timeline":
+            command.add_argument("--output", type=Path, required=True, help="PNG file to write")
     options = parser.parse_args(arguments)
     # No GPU taken from whoever trains on it.
     os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1", KERAS_BACKEND="tensorflow")
@@ -56,6 +60,9 @@ def main(arguments: list[str]) -> int:
             with _stdout_kept_free():
                 lines = predict(run, options.image)
             print("\n".join(lines))
+        elif options.command == "timeline":
+            step = timeline.save(run, options.output)
+            print(f"drew step {step} to {options.output}")
         elif options.command == "evaluate":
             with _stdout_kept_free():
                 results = evaluate(run, options.data_dir)
@@ -125,7 +132,7 @@ def export(run: RunFolder, data_dir: Path) -> int:
     source, _, model, step = _restore(run, data_dir)
     from train.model import export as exporting
 
-    exporting.export(model.get_weights(), model, run.export, source.classes)
+    exporting.export(model, run.export, source.classes)
     return step
 
 
@@ -188,13 +195,13 @@ def _restore(
     source = sources.find(config, data_dir, run)
     with strategy.policy(precision_of(cluster.strategy, config.precision) if as_trained else "fp32"):
         model = models.of(config, source.feature_shape, source.num_outputs)
-    return source, config, model, _restore_newest(run, model)
+    return source, config, model, _restore_newest(run, config, model)
 
 
-def _restore_newest(run: RunFolder, model: keras.Model) -> int:
+def _restore_newest(run: RunFolder, config: TrainConfig, model: keras.Model) -> int:
     import tensorflow as tf
 
-    from train.saving import files
+    from train.saving import files, weights
 
     def warn(words: str) -> None:
         print(words, file=sys.stderr)  # standard output may be JSON
@@ -204,7 +211,7 @@ def _restore_newest(run: RunFolder, model: keras.Model) -> int:
         if newest is None:
             break
         try:
-            tf.train.Checkpoint(model=model).read(newest.prefix).assert_existing_objects_matched().expect_partial()
+            weights.read(config, model, newest.prefix)
         except (tf.errors.NotFoundError, FileNotFoundError):
             time.sleep(0.1)  # a newer one has just pushed it out
         else:

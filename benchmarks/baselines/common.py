@@ -1,4 +1,4 @@
-"""What the baselines share: their command line, the data, and how they tell of their steps.
+"""What the baselines share: their command line, the data, and how they log their steps.
 
 A line of JSON on stdout is `{"step": 25, "time": ...}`: the first step, then every `EVERY` steps.
 """
@@ -39,7 +39,7 @@ def train_arrays(folder: Path) -> tuple[Any, Any]:
     return found[0], found[1]
 
 
-def tell(step: int, steps: int) -> None:
-    """Tell of a finished step, where it is one to tell of."""
+def log_step(step: int, steps: int) -> None:
+    """Log a finished step, if it is one of those that are logged."""
     if step == 1 or step % EVERY == 0 or step == steps:
         print(json.dumps({"step": step, "time": time.time()}), flush=True)

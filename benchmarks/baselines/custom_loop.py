@@ -12,7 +12,7 @@ import sys
 import tensorflow as tf
 
 from benchmarks.baselines.cnn import create_model, create_strategy
-from benchmarks.baselines.common import arguments, tell, train_arrays
+from benchmarks.baselines.common import arguments, log_step, train_arrays
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def main() -> None:
             total_loss += distributed_train_step(batch)
             num_batches += 1
             step += 1
-            tell(step, options.steps)
+            log_step(step, options.steps)
             if step == options.steps:
                 return
         print(f"loss {total_loss / num_batches}, accuracy {train_accuracy.result()}", file=sys.stderr)

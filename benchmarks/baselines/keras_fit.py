@@ -12,7 +12,7 @@ import sys
 import tensorflow as tf
 
 from benchmarks.baselines.cnn import create_model, create_strategy
-from benchmarks.baselines.common import arguments, tell, train_arrays
+from benchmarks.baselines.common import arguments, log_step, train_arrays
 
 
 class Tell(tf.keras.callbacks.Callback):
@@ -27,7 +27,7 @@ class Tell(tf.keras.callbacks.Callback):
         if self._step == self._steps:
             return
         self._step += 1
-        tell(self._step, self._steps)
+        log_step(self._step, self._steps)
         self.model.stop_training = self._step == self._steps
 
 

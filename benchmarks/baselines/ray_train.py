@@ -31,8 +31,8 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
     dataset = tf.data.Dataset.from_tensor_slices((images, labels)).shuffle(len(images)).repeat()
     with strategy.scope():
         model = build_and_compile_cnn_model(config["learning_rate"])
-    told = config["output"] if ray.train.get_context().get_world_rank() == 0 else os.devnull
-    with Path(told).open("a") as output, contextlib.redirect_stdout(output):
+    output_path = config["output"] if ray.train.get_context().get_world_rank() == 0 else os.devnull
+    with Path(output_path).open("a") as output, contextlib.redirect_stdout(output):
         batches = dataset.batch(config["global_batch"])
         model.fit(batches, steps_per_epoch=config["steps"], verbose=0, callbacks=[Tell(config["steps"])])
 

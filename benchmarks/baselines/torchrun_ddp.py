@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from benchmarks.baselines.common import arguments, tell, train_arrays
+from benchmarks.baselines.common import arguments, log_step, train_arrays
 
 
 class TwoConvCnn(nn.Module):  # type: ignore[misc,unused-ignore]
@@ -59,7 +59,7 @@ def main() -> None:
             optimizer.step()
             step += 1
             if dist.get_rank() == 0:
-                tell(step, options.steps)
+                log_step(step, options.steps)
             if step == options.steps:
                 break
         epoch += 1

@@ -115,7 +115,7 @@ class Decisions:
         deadline = time.monotonic() + patience_s
         while patience_s and not self._is_over(generation) and not self.run.stop_requested:
             if name := self._watchdog.silent_task(SILENT_S):
-                cause = f"no sign of life for {SILENT_S:.0f} s"
+                cause = f"no heartbeat for {SILENT_S:.0f} s"
                 end = self.recovery.end(generation, OUTSIDE, cause, task=name, at=time.time() - SILENT_S)
                 self.recovery.restart_gang(generation, end)
             if time.monotonic() > deadline and not self._watchdog.silent_task(SILENT_HINT_S):

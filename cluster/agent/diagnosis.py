@@ -34,7 +34,7 @@ def describe(code: int, *, out_of_memory: bool) -> str:
     if out_of_memory and memory.limit_bytes() < sys.maxsize:
         return f"killed for memory: the task may use {memory.limit_bytes() / 2**30:.1f} GiB, see --memory of up"
     if out_of_memory:
-        return "killed for memory: the machine had none left, says the kernel"
+        return "killed for memory: the kernel reports that the machine had none left"
     return describe_exit(code) if code else "ended with exit code 0 before it was done"
 
 

@@ -2,7 +2,7 @@
 
 TensorFlow's own start waits for a missing task forever and does not name it. Here each task listens on the address that
 TF_CONFIG gives to its TensorFlow server, and greets every other task on theirs. So a name that does not resolve, a
-closed port and a task that never started are told apart, and the wait is bounded.
+closed port and a task that never started are reported as what they are, and the wait is bounded.
 
 A task passes once every other task has answered it and confirmed its answer. Both are needed: a task that closed its
 listener as soon as its own greetings were answered would look missing to a slower task.

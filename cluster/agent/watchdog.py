@@ -69,7 +69,7 @@ class Watchdog:
         return self._frozen(beats, ages, now) or self._hanging(beats, ages, now)
 
     def silent_task(self, patience_s: float) -> str | None:
-        """Return another task that has given no sign of life for so long; None if there is none.
+        """Return another task that has written no heartbeat for this long; None if there is none.
 
         A program that has ended writes no heartbeat, but its agent reports the end.
         """
@@ -119,7 +119,7 @@ class Watchdog:
                 continue
             if not mine and self._spec.task(name).role == Role.EVALUATOR:
                 continue
-            return Finding(name, f"no sign of life for {quiet_s:.0f} s", "frozen" if mine else "silent")
+            return Finding(name, f"no heartbeat for {quiet_s:.0f} s", "frozen" if mine else "silent")
         return None
 
     def _hanging(self, beats: dict[str, Any], ages: dict[str, float], now: float) -> Finding | None:

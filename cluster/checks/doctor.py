@@ -10,9 +10,10 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from cluster.checks import bandwidth as allreduce
-from cluster.checks import gpu_host, nodes
-from cluster.errors import ClusterError, UsageError
+from cluster.checks import nodes
+from cluster.checks.gpu import bandwidth as allreduce
+from cluster.checks.gpu import host as gpu_host
+from cluster.errors import UsageError
 from cluster.findings import Finding
 from cluster.image import locks
 from cluster.launch import folders
@@ -23,7 +24,7 @@ LOCKS = ("host", "train-cpu", "tensorboard")
 
 
 def examine(port: int = tensorboard.PORT) -> list[Finding]:
-    """Return what this machine has and lacks. Changes nothing; starts nothing but `gpu_host`'s container."""
+    """Return what this machine has and lacks. Nothing is changed, and only `gpu_host` starts a container."""
     machine = [_python(), _packages(), _processor(), _disk(), _data(), _port(port)]
     found = [each for runtime in registry.RUNTIMES.values() for each in runtime.examine()]
     return [*machine, *found, *gpu_host.examine()]
@@ -76,7 +77,7 @@ def _packages() -> Finding:
 
 
 def locked() -> list[tuple[str, str]]:
-    """Return the packages and versions that the locks ask for on this machine."""
+    """Return the packages and versions that the locks pin for this machine."""
     return sorted({(pin.name, pin.version) for lock in LOCKS for pin in locks.pins(lock) if pin.applies()})
 
 
@@ -108,8 +109,6 @@ def _data() -> Finding:
 
 
 def _port(port: int) -> Finding:
-    try:
-        tensorboard.check_port(folders.runs_dir(), port)
-    except ClusterError as error:
-        return Finding("tensorboard port", "failed", str(error), "--tensorboard-port 6007")
+    if problem := tensorboard.port_problem(folders.runs_dir(), port):
+        return Finding("tensorboard port", "failed", *problem)
     return Finding("tensorboard port", "ok", f"127.0.0.1:{port} is free or ours")

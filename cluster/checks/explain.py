@@ -10,12 +10,12 @@ from typing import Any
 from cluster import strategies, tf_config
 from cluster.checks import tf_config_lint
 from cluster.checks.tf_config_lint import Member, Reading
-from cluster.control.columns import columns
 from cluster.errors import UsageError
 from cluster.findings import Finding
 from cluster.messages import counted, plain
 from cluster.spec import ClusterSpec, Role
 from cluster.strategies import Strategy
+from cluster.view.columns import columns
 
 MAX_BYTES = 2**20
 
@@ -105,7 +105,7 @@ class Explained:
             return [f"{self.source}: no cluster could be read"]
         own = " (this task)"
         rows = [(each.name + (own if self.is_own(each) else ""), each.address, self.does(each)) for each in members]
-        likely = "" if self.strategy else ", as far as one can tell"
+        likely = "" if self.strategy else ", as far as TF_CONFIG shows"
         return [
             f"{self.source}: {counted(len(self.reading.members), 'task')}, {self.likely.class_name}{likely}",
             *columns([("TASK", "ADDRESS", "WHAT IT DOES"), *rows]),

@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cluster.control import view, watch
+from cluster.control import watch
 from cluster.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from cluster.launch import manifest, startup, teardown
 from cluster.messages import counted, plain, short_path
 from cluster.options.request import Request
 from cluster.run.folder import RunFolder
 from cluster.runtime.base import Shell
+from cluster.view.ended import ended_lines
 
 COMPARED = ("code", "locks", "image", "config", "own_code", "cluster", "data", "environment")
 """The parts of a manifest in which two runs may differ."""
@@ -42,8 +43,8 @@ class Verdict:
     """What differs between the manifests."""
 
     @property
-    def told(self) -> list[str]:
-        """What is printed."""
+    def lines(self) -> list[str]:
+        """The verdict as lines of text."""
         losses = f"the losses of {counted(self.steps_compared, 'logged step')}"
         weights = "the final weights are the same bits" if self.same_weights else "the final weights differ"
         if self.verdict == "identical":
@@ -77,8 +78,8 @@ def rerun(
     """
     _check(run)
     runtime = runtime or str(manifest.read(run).get("runtime", "auto"))
-    asked = Request(again=run.name, runtime=runtime, tensorboard_port="0", trust=trust)
-    planned = startup.begin(asked, sh, began=time.time())
+    request = Request(again=run.name, runtime=runtime, tensorboard_port="0", trust=trust)
+    planned = startup.begin(request, sh, began=time.time())
     try:
         ended = watch.follow(planned.run, lambda value: None)
     except BaseException:
@@ -104,7 +105,7 @@ def parse_tolerance(text: str) -> float:
 def _check(run: RunFolder) -> None:
     if run.script:
         raise UsageError(
-            f"run {run.name!r} is one of a script: it tells no losses to compare; start it again with `up`"
+            f"run {run.name!r} is a script's, which reports no losses to compare; start it again with `up`"
         )
     state = (run.ended or {}).get("state", "in progress")
     if state != "succeeded":
@@ -128,8 +129,8 @@ def compare(first: RunFolder, second: RunFolder, tolerance: float) -> Verdict:
         kind = "identical"
     else:
         kind = "within tolerance" if 0 < tolerance >= largest and same_steps else "different"
-    told = [*_differences(first, second)] if kind != "identical" else []
-    return Verdict(kind, len(apart), largest, from_step, same, told)
+    differences = [*_differences(first, second)] if kind != "identical" else []
+    return Verdict(kind, len(apart), largest, from_step, same, differences)
 
 
 def exit_code(verdict: Verdict | None) -> int:
@@ -141,8 +142,8 @@ def lines(second: RunFolder, verdict: Verdict | None) -> list[str]:
     """Return what is printed of a run that was made again."""
     folder = short_path(second.path)
     if verdict is None:
-        return view.ended(second, folder)
-    return [*map(plain, verdict.told), f"run folder   {folder}"]  # manifests hold what the tasks wrote
+        return ended_lines(second, folder)
+    return [*map(plain, verdict.lines), f"run folder   {folder}"]  # manifests hold what the tasks wrote
 
 
 def to_json(second: RunFolder, verdict: Verdict | None) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Short real trainings with every strategy and both loops: which of them train, and agree with one another.
+"""Short real trainings with every strategy and both loops: whether each trains, and whether their results agree.
 
-Each is an `invoke up` of its own, one after the other, in a folder of runs that is deleted afterwards.
+Each is an `invoke up` of its own, one after the other, in a temporary folder of runs.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from cluster.paths import ROOT
 from cluster.run.folder import RunFolder
 from cluster.strategies import STRATEGIES, Strategy
 from cluster.system import process_table
+from cluster.view.columns import columns
 
 DATASET = "fashion_mnist"
 STEPS = 20
 TRAINING = f"--max-steps {STEPS} --log-every 1 --steps-per-loop 5 --evaluate-every 1000".split()
-"""A short training whose every step is logged, and that is evaluated at its end alone."""
+"""A short training that logs every step and is evaluated only at its end."""
 
 PARITY_STEPS = 10
 PARITY = 1e-5
-"""Largest relative difference between the losses of the first steps and the reference's: how sums are rounded."""
+"""Largest relative difference between the losses of the first steps and the reference's, from the order of sums."""
 ACCURACY = 0.002
 """Largest difference between the accuracy on the test set and the reference's."""
 BAND = 0.05
@@ -42,7 +43,7 @@ BAND = 0.05
 
 CASE_LIMIT_S = 90.0
 LIMIT_S = 285.0
-"""Seconds that all cases have together."""
+"""Seconds for all cases together."""
 
 OK, FAILED, UNVERIFIED = "ok", "failed", "not verified on hardware"
 
@@ -54,14 +55,14 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One training: what is asked of `up`."""
+    """One training: the options of `up`."""
 
     strategy: str
     loop: str
 
     @property
     def kind(self) -> Strategy:
-        """What is known of the strategy."""
+        """The strategy's record."""
         return STRATEGIES[self.strategy]
 
     @property
@@ -96,20 +97,19 @@ class Ended:
     weights: str | None = None
 
 
-def examine(tell: Callable[[str], object]) -> list[Row]:
+def examine(log: Callable[[str], object]) -> list[Row]:
     """Run every case; return its row, as `invoke verify --json` shows it.
 
     Args:
-        tell: takes a line of text as soon as a case has ended.
+        log: called with a line of text whenever a case has ended.
     """
     deadline, reference = time.monotonic() + LIMIT_S, None
     rows: list[Row] = []
     same: dict[str | None, Case] = {}
     runs = Path(tempfile.mkdtemp(prefix="tf-cluster-verify-"))
-    # Asked to end is like Ctrl-C: what was started must be ended.
+    # SIGTERM is handled as Ctrl-C is: what was started must be ended.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        tell(_line({name: name.upper() for name in ("strategy", "loop", "keras", "status", "parity", "detail")}))
         for case in CASES:
             ended = train(case, runs, min(CASE_LIMIT_S, deadline - time.monotonic()))
             if case == CASES[0] and not ended.problem:
@@ -118,11 +118,11 @@ def examine(tell: Callable[[str], object]) -> list[Row]:
             if row["status"] == OK and (first := same.setdefault(ended.weights, case)) != case:
                 row["detail"] += f", same weights as {first.name}"
             rows.append(row)
-            tell(_line(row))
+            log(f"{len(rows)}/{len(CASES)}  {case.name}: {row['status']}")
     finally:
         signal.signal(signal.SIGTERM, before)
         if failed(rows):
-            tell(f"run folders of what failed, and what `up` printed: {runs}")
+            log(f"run folders of what failed, and the output of `up`: {runs}")
         else:
             shutil.rmtree(runs)
     return rows
@@ -158,8 +158,8 @@ def train(case: Case, runs: Path, limit_s: float) -> Ended:
             process_table.kill_with_environment("RUNS_DIR", str(runs))
             if up:  # Ctrl-C may come while it is being started
                 up.wait()
-    told = log.read_text(errors="replace").splitlines()
-    return _read(RunFolder(runs / case.name), code, told, time.monotonic() - began)
+    printed = log.read_text(errors="replace").splitlines()
+    return _read(RunFolder(runs / case.name), code, printed, time.monotonic() - began)
 
 
 def command(case: Case) -> list[str]:
@@ -199,6 +199,22 @@ def judge(case: Case, ended: Ended, reference: Ended | None) -> Row:
     }
 
 
+def lines(rows: list[Row]) -> list[str]:
+    """Return the rows as a table for a terminal."""
+    shown = [
+        (
+            row["strategy"],
+            row["loop"],
+            row["keras"] or "-",
+            row["status"],
+            "-" if row["parity"] is None else f"{row['parity']:.1e}",
+            row["detail"],
+        )
+        for row in rows
+    ]
+    return columns([("STRATEGY", "LOOP", "KERAS", "STATUS", "PARITY", "DETAIL"), *shown], right=(4,))
+
+
 def table(rows: list[Row]) -> list[str]:
     """Return the rows as a Markdown table that is the same on every machine where they end the same."""
     lines = ["| options of `up` | strategy | `--loop` | Keras | status | parity |", "|---|---|---|---|---|---|"]
@@ -224,13 +240,13 @@ def write(rows: list[Row]) -> list[str]:
         RunFailed: a row failed, so nothing is written.
     """
     if count := failed(rows):
-        raise RunFailed(f"{counted(count, 'row')} failed, so no table is written; mend that and try again")
+        raise RunFailed(f"{counted(count, 'row')} failed, so no table is written; correct that and try again")
     documents.renew(DOCUMENTS, BEGIN, table(rows))
     return [short_path(path) for path in DOCUMENTS]
 
 
-def _read(run: RunFolder, code: int | None, told: list[str], seconds: float) -> Ended:
-    """Return how a run ended, by its folder and what `up` told."""
+def _read(run: RunFolder, code: int | None, printed: list[str], seconds: float) -> Ended:
+    """Return how a run ended, from its folder and the output of `up`."""
     summary, result = run.ended or {}, run.result
     losses = run.losses()
     missing = [step for step in range(1, STEPS + 1) if step not in losses]
@@ -239,7 +255,7 @@ def _read(run: RunFolder, code: int | None, told: list[str], seconds: float) -> 
         states = ", ".join(f"{name} {beat['state']}" for name, beat in run.heartbeats().items()) or "no task started"
         problem = f"ended after {seconds:.0f} s because it was not done: {states}"
     elif code != EXIT_DONE or summary.get("state") != "succeeded":
-        errors = [line.removeprefix("error: ") for line in told if line.startswith("error: ")]
+        errors = [line.removeprefix("error: ") for line in printed if line.startswith("error: ")]
         cause = summary.get("cause", {}).get("error")
         problem = cause or (errors or [f"`up` ended with exit code {code}, the run {summary.get('state')}"])[-1]
     elif summary["restarts"]:
@@ -277,9 +293,3 @@ def _in_words(ended: Ended, parity: float | None) -> str:
     accuracy, loss = (ended.metrics.get(name, math.nan) for name in ("eval_accuracy", "eval_loss"))
     results = f"accuracy {accuracy:.4f}, evaluation loss {loss:.4f}"
     return f"{how}loss {ended.losses[1]:.4f} to {ended.losses[STEPS]:.4f}, {results}, {ended.seconds:.0f} s"
-
-
-def _line(row: Row) -> str:
-    parity = f"{row['parity']:.1e}" if isinstance(row["parity"], float) else row["parity"] or "-"
-    keras = row["keras"] or "-"
-    return f"{row['strategy']:<29}{row['loop']:<8}{keras:<18}{row['status']:<26}{parity:<9}{row['detail']}"

@@ -1,4 +1,4 @@
-"""What every task needs of invoke: positional arguments that may be left out, errors in one line, a shell, output."""
+"""What all tasks share: optional positional arguments, errors in one line, a shell, output."""
 
 from __future__ import annotations
 
@@ -39,9 +39,6 @@ JSON_HELP = "print as JSON (default: no)"
 RUN_HELP = "run folder's name (default: the current run)"
 TRUST_HELP = OPTIONS["trust"].full_help
 KNOWN_CODES = (EXIT_USAGE, EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_INTERRUPTED)
-
-DOES_MORE = ("bench", "chaos", "down", "profile", "rerun", "scale", "stop", "tensorboard", "verify")
-"""Tasks that do more than run commands, so that invoke's own --dry would not keep them from it; `up` has a --dry."""
 
 _handle, _complete_context = ParseMachine.handle, ParseMachine.complete_context
 
@@ -84,12 +81,18 @@ def task(*positional: str, **help_texts: str) -> Callable[[Callable[..., Any]], 
     return decorate
 
 
+def has_dry_run(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a task for which invoke's own --dry is enough: all that it changes, it changes by commands."""
+    body.has_dry_run = True  # type: ignore[attr-defined]
+    return body
+
+
 def report_errors(body: Callable[..., Any]) -> Callable[..., Any]:
     """Report an expected error in one line with its exit code, instead of a traceback."""
 
     @functools.wraps(body)
     def wrapped(c: Context, *arguments: Any, **options: Any) -> None:
-        ended = _refuse_dry(body.__name__, c) or _ended(body, (c, *arguments), options)
+        ended = _refuse_dry(body, c) or _ended(body, (c, *arguments), options)
         if _unread() and not (ended and ended.message):
             ended = Exit(code=EXIT_UNREAD)
         if ended:
@@ -98,11 +101,11 @@ def report_errors(body: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _refuse_dry(task: str, c: Context) -> Exit | None:
-    """Refuse invoke's own --dry, which keeps only commands from being run, where a task does more than run them."""
-    if task not in DOES_MORE or not c.config.run.dry:
+def _refuse_dry(body: Callable[..., Any], c: Context) -> Exit | None:
+    """Refuse invoke's own --dry, which only keeps commands from being run, for tasks that may do more than that."""
+    if not c.config.run.dry or getattr(body, "has_dry_run", False):
         return None
-    return Exit(f"error: invoke --dry {task}: there is no dry run of it; leave out --dry", code=EXIT_USAGE)
+    return Exit(f"error: invoke --dry {body.__name__}: it has no dry run; leave out --dry", code=EXIT_USAGE)
 
 
 def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Exit | None:

@@ -64,8 +64,8 @@ class Result:
         return self.ended in KINDS[self.kind].ends
 
     @property
-    def told(self) -> str:
-        """What is printed."""
+    def description(self) -> str:
+        """The result in words."""
         if self.ended:
             return f"the run {self.ended} {self.resumed_s:.1f} s later"
         if self.detected_s is None:

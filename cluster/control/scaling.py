@@ -11,7 +11,7 @@ import sys
 import time
 
 from cluster import spec
-from cluster.control import view, watch
+from cluster.control import watch
 from cluster.errors import EXIT_DONE, TimedOut, UsageError
 from cluster.launch import planning, startup, teardown
 from cluster.launch.plan import Plan
@@ -23,6 +23,7 @@ from cluster.run import claim
 from cluster.run.folder import SCALE, RunFolder
 from cluster.runtime.base import Shell
 from cluster.spec import ClusterSpec, Role
+from cluster.view.ended import ended_lines
 
 BY = "invoke scale"
 SHOWN_COUNTS = 3
@@ -55,15 +56,15 @@ def scale(run: RunFolder, workers: str, ps: str, sh: Shell, *, trust: bool = Fal
         print(f"{run.name}: every task saves at the same step and ends, then it goes on", flush=True)
         began = time.monotonic()
         stopped = stop(run)
-        step, told = _reached(run)
+        step, reached = _reached(run)
         swapped = stopped and _swap(planned, sh)
     if not swapped:
         return _report_end(run, sh, "ended before it was scaled")
     run.event("chief", "scaled", step=step, **_counts(before, "before"), **_counts(planned.cluster, "after"))
-    told = f"scaled {_sizes(before, planned.cluster)} at {told}"
+    done = f"scaled {_sizes(before, planned.cluster)} at {reached}"
     if not watch.until_training(run, lambda value: None):
-        return _report_end(run, sh, f"was {told}, and ended before every task trained again")
-    print(f"{told}; every task trains again after {time.monotonic() - began:.1f} s")
+        return _report_end(run, sh, f"was {done}, and ended before every task trained again")
+    print(f"{done}; every task trains again after {time.monotonic() - began:.1f} s")
     return EXIT_DONE
 
 
@@ -201,7 +202,7 @@ def _report_end(run: RunFolder, sh: Shell, how: str) -> int:
     """Tell of a run that ended while it was being scaled; return the exit code."""
     ended = watch.follow(run, lambda value: None)
     left = teardown.finish(run, sh)
-    print("\n".join([f"{run.name} {how}", *view.ended(run, short_path(run.path))]))
+    print("\n".join([f"{run.name} {how}", *ended_lines(run, short_path(run.path))]))
     if left:
         print(left, file=sys.stderr)
     return watch.exit_code(ended)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Sequence
 
-from cluster.control import chaos, view, watch
+from cluster.control import chaos, watch
 from cluster.control.faults import KINDS
 from cluster.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from cluster.messages import counted, short_path
@@ -13,6 +13,7 @@ from cluster.results import reference
 from cluster.run.folder import RunFolder
 from cluster.runtime import registry
 from cluster.spec import Role
+from cluster.view.ended import ended_lines
 
 STEPS_BETWEEN = (5, 40)
 """Fewest and most new steps between two faults."""
@@ -28,20 +29,18 @@ def main(run: RunFolder, count: int, seed: int, kinds: Sequence[str]) -> int:
     results = deal(run, count, seed, kinds, lambda line: print(line, flush=True))
     print(f"{counted(len(results), 'fault')} inflicted; waiting for the run's end", flush=True)
     ended = watch.follow(run, lambda value: None)
-    print("\n".join(view.ended(run, short_path(run.path))))
+    print("\n".join(ended_lines(run, short_path(run.path))))
     if ended["state"] != "succeeded":
         cause = ended.get("cause")
         why = f": {cause['task'] or 'the run'}: {cause['error']}" if cause else ""
         print(f"the run {ended['state']} after {len(results)} of {counted(count, 'fault')}{why}")
     elif len(results) < count:
-        print(f"the run had no room for {count} faults: train for longer (-- --max-steps), or ask for fewer (--faults)")
+        print(f"the run had no room for {count} faults: train for longer (-- --max-steps), or request fewer (--faults)")
     well = ended["state"] == "succeeded" and len(results) == count and reference.same_bits(run) is not False
     return EXIT_DONE if well else EXIT_FAILED
 
 
-def deal(
-    run: RunFolder, count: int, seed: int, kinds: Sequence[str], tell: Callable[[str], None]
-) -> list[chaos.Result]:
+def deal(run: RunFolder, count: int, seed: int, kinds: Sequence[str], log: Callable[[str], None]) -> list[chaos.Result]:
     """Inflict one fault after the other, some steps apart, until there were enough or the run has no room for more.
 
     Args:
@@ -49,7 +48,7 @@ def deal(
         count: of the faults.
         seed: the same faults come again with the same seed; when, is up to the run.
         kinds: to draw from; none: those that fit the run.
-        tell: called with a line for each.
+        log: called with a line for each.
     """
     draw = random.Random(seed)  # noqa: S311  # chaos needs to be repeated, not to be secret
     results: list[chaos.Result] = []
@@ -57,12 +56,12 @@ def deal(
         fault = _drawn(run, draw, kinds)
         if run.ended or run.newest_step + STEPS_BETWEEN[1] >= _last_step(run):
             break  # there is no room for another one
-        tell(f"fault {number}/{count}: {fault} at step {fault.at_step}")
+        log(f"fault {number}/{count}: {fault} at step {fault.at_step}")
         try:
             results.append(chaos.inflict(run, fault))
         except UsageError:
             break  # it ended meanwhile
-        tell(f"  {results[-1].told}")
+        log(f"  {results[-1].description}")
         if results[-1].ended:
             break
     return results
@@ -80,7 +79,7 @@ def check(run: RunFolder, kinds: Sequence[str]) -> None:
         chaos.check(run, chaos.Fault(kind, "chief"))
     if run.script:
         raise UsageError(
-            "storm with a script: a script tells no steps to deal the faults by; kill its tasks one by one"
+            "storm with a script: a script reports no steps between which to inject faults; kill its tasks one by one"
         )
 
 

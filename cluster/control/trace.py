@@ -28,7 +28,7 @@ WORKING = frozenset({"training", "saving", "evaluating"})
 
 
 def trace(run: RunFolder, name: str, steps: int, timeout_s: float = PATIENCE_S) -> list[str]:
-    """Have a task trace its next steps; return what is printed of it.
+    """Have a task trace its next steps; return lines of text about it.
 
     Raises:
         UsageError: the task cannot be traced, or is being traced.
@@ -49,7 +49,7 @@ def trace(run: RunFolder, name: str, steps: int, timeout_s: float = PATIENCE_S) 
     unprepared = [folder for folder in run.traces(name) if not (folder / trace_cache.VERSION).exists()]
     worked = [trace_cache.prepare(folder) for folder in unprepared]
     failed = ["note         not prepared for the Profile tab in a container; `make setup` renews .venv"]
-    return [*told(run, answer, steps), *([] if all(worked) else failed)]
+    return [*lines(run, answer, steps), *([] if all(worked) else failed)]
 
 
 def check(run: RunFolder, name: str) -> None:
@@ -70,23 +70,23 @@ def check(run: RunFolder, name: str) -> None:
             f"run {run.name!r} has ended, so nothing trains in it; `invoke up --resume {run.name}` goes on"
         )
     if spec.serves(task):
-        raise UsageError(f"{name} takes no steps of its own, it does what the chief asks; `invoke profile chief`")
+        raise UsageError(f"{name} takes no steps of its own, it runs what the chief sends; `invoke profile chief`")
     if task.role == Role.EVALUATOR:
         raise UsageError(f"{name} takes no training steps; name one that does: `invoke profile chief`")
     if spec.kind.served and run.load_config().get("loop") == "fit":
         raise UsageError(
-            "Keras's fit under parameter servers tells of no single step; there only --loop custom can be traced"
+            "Keras's fit under parameter servers reports no single steps; use --loop custom to trace there"
         )
     state = look_once(run, name).get(name, {}).get("state", "not started")
     if state not in WORKING:
-        then = f"`invoke logs {name}` tells more" if state in {*FINAL_STATES, "lost"} else "try again once it trains"
+        then = f"see `invoke logs {name}`" if state in {*FINAL_STATES, "lost"} else "try again once it trains"
         raise UsageError(f"{name} is {state}, expected one that trains; {then} (`invoke status` shows it)")
 
 
-def told(run: RunFolder, answer: dict[str, Any], steps: int) -> list[str]:
-    """Return what is printed of a trace."""
+def lines(run: RunFolder, answer: dict[str, Any], steps: int) -> list[str]:
+    """Return a trace as lines of text."""
     held = answer["last"] - answer["first"] + 1
-    more = f", {counted(steps, 'step')} asked for: whole calls of the training are traced" if held != steps else ""
+    more = f", {counted(steps, 'step')} requested: whole calls of the training are traced" if held != steps else ""
     port = tensorboard.running(run.path.parent)
     where = f"{tensorboard.address(port)}/#profile" if port else "invoke tensorboard, then its Profile tab"
     return [
@@ -106,7 +106,7 @@ def _ask(run: RunFolder, request: dict[str, Any]) -> None:
         )
     remove(run.trace_request)  # whoever requested it was killed
     if not create_json(run.trace_request, request, records.trace_request):
-        raise UsageError(f"somebody else has just asked run {run.name!r} for a trace; wait until that is done")
+        raise UsageError(f"somebody else has just requested a trace of run {run.name!r}; wait until that is done")
 
 
 def _await(run: RunFolder, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from cluster.control import view
 from cluster.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -25,11 +24,14 @@ from cluster.options.request import Request
 from cluster.results import summary
 from cluster.run import claim, owner, records
 from cluster.run.folder import LOST_AFTER_S, SCALE_PATIENCE_S, RunFolder
-from cluster.run.liveness import Pulse
+from cluster.run.liveness import LivenessMonitor
 from cluster.runtime import registry, tensorboard
 from cluster.runtime.base import Runtime, Shell
 from cluster.system import interrupts
 from cluster.system.json_files import write_json
+from cluster.view.ended import ended_lines
+from cluster.view.live import Live
+from cluster.view.status import read_status
 
 POLL_S = 0.2
 START_TIMEOUT_S = 90.0
@@ -49,10 +51,10 @@ def follow(
     Raises:
         TimedOut: it has none after `timeout_s`.
     """
-    deadline, pulse = time.monotonic() + timeout_s, Pulse(run)
+    deadline, monitor = time.monotonic() + timeout_s, LivenessMonitor(run)
     while (ended := run.ended) is None:
-        on_status(view.status(run, pulse.look(), with_board=False))
-        _notice_silence(run, pulse)
+        on_status(read_status(run, monitor.look(), with_board=False))
+        _notice_silence(run, monitor)
         if time.monotonic() > deadline:
             raise TimedOut(f"run {run.name} has not ended after {timeout_s:g} s; it goes on, see `invoke status`")
         time.sleep(POLL_S)
@@ -61,16 +63,16 @@ def follow(
 
 def until_training(run: RunFolder, on_status: Callable[[dict[str, Any]], None]) -> bool:
     """Watch a run until every task trains; return False where it ended before."""
-    pulse = Pulse(run)
+    monitor = LivenessMonitor(run)
     while not run.ended:
         names = {task.name for task in run.load_cluster().tasks}  # anew: it may be scaled meanwhile
-        value = view.status(run, pulse.look(), with_board=False)
+        value = read_status(run, monitor.look(), with_board=False)
         on_status(value)
         under_way = {"training", "saving", "evaluating", "done"}
         all_train = {beat["task"] for beat in value["tasks"] if beat["state"] in under_way} == names
         if all_train and (value["step"] or run.script):  # a script reports no steps
             return True
-        _notice_silence(run, pulse)
+        _notice_silence(run, monitor)
         time.sleep(POLL_S)
     return False
 
@@ -108,7 +110,7 @@ def end(run: RunFolder, by: str, timeout_s: float, sh: Shell, *, also: Iterable[
     except TimedOut:  # a run that cannot stop is ended all the same
         pass
     except Exception as error:
-        print(f"{run.name} cannot be asked to stop: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{run.name} cannot be stopped: {' '.join(str(error).split())}", file=sys.stderr)
     with claim.hold(run, "ended", wait_s=claim.WAIT_S):
         teardown.remove(run, sh, also=also)
         teardown.record_end(run)
@@ -129,7 +131,7 @@ def up(request: Request, sh: Shell, *, began: float) -> int:
         plans.append(plan)
 
     try:
-        plan = startup.begin(request, sh, began=began, tell=announce)
+        plan = startup.begin(request, sh, began=began, announce=announce)
         return attend(plan.run, plan.runtime.board, plan.tensorboard_port, request.detach, sh)
     except KeyboardInterrupt:  # after the tasks were started and before `attend` looks after them
         if plans:
@@ -144,7 +146,7 @@ def attend(run: RunFolder, board: str, port: int, detach: bool, sh: Shell) -> in
     """
     try:
         try:
-            with view.Live() as live:
+            with Live() as live:
                 ended = _watch(run, board, port, detach, sh, live)
         except KeyboardInterrupt:
             how = "every script gets a SIGTERM" if run.script else "every task saves at the same step"
@@ -162,13 +164,13 @@ def attend(run: RunFolder, board: str, port: int, detach: bool, sh: Shell) -> in
     if ended is None:
         return EXIT_DONE
     left = teardown.finish(run, sh)
-    print("\n".join(view.ended(run, short_path(run.path))), flush=True)
+    print("\n".join(ended_lines(run, short_path(run.path))), flush=True)
     if left:
         print(left, file=sys.stderr)
     return exit_code(ended)
 
 
-def _watch(run: RunFolder, board: str, port: int, detach: bool, sh: Shell, live: view.Live) -> dict[str, Any] | None:
+def _watch(run: RunFolder, board: str, port: int, detach: bool, sh: Shell, live: Live) -> dict[str, Any] | None:
     """Show a run until it ends; return its summary, or None where it goes on as it should."""
 
     def show(value: dict[str, Any]) -> None:
@@ -232,25 +234,25 @@ def exit_code(ended: dict[str, Any]) -> int:
     return EXIT_INTERRUPTED if ended["state"] == "stopped" else EXIT_DONE
 
 
-def _notice_silence(run: RunFolder, pulse: Pulse) -> None:
+def _notice_silence(run: RunFolder, monitor: LivenessMonitor) -> None:
     """End a run of which nothing is left alive: its engine stopped, or somebody killed everything.
 
     Args:
         run: which is watched.
-        pulse: what this watcher has seen of it. The times that others wrote would end runs that only seem silent.
+        monitor: what this watcher has seen of it. The times that others wrote would end runs that only seem silent.
     """
-    if pulse.silence_s <= LOST_AFTER_S:
+    if monitor.silence_s <= LOST_AFTER_S:
         return
     # While the supervisor imports for all tasks it can be too busy to write their heartbeats, for long under load.
     owned = owner.read(run)
-    starting = not pulse.begun or (owned is not None and owned.alive)
+    starting = not monitor.begun or (owned is not None and owned.alive)
     patience_s = START_TIMEOUT_S if starting else LOST_AFTER_S
     if run.scale_requested:
         patience_s = SCALE_PATIENCE_S
     runtime = registry.of(run)
-    if pulse.silence_s <= patience_s or (runtime.is_remote and runtime.alive(run)):
+    if monitor.silence_s <= patience_s or (runtime.is_remote and runtime.alive(run)):
         return
-    cause = "no task gives a sign of life: the engine or the supervisor stopped"
+    cause = "no task writes heartbeats: the engine or the supervisor stopped"
     if run.goes_on and run.scale_requested:
         cause = f"every task saved and ended to be scaled, but `invoke scale` did not go on in {SCALE_PATIENCE_S:.0f} s"
         write_json(run.control / "outcome.json", {"state": "failed", "time": time.time(), "error": cause})

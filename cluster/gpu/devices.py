@@ -1,4 +1,4 @@
-"""The GPUs of this machine as `nvidia-smi` tells of them: which there are, and which are neighbours."""
+"""The GPUs of this machine as `nvidia-smi` reports them, and how they are connected."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Gpu:
     """A GPU, or one instance of a GPU in MIG mode."""
 
     id: str
-    """Its index in the order of the PCI bus; of a MIG instance the UUID: what CUDA and the engine are told."""
+    """Its index in the order of the PCI bus; of a MIG instance the UUID, which is what CUDA and the engine take."""
     uuid: str
     model: str
     memory_mib: int
@@ -43,7 +43,7 @@ class Machine:
     gpus: tuple[Gpu, ...]
     """In the order of their indices."""
     instances: tuple[Gpu, ...] = ()
-    """The MIG instances, where they were asked for."""
+    """The MIG instances, if they were requested."""
     links: Mapping[tuple[str, str], str] = field(default_factory=dict)
     """How two of them are connected: NV4, PIX, SYS and so on. Empty where `nvidia-smi topo` gave no answer."""
     nodes: Mapping[str, str] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Machine:
         """Return how near two GPUs are: NVLinks between them first, then the path over PCIe or the NUMA node."""
         link = self.links.get((one, other), "")
         if match := NVLINK.fullmatch(link):
-            # The path beside the links is not told, but two sockets lie between two NUMA nodes.
+            # `nvidia-smi` does not report paths without a link, but two NUMA nodes are on two sockets.
             together = self.nodes.get(one) is not None and self.nodes.get(one) == self.nodes.get(other)
             return int(match[1]), PATHS["NODE" if together else "SYS"]
         return 0, PATHS.get(link, 0)
@@ -69,22 +69,22 @@ def machine(what: str, *, with_instances: bool = False) -> Machine:
     """Return this machine's GPUs.
 
     Args:
-        what: the option that they are wanted for.
-        with_instances: whether MIG instances are asked for.
+        what: the option that needs them.
+        with_instances: whether MIG instances are listed, too.
 
     Raises:
-        PrerequisiteError: there is none, or no driver to tell.
+        PrerequisiteError: there is none, or no driver that reports it.
     """
     code, text = ask(*QUERY)
     if code:
         why = text.splitlines()[-1].strip() if text else "it says nothing"
         raise PrerequisiteError(
-            f"{what}: this machine tells of no GPU ({why}); install NVIDIA's driver, or use --gpus none"
+            f"{what}: no GPU was found on this machine ({why}); install NVIDIA's driver, or use --gpus none"
         )
     gpus = inventory(text)
     if not gpus:
         raise PrerequisiteError(f"{what}: nvidia-smi lists no GPU on this machine; use --gpus none, or another machine")
-    links, nodes = neighbours(ask(*TOPOLOGY)[1])  # of a complaint nothing is known
+    links, nodes = neighbours(ask(*TOPOLOGY)[1])  # empty if it failed
     found = ask(*LIST) if with_instances else (1, "")
     return Machine(gpus, instances(found[1]) if found[0] == 0 else (), links, nodes)
 
@@ -122,11 +122,11 @@ def neighbours(text: str) -> tuple[dict[tuple[str, str], str], dict[str, str]]:
     for name, *cells in rows[at + 1 :]:
         if not (match := re.fullmatch(r"GPU(\d+)", name)):
             continue
-        told = dict(zip(rows[at], cells, strict=False))
-        for other, link in told.items():
+        row = dict(zip(rows[at], cells, strict=False))
+        for other, link in row.items():
             if (column := re.fullmatch(r"GPU(\d+)", other)) and other != name:
                 links[match[1], column[1]] = link
-        near = [told.get(column, "N/A") for column in ("NUMA Affinity", "CPU Affinity")]
+        near = [row.get(column, "N/A") for column in ("NUMA Affinity", "CPU Affinity")]
         if node := next((cell for cell in near if cell != "N/A"), ""):
             nodes[match[1]] = node
     return links, nodes

@@ -100,7 +100,7 @@ def ids_in(compose: Mapping[str, Any]) -> list[str]:
 
 
 def parse(gpus: str, per_task: str) -> GpuRequest | None:
-    """Return what `--gpus` and `--gpus-per-task` ask for; None where it is no GPU at all.
+    """Return what `--gpus` and `--gpus-per-task` request; None if that is no GPU at all.
 
     Raises:
         UsageError: they are not understood, or contradict each other.
@@ -219,12 +219,12 @@ def _free(request: GpuRequest, machine: Machine, num_tasks: int, busy: Mapping[s
         besides = " and ".join(f"{number} {what}" for what, number in others.items() if number)
         raise UsageError(
             f"{request.text}: {counted(count, 'GPU')} for {counted(num_tasks, 'task')}, and this machine has "
-            f"{len(usable)}{f' besides {besides}' if besides else ''}; ask for fewer, or use fewer workers"
+            f"{len(usable)}{f' besides {besides}' if besides else ''}; request fewer, or use fewer workers"
         )
     if len(pool) < count:
         raise UsageError(
             f"{request.text}: {count} GPUs are needed, and at most {len(pool)} are of one model ({_models(usable)}); "
-            "ask for fewer, or name them to mix models"
+            "request fewer, or name them to mix models"
         )
     return pool
 
@@ -240,7 +240,7 @@ def _count(request: GpuRequest, available: int, num_tasks: int) -> int:
         )
     if count > available:
         raise UsageError(
-            f"{request.text}: {tasks} would need {count}, and there are {available} to choose from; ask for fewer, or "
+            f"{request.text}: {tasks} would need {count}, and there are {available} to choose from; request fewer, or "
             "use fewer workers"
         )
     if count % num_tasks:

@@ -29,8 +29,8 @@ def check() -> None:
     Raises:
         PrerequisiteError: it does not, or there is none.
     """
-    if told := difference(_installed(), RECORD.read_text()):
-        raise PrerequisiteError(told)
+    if problem := difference(_installed(), RECORD.read_text()):
+        raise PrerequisiteError(problem)
 
 
 def renew() -> None:

@@ -1,4 +1,4 @@
-"""The git checkout that runs: its commit, and what differs from it. Outside of one there is nothing to tell."""
+"""The git checkout that runs: its commit, and what differs from it. Outside a checkout all of this is empty."""
 
 from __future__ import annotations
 

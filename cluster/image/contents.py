@@ -24,7 +24,7 @@ Shell = Callable[[str], object]
 """Runs a command."""
 
 _DIGITS = 12
-"""Of a sha256, where it is told: enough to tell two apart."""
+"""Digits of a sha256 that messages show: enough to distinguish two."""
 
 _KINDS = {
     tarfile.REGTYPE: "file",
@@ -232,14 +232,14 @@ def _how(first: Entry | None, second: Entry | None, names: tuple[str, str]) -> s
     """Return in what two entries of the same path differ."""
     if first is None or second is None:
         return f"only in {names[0] if second is None else names[1]}"
-    told = []
+    differences = []
     for field in Entry.__dataclass_fields__:
         pair = [getattr(entry, field) for entry in (first, second)]
         if pair[0] != pair[1]:
             ours, theirs = (str(value)[:_DIGITS] if field == "content" else value for value in pair)
-            told.append(f"{field} {_said(ours)} and {_said(theirs)}")
-    return ", ".join(told)
+            differences.append(f"{field} {_shown(ours)} and {_shown(theirs)}")
+    return ", ".join(differences)
 
 
-def _said(value: Any) -> str:
+def _shown(value: Any) -> str:
     return f"{value:.10g}" if isinstance(value, float) else str(value) or "none"

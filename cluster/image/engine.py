@@ -1,4 +1,4 @@
-"""The Docker Engine: whether one answers, asked with a bound so that a wedged one cannot hang a command."""
+"""The Docker Engine: whether one answers. Every call has a time limit, so that a stuck engine cannot hang a command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMPOSE_TIMEOUT_S = 300.0
 BUILD_TIMEOUT_S = 3600.0
 """Longest time to build, import or save an image."""
 _ADVICE = re.compile(r"\s*(Run|See) 'docker [^']*--help'[^\n]*$")
-"""What the client says last, after the reason that is wanted."""
+"""The client's last line, after the one with the reason."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def fix(detail: str) -> str:
 
 
 def memory_bytes() -> int:
-    """Return the memory of the engine's machine, perhaps a virtual one; where it does not tell, of this one."""
+    """Return the memory of the engine's machine, which may be virtual; of this machine if it does not say."""
     code, text = ask("info", "--format", "{{.MemTotal}}")
     return int(text) if code == 0 and text.isdecimal() and int(text) else memory.total_bytes()
 

@@ -88,32 +88,32 @@ def train_image(accelerator: str) -> str:
     return f"{namespace()}/train:{accelerator}"
 
 
-def default_base(asked: str = "") -> Base:
-    """Return what to build from: the image asked for, $BASE_IMAGE, or else the first of these that there is.
+def default_base(requested: str = "") -> Base:
+    """Return what to build from: the requested image, $BASE_IMAGE, or else the first of these that exists.
 
     Images on this engine come first, so that a machine without a registry waits for one only once; then the official
     Python image, pinned to the digest that its tag has now; then a Debian base that `base_commands` makes.
 
     Raises:
-        UsageError: what is asked for is no image's name.
-        PrerequisiteError: the image asked for cannot be had, or a base must be made and mmdebstrap is not installed.
+        UsageError: the requested one is no image's name.
+        PrerequisiteError: the requested image is not available, or a base must be made and mmdebstrap is not installed.
     """
-    asked = asked or os.environ.get("BASE_IMAGE", "")
-    if asked and not re.fullmatch(_REFERENCE, asked):
-        raise UsageError(f"base image {asked!r}: expected an image's name, such as {PYTHON_BASE}; name one, or none")
-    for name in [asked] if asked else [PYTHON_BASE, DEBIAN_BASE]:
+    requested = requested or os.environ.get("BASE_IMAGE", "")
+    if requested and not re.fullmatch(_REFERENCE, requested):
+        raise UsageError(f"base image {requested!r}: expected an image's name, such as {PYTHON_BASE}; or name none")
+    for name in [requested] if requested else [PYTHON_BASE, DEBIAN_BASE]:
         if found := _on_engine(name):
             return found
-    name = asked or PYTHON_BASE
+    name = requested or PYTHON_BASE
     code, answer = engine.ask(
         "buildx", "imagetools", "inspect", "--format={{.Manifest.Digest}}", name, timeout_s=REGISTRY_TIMEOUT_S
     )
     if code == 0:
         return Base(f"{name.partition('@')[0]}@{answer}", answer)
     reason = _last_line(answer)
-    if asked:
+    if requested:
         raise PrerequisiteError(
-            f"base image {asked} is neither on this engine nor in a registry that answers ({reason}); "
+            f"base image {requested} is neither on this engine nor in a registry that answers ({reason}); "
             "name one with Python 3.11, or none for the default"
         )
     if shutil.which("mmdebstrap") is None:
@@ -178,27 +178,27 @@ def build_command(image: str, accelerator: str, base: Base, *options: str) -> st
 def inputs_sha256(base: Base) -> str:
     """Return a hash of all that images are built from: files, base, date and labels, as they are now.
 
-    Which image it is, and for which accelerator, its name tells. Of a file's mode only counts what git keeps, whether
-    it is a program: the build sets the others.
+    Which image it is, and for which accelerator, is in its name. Of a file's mode only what git keeps counts: whether
+    it is executable. The build sets the rest.
     """
-    asked = [json.dumps(_labels(base, checkout.commit_time_s())), *([] if base.digest else base.layers)]
+    settings = [json.dumps(_labels(base, checkout.commit_time_s())), *([] if base.digest else base.layers)]
     files = [ROOT / "docker" / "Dockerfile", *_context()]
     names = [str(path.relative_to(ROOT)) for path in files]
     programs = [name for name, path in zip(names, files, strict=True) if path.stat().st_mode & stat.S_IXUSR]
-    return files_sha256(ROOT, names, "\0".join([*asked, *programs]).encode())
+    return files_sha256(ROOT, names, "\0".join([*settings, *programs]).encode())
 
 
 def are_current(accelerator: str) -> bool:
     """Return whether both images are on this engine, and a build on the base that they stand on would change nothing.
 
-    No registry is asked for a newer base, and $BASE_IMAGE must name the same one if it is set.
+    No registry is queried for a newer base; $BASE_IMAGE must name the same one if it is set.
     """
     names = [name(image, accelerator) for image in IMAGES]
-    code, told = engine.ask("image", "inspect", "--format={{json .Config.Labels}}", *names)
-    labels = [json.loads(line) or {} for line in told.splitlines()] if code == 0 else [{}]
+    code, text = engine.ask("image", "inspect", "--format={{json .Config.Labels}}", *names)
+    labels = [json.loads(line) or {} for line in text.splitlines()] if code == 0 else [{}]
     recorded = [labels[0].get(f"{_OCI}base.{key}", "") for key in ("name", "digest")]
-    asked, _, asked_digest = os.environ.get("BASE_IMAGE", "").partition("@")
-    if not recorded[0] or asked not in ("", recorded[0]) or asked_digest not in ("", recorded[1]):
+    requested, _, requested_digest = os.environ.get("BASE_IMAGE", "").partition("@")
+    if not recorded[0] or requested not in ("", recorded[0]) or requested_digest not in ("", recorded[1]):
         return False
     base = Base(*recorded) if recorded[1] else _on_engine(recorded[0])
     return base is not None and {each.get(INPUTS_LABEL) for each in labels} == {inputs_sha256(base)}
@@ -206,10 +206,10 @@ def are_current(accelerator: str) -> bool:
 
 def _on_engine(name: str) -> Base | None:
     """Return an image of this engine."""
-    code, told = engine.ask("image", "inspect", "--format=[{{json .RepoDigests}}, {{json .RootFS.Layers}}]", name)
+    code, text = engine.ask("image", "inspect", "--format=[{{json .RepoDigests}}, {{json .RootFS.Layers}}]", name)
     if code:
         return None
-    digests, layers = json.loads(told)
+    digests, layers = json.loads(text)
     return Base(name, digests[0].partition("@")[2] if digests else "", tuple(layers))
 
 

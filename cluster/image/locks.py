@@ -33,7 +33,7 @@ class Pin:
     """The environments that want it, as in PEP 508; empty for all."""
 
     def applies(self, python: str = "") -> bool:
-        """Return whether this machine wants the package, for this Python or for a version such as `3.11`."""
+        """Return whether the pin applies to this machine, for this Python or for a version such as `3.11`."""
         from packaging.markers import Marker  # here, because `up` does without it
 
         other = {"python_version": python, "python_full_version": f"{python}.0"} if python else {}
@@ -41,7 +41,7 @@ class Pin:
 
 
 def pins(target: str) -> list[Pin]:
-    """Return the packages that a target's lock asks for."""
+    """Return the packages that a target's lock pins."""
     text = (ROOT / DIRECTORY / f"{target}.lock").read_text()
     found = re.findall(r"^([\w.-]+)==(\S+)(?: ; (.+?))? \\$", text, re.MULTILINE)
     return [Pin(name, version, marker) for name, version, marker in found]

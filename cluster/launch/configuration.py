@@ -17,7 +17,12 @@ from cluster.system import user_code
 
 
 def resolve(
-    request: Request, base: Path | None, packages: Path | None, data_dir: Path, code_dirs: Sequence[str] = ()
+    request: Request,
+    base: Path | None,
+    packages: Path | None,
+    data_dir: Path,
+    code_dirs: Sequence[str] = (),
+    cores: int = 0,
 ) -> tuple[dict[str, Any], tuple[Path, ...], str]:
     """Return the checked configuration, the folders of the user's modules that it names, and its prepared data.
 
@@ -29,11 +34,12 @@ def resolve(
         packages: extra packages that those modules import.
         data_dir: where prepared data lies.
         code_dirs: where a run that is resumed had the user's modules, in case they are found nowhere else.
+        cores: that each task can use, where it runs on another machine; 0: those of this machine.
 
     Raises:
         UsageError: a preset, an option or a value is wrong.
     """
-    command = [f"--data-dir={data_dir}", *([f"--base={base}"] if base else [])]
+    command = [f"--data-dir={data_dir}", f"--cores={cores}", *([f"--base={base}"] if base else [])]
     value: dict[str, Any] = _ask(request, [*command, "--", *request.training()], packages, code_dirs)
     return value["config"], tuple(Path(folder) for folder in value["code_dirs"]), value["data"]
 
@@ -67,15 +73,17 @@ def check(
         UsageError: they do not fit, or the model cannot be cut into the cluster's stages.
     """
     named = [str(config.get(part, "")) for part in ("dataset", "model", "loss")]
+    named.append(config.get("optimizer", {}).get("name", ""))
     if not cluster.kind.staged and not any(":" in name and not name.startswith("train.") for name in named):
         return {}
     words = ["--config", json.dumps(config), "--strategy", cluster.strategy, "--data-dir", str(data_dir)]
     words += ["--stages", str(cluster.stages if cluster.kind.staged else 0)]
+    words += ["--pipelines", str(cluster.pipelines)]
     words += ["--memory-bytes", str(memory_bytes)] if memory_bytes else []
     words += ["--record", str(record)] if record and record.exists() else []
     stages: dict[str, Any] = user_code.run(
         [sys.executable, "-m", "train.startup.preflight", *words],
-        f"--model {config['model']!r} or --loss {config['loss']!r}",
+        f"--model {config['model']!r}, --loss {config['loss']!r} or --optimizer.name {config['optimizer']['name']!r}",
         "PRESET_TIMEOUT_S",
         cwd=ROOT,
         environment=os.environ | {"PYTHONPATH": os.pathsep.join(path)},

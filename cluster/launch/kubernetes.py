@@ -29,7 +29,7 @@ MAX_GPUS = 64
 
 @dataclass(frozen=True)
 class Place:
-    """What is asked for of the Kubernetes cluster, as typed; empty is the default."""
+    """What is requested of the Kubernetes cluster, as typed; empty is the default."""
 
     kind: str = "jobset"
     image: str = ""
@@ -43,7 +43,7 @@ def render(request: Request, place: Place) -> dict[str, list[dict[str, Any]]]:
     """Return the objects by the file that they belong to, in the order to apply them. Changes nothing.
 
     Raises:
-        UsageError: something asked for cannot be done.
+        UsageError: something requested cannot be done.
     """
     manifest = _manifest(request, place)
     board = {"tensorboard.yaml": objects.tensorboard(manifest)} if manifest.tensorboard_image else {}
@@ -88,9 +88,10 @@ def _manifest(request: Request, place: Place) -> Manifest:
             f"--name {name!r}: Kubernetes takes small letters, digits and '-', at most 40, the first a letter; "
             "choose such a name"
         )
+    cpus = spec.parse_count("cpus", place.cpus, 1, 1024)
     gpus = spec.parse_count("gpus-per-task", request.gpus_per_task or 0, 0, MAX_GPUS)
     cluster = _cluster(request, gpus)
-    config, _, _ = configuration.resolve(request, None, None, folders.data_dir())
+    config, _, _ = configuration.resolve(request, None, None, folders.data_dir(), cores=cpus)
     planning.check_sharing(config, cluster)
     board = request.number("tensorboard_port")
     hosts = jobs.jobset_hosts if place.kind == "jobset" else jobs.tfjob_hosts
@@ -103,7 +104,7 @@ def _manifest(request: Request, place: Place) -> Manifest:
         tensorboard_image=(place.tensorboard_image or images.tensorboard_image()) if board else "",
         claim=place.claim,
         memory_bytes=_memory_bytes(request),
-        cpus=spec.parse_count("cpus", place.cpus, 1, 1024),
+        cpus=cpus,
         gpus=gpus,
         environment=_environment(request, gpus),
     )

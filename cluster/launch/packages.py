@@ -152,7 +152,7 @@ def _resolve(requirements: Path, python: str, scratch: Path) -> list[str]:
 
 
 def _line(package: dict[str, Any], requirements: Path) -> str:
-    """Return a package of pip's report as a requirement that only its very file meets."""
+    """Return a package of pip's report as a requirement that only this file satisfies."""
     name, origin = package["metadata"]["name"], package["download_info"]
     digest = origin.get("archive_info", {}).get("hashes", {}).get("sha256")
     if not digest and origin["url"].startswith("file://"):  # pip 23.0 reports none for a file

@@ -97,7 +97,14 @@ class Plan(Workload):
         bubble = (stages - 1) / (micro_batches + stages - 1)
         cut = self.try_configuration()
         del cut["record"]
-        return {**self.config["pipeline"], "micro_batches": micro_batches, "bubble": bubble, **cut}
+        pipelines = self.cluster.pipelines
+        return {
+            **self.config["pipeline"],
+            "pipelines": pipelines,
+            "micro_batches": micro_batches,
+            "bubble": bubble,
+            **cut,
+        }
 
     def try_configuration(self) -> dict[str, Any]:
         """Check that model, data and loss fit together; return the stages, see `configuration.check`.
@@ -127,7 +134,7 @@ class Plan(Workload):
         if settings is None or batch is None:
             return None
         rule, base_batch = settings.get("scaling", "none"), settings.get("base_batch", batch)
-        rate = settings["learning_rate"]
+        rate, schedule = settings["learning_rate"], settings.get("schedule", "constant")
         return {
             "precision": spec.precision_of(self.cluster.strategy, self.config.get("precision", "fp32")),
             "optimizer": settings["name"],
@@ -135,6 +142,9 @@ class Plan(Workload):
             "scaling": rule,
             "base_learning_rate": rate,
             "base_batch": None if rule == "none" else base_batch,
-            "warmup_steps": 0 if self.config.get("callbacks") else settings["warmup_steps"],
+            "warmup_steps": 0 if self.config.get("callbacks") and schedule == "constant" else settings["warmup_steps"],
+            "schedule": schedule,
+            "weight_decay": settings.get("weight_decay"),
+            "ema": settings.get("ema", 0.0),
             "clip_norm": settings.get("clip_norm", 0.0),
         }

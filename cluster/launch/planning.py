@@ -72,7 +72,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         # each GPU is a device, which decides between the strategies of one process
         cluster = spec.build(**topology | {"devices": devices_each})
 
-    config, payload, data = _resolve(request, previous, runtime, installs=installs)
+    config, payload, data = _resolve(request, previous, runtime, int(job.cpus_per_task or 0), installs=installs)
     about_resuming: list[str] = []
     if payload.script is None:
         check_sharing(config, cluster)
@@ -263,7 +263,7 @@ def _run_folder(request: Request, *, stops_first: bool) -> RunFolder:
 
 
 def _resolve(
-    request: Request, previous: _Previous, runtime: Runtime, *, installs: bool
+    request: Request, previous: _Previous, runtime: Runtime, cores: int, *, installs: bool
 ) -> tuple[dict[str, Any], Payload, str]:
     """Return the run's `config.json`, what its tasks bring along, and in words what data is there for them already.
 
@@ -271,6 +271,7 @@ def _resolve(
         request: what is requested.
         previous: the run to go on with, or to repeat.
         runtime: what runs the tasks.
+        cores: that each task can use, where a queue chooses its machine; 0: those of this machine.
         installs: whether the packages of `--requirements` are installed, or only resolved.
     """
     started = previous.started
@@ -286,7 +287,7 @@ def _resolve(
         return payload.to_json(), payload, ""
     with packages.importable(requirements, installs=installs) if requirements else nullcontext() as here:
         base, code_dirs = previous.run.config if previous.run else None, started.get("code_dirs", ())
-        config, code_dirs, data = configuration.resolve(request, base, here, data_dir(), code_dirs)
+        config, code_dirs, data = configuration.resolve(request, base, here, data_dir(), code_dirs, cores)
     found = _packages(requirements, runtime.python, installs=installs)
     if requirements and here in code_dirs:  # the preset is in one of the packages
         kept = packages.folder(requirements, packages.host_python())

@@ -14,6 +14,8 @@ ORDER = ("dataset", "source", "seed", "global_batch")
 """What decides, with the step, which examples a step reads."""
 STATE = ("model", "optimizer.name")
 """What decides which variables a checkpoint has."""
+SWITCHES = ("optimizer.ema", "optimizer.momentum", "callbacks")
+"""What decides it by being there or not."""
 TOLERANCE = 1e-3
 """Of an epoch: rows in `metrics/` are rounded."""
 
@@ -43,6 +45,13 @@ def check(run: RunFolder, preset: str, config: Mapping[str, Any], cluster: spec.
                 raise UsageError(
                     f"{option}: run {run.name!r} has trained {done} steps with {previous}, and {why}; {_way_out(run)}"
                 )
+    for name in SWITCHES:
+        previous, requested = _value(before, name), _value(config, name)
+        if bool(previous) != bool(requested):
+            raise UsageError(
+                f"--{name.replace('_', '-')} {requested!r}: run {run.name!r} has trained {done} steps with "
+                f"{previous!r}, and its checkpoint would not fit; {_way_out(run)}"
+            )
     _check_keras(run, before, config, cluster)
     return _check_length(run, before, config, done)
 
@@ -66,13 +75,13 @@ def _check_length(run: RunFolder, before: Mapping[str, Any], config: Mapping[str
     """Return a note where nothing is left to do."""
     most = config.get("max_steps")
     if most is not None and most < done:
-        raise UsageError(f"--max-steps {most}: run {run.name!r} has done {done} steps already; ask for more")
+        raise UsageError(f"--max-steps {most}: run {run.name!r} has done {done} steps already; request more")
     epochs, done_epochs = config.get("epochs"), _epochs(run, done)
     if epochs is None or done_epochs is None:
         return []
     # An epoch's last step runs into the next one, so a run that kept its epochs may have done a little more.
     if epochs != before.get("epochs") and epochs < done_epochs - TOLERANCE:
-        raise UsageError(f"--epochs {epochs:g}: run {run.name!r} has done {done_epochs:.2f} already; ask for more")
+        raise UsageError(f"--epochs {epochs:g}: run {run.name!r} has done {done_epochs:.2f} already; request more")
     if most != done and epochs > done_epochs:
         return []
     limit = "--max-steps" if most == done else "--epochs"

@@ -24,7 +24,7 @@ from cluster.runtime.base import Shell
 from cluster.system import files, interrupts, json_files
 
 
-def begin(request: Request, sh: Shell, *, began: float, tell: Callable[[Plan], None] = lambda _: None) -> Plan:
+def begin(request: Request, sh: Shell, *, began: float, announce: Callable[[Plan], None] = lambda _: None) -> Plan:
     """Plan a run and start every task of it; return the plan.
 
     A name that the run was not given is replaced by the next one where another command takes it meanwhile.
@@ -33,11 +33,11 @@ def begin(request: Request, sh: Shell, *, began: float, tell: Callable[[Plan], N
         request: what is requested.
         sh: runs commands.
         began: when `up` was called, for the summary's times.
-        tell: called with the plan before anything is started.
+        announce: called with the plan before anything is started.
     """
     while True:
         plan = planning.plan(request)
-        tell(plan)
+        announce(plan)
         try:
             start(plan, sh, began=began)
         except claim.Taken:

@@ -40,38 +40,43 @@ def topology(request: Request, resumed: ClusterSpec | None = None) -> dict[str, 
         counts = (len(resumed.of(Role.WORKER)), len(resumed.of(Role.PS)), resumed.devices)
         chosen = strategies.resolve(strategies.AUTO, *counts) == resumed.kind
         strategy = strategies.AUTO if chosen else resumed.strategy
+    same = resumed.kind.staged and not request.strategy and str(previous_workers) == workers
     return {
         "workers": workers,
         "ps": ps,
         "evaluator": request.evaluator or bool(resumed.of(Role.EVALUATOR)),
         "strategy": strategy,
         "devices": request.devices or ("1" if requested and requested.single_device else str(resumed.devices)),
+        "pipelines": resumed.pipelines if same else 1,
     }
 
 
 def _stages(request: Request, requested: strategies.Strategy | None, resumed: ClusterSpec | None) -> dict[str, Any]:
-    """Return the options of `spec.build` for a number of stages: each a task, or each a device of the only one."""
+    """Return the options of `spec.build` for stages: each a device of the only task, or a task in each pipeline."""
     stages = parse_count("stages", request.stages, 1, MAX_TASKS)
     if not (requested.staged if requested else resumed is not None and resumed.kind.staged):
         raise UsageError(f"--stages {stages} without --strategy pipeline: add that, or leave --stages out")
     strategy = next(name for name, record in strategies.STRATEGIES.items() if record.staged)
     alone = (request.workers or "-") == "0"
+    evaluator = request.evaluator or (resumed is not None and bool(resumed.of(Role.EVALUATOR)))
     workers = request.workers or str(stages - 1)
-    devices = request.devices or (str(stages) if alone else "1")
-    if request.workers.isdecimal() and not alone and int(request.workers) != stages - 1:
+    tasks = 1 + parse_count("workers", workers, 0, MAX_TASKS)
+    if not alone and tasks % stages:
+        below = max(stages, tasks // stages * stages)
         raise UsageError(
-            f"--stages {stages} with --workers {request.workers}: each stage is a task, the chief the first one; use "
-            f"--workers {stages - 1}, or --workers 0 for stages on the devices of one task"
+            f"--stages {stages} with --workers {workers}: the chief and the workers are {tasks} tasks, which pipelines "
+            f"of {stages} cannot share; use --workers {below - 1} or {below + stages - 1}, or --workers 0 for the "
+            "devices of one task"
         )
     if alone and request.devices.isdecimal() and int(request.devices) != stages:
         raise UsageError(f"--stages {stages} with --workers 0 and --devices {request.devices}: use --devices {stages}")
-    evaluator = request.evaluator or (resumed is not None and bool(resumed.of(Role.EVALUATOR)))
     return {
         "workers": workers,
         "ps": request.ps or "0",
         "evaluator": evaluator,
         "strategy": strategy,
-        "devices": devices,
+        "devices": request.devices or (str(stages) if alone else "1"),
+        "pipelines": 1 if alone else tasks // stages,
     }
 
 

@@ -10,7 +10,7 @@ from cluster.run.fields import anything
 from cluster.run.folder import RunFolder
 from cluster.system.json_files import DamagedError
 
-NO_EFFECT_ON_BITS = {"log_every", "checkpoint_every", "checkpoint_seconds", "keep_checkpoints", "steps_per_loop"}
+NO_EFFECT_ON_BITS = {"log_every", "checkpoint_every", "keep_checkpoints", "steps_per_loop"}
 
 
 def find(run: RunFolder) -> dict[str, Any] | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
 from cluster.recovery import restarts
-from cluster.results import goodput, stragglers
+from cluster.results import card, goodput, stragglers
 from cluster.run import launch_records, records
 from cluster.run.folder import RunFolder
 from cluster.system.json_files import write_json
@@ -51,7 +52,10 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
     if outcome["state"] == "failed":
         value["cause"] = {key: outcome.get(key) for key in ("task", "exit_code", "step", "error", "time")}
     write_json(run.summary, value)
-    return records.summary(value)
+    checked = records.summary(value)
+    with contextlib.suppress(OSError):  # the summary is what counts
+        card.write(run, checked)
+    return checked
 
 
 def _started(run: RunFolder) -> float:

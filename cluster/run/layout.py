@@ -53,6 +53,11 @@ class Layout:
         return self.path / "summary.json"
 
     @property
+    def card(self) -> Path:
+        """What ran and how it ended, to be read by people; missing until then."""
+        return self.path / "README.md"
+
+    @property
     def events_log(self) -> Path:
         """The run's life cycle, a JSON object per line."""
         return self.path / "events.jsonl"
@@ -124,6 +129,10 @@ class Layout:
     def tensorboard(self, task: str) -> Path:
         """The task's TensorBoard event files."""
         return self.path / "tensorboard" / task
+
+    def timeline(self, task: str) -> Path:
+        """When the task's stages of a pipeline computed what, of some steps."""
+        return self.path / "timeline" / f"{task}.json"
 
     def traces(self, task: str) -> list[Path]:
         """Return the folders of the task's profiler traces, oldest first."""

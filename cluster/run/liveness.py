@@ -21,7 +21,7 @@ SECOND_LOOK_S = 3 * HEARTBEAT_S
 POLL_S = 0.1
 
 
-class Pulse:
+class LivenessMonitor:
     """Watches the heartbeats of a run."""
 
     def __init__(self, run: RunFolder, clock: Callable[[], float] = time.monotonic) -> None:
@@ -32,11 +32,11 @@ class Pulse:
         self._seen: dict[str, Any] = {}
         self._silent_s: dict[str, float] = {}
         self.silence_s = 0.0
-        """Seconds without a sign of life from any task and without a new generation."""
+        """Seconds without a heartbeat of any task and without a new generation."""
 
     @property
     def begun(self) -> bool:
-        """Whether any task has given a sign of life."""
+        """Whether any task has written a heartbeat."""
         return bool(self._seen)
 
     def look(self) -> dict[str, dict[str, Any]]:
@@ -54,7 +54,7 @@ class Pulse:
         return _shown(beats, lost)
 
     def quiet_s(self, task: str) -> float:
-        """Return the seconds without a sign of life from this task."""
+        """Return the seconds without a heartbeat of this task."""
         return self._silent_s.get(task, 0.0)
 
 
@@ -79,7 +79,7 @@ def look_once(run: RunFolder, *names: str) -> dict[str, dict[str, Any]]:
 
 
 def silent(run: RunFolder) -> bool:
-    """Return whether no task of a run gives a sign of life: none has started yet, or all have ended.
+    """Return whether no task of a run writes heartbeats: none has started yet, or all have ended.
 
     A run that is being scaled is not silent, although none of its tasks may be alive for a moment.
     """

@@ -24,6 +24,7 @@ from cluster.system import processes
 from cluster.system.json_files import read_json, write_json
 
 PORT = 6006
+OTHER_PORT = "--tensorboard-port 6007"
 START_TIMEOUT_S = 60.0
 BOARDS = (PROCESS, CONTAINER) = ("local", "docker")
 """What runs TensorBoard; `Runtime.board` names one."""
@@ -50,22 +51,24 @@ def check_port(runs_dir: Path, port: int) -> None:
     Raises:
         PrerequisiteError: another program listens there.
     """
+    if problem := port_problem(runs_dir, port):
+        raise PrerequisiteError("; ".join(problem))
+
+
+def port_problem(runs_dir: Path, port: int) -> tuple[str, str] | None:
+    """Return why the port cannot be used, and what to do about it; None if it is free, or our own TensorBoard's."""
     if running(runs_dir) == port:
-        return
+        return None
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
-        except PermissionError as error:
-            raise PrerequisiteError(
-                f"port 127.0.0.1:{port} may not be used by this user; choose one from 1024 to 65535: "
-                "--tensorboard-port 6007"
-            ) from error
+        except PermissionError:
+            return f"port 127.0.0.1:{port} may not be used by this user", f"choose one from 1024 to 65535: {OTHER_PORT}"
         except OSError as error:
-            raise PrerequisiteError(
-                f"port 127.0.0.1:{port} is in use by another program ({error.strerror}); end it, or choose another "
-                "port: --tensorboard-port 6007"
-            ) from error
+            used = f"port 127.0.0.1:{port} is in use by another program ({error.strerror})"
+            return used, f"end it, or choose another port: {OTHER_PORT}"
+    return None
 
 
 def prepare(runs_dir: Path, board: str, sh: Callable[[str], object]) -> None:

@@ -146,6 +146,17 @@ def rename(path: Path, name: str) -> None:
         folder.rename(path.name, name)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Replace a text file: a reader sees the previous text or this one."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open_file(scratch, "wb") as file:
+            file.write(text.encode(errors="backslashreplace"))
+        rename(scratch, path.name)
+    finally:
+        remove(scratch)
+
+
 def sync(path: Path) -> None:
     """Flush a file's contents, or a folder's entries, to the disk."""
     if path.is_dir():

@@ -28,13 +28,14 @@ _MEANINGS = {
 }
 
 
-def run(command: Sequence[str], timeout_s: float, name: str = "") -> tuple[int, str, str]:
+def run(command: Sequence[str], timeout_s: float, name: str = "", *, cwd: Path | None = None) -> tuple[int, str, str]:
     """Run a program that may be missing, forbidden or hang; it and what it started are killed after `timeout_s`.
 
     Args:
         command: the program and its arguments.
         timeout_s: the longest that it may take.
         name: what it is called if it times out; empty: the program.
+        cwd: its working folder; None: the caller's.
 
     Returns:
         Its exit code, stdout and stderr. If it could not be run or did not end, the code is that of a shell (127, 126
@@ -43,6 +44,7 @@ def run(command: Sequence[str], timeout_s: float, name: str = "") -> tuple[int, 
     try:
         with subprocess.Popen(
             command,
+            cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -14,7 +14,7 @@ import pytest
 from invoke import Config, Context, Exit
 
 import tasks
-from cluster.checks import gpu_host
+from cluster.checks.gpu import inside
 from cluster.cli.command_line import shell
 from cluster.gpu import placement
 from cluster.image import build, engine, images
@@ -119,7 +119,7 @@ def test_an_evaluator_must_ask_for_none(
 
 
 def test_the_doctor_must_find_every_way_that_the_engine_can(noted: Path) -> None:
-    assert set(placement.DEVICE_REQUESTS) == set(gpu_host.ways())
+    assert set(placement.DEVICE_REQUESTS) == set(inside.ways())
 
 
 @pytest.mark.parametrize(
@@ -134,10 +134,10 @@ def test_the_doctor_must_find_every_way_that_the_engine_can(noted: Path) -> None
 def test_the_doctor_s_container_must_ask_for_the_gpus_that_it_looks_at(
     noted: Path, host: Context, way: str, ids: tuple[str, ...], expected: list[str]
 ) -> None:
-    code, name = gpu_host.run(way, ids, {}, "-c", "import socket; print(socket.gethostname())", timeout_s=60)
+    code, name = inside.run(way, ids, {}, "-c", "import socket; print(socket.gethostname())", timeout_s=60)
     assert (0, {way: expected}) == (code, asked(noted, name))
 
 
 def test_the_doctor_must_tell_why_its_container_does_not_start(noted: Path, host: Context) -> None:
-    finding = gpu_host.inside(*gpu_host.run("cdi", ("9",), {}, "-c", "", timeout_s=60), count=1)
+    finding = inside.judge(*inside.run("cdi", ("9",), {}, "-c", "", timeout_s=60), count=1)
     assert "unresolvable CDI devices nvidia.com/gpu=9" in finding.detail

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -82,27 +83,15 @@ def test_an_image_must_hold_what_is_locked_and_no_more(image: str, target: str) 
     assert {(pin.name, pin.version) for pin in wanted} == installed
 
 
-def test_tensorflow_must_import_with_nothing_but_its_own_files() -> None:
-    script = "import tensorflow, keras, tensorflow_datasets, tyro, tensorboard; print(tensorflow.__version__)"
-    assert "2.21.0" == python(TRAIN, script).strip()
-
-
-def test_legacy_keras_must_stand_on_the_same_tensorflow() -> None:
+def test_all_that_tasks_use_must_import_from_compiled_files_with_legacy_keras_beside_it() -> None:
     script = (
         "import os; os.environ['TF_USE_LEGACY_KERAS'] = '1'\n"
-        "import tensorflow, tf_keras\n"
-        "print(tensorflow.keras.Model is tf_keras.Model, tf_keras.__version__)\n"
+        "import cluster.agent, json, keras, sys, tensorboard, tensorflow, tensorflow_datasets, tf_keras, tyro\n"
+        "uncompiled = [name for name, module in sys.modules.items() if getattr(module, '__cached__', None)\n"
+        "              and module.__file__.endswith('.py') and not os.path.exists(module.__cached__)]\n"
+        "print(json.dumps([tensorflow.__version__, tensorflow.keras.Model is tf_keras.Model, uncompiled]))\n"
     )
-    assert "True 2.21.0" == python(TRAIN, script).strip()
-
-
-def test_no_start_must_compile_python() -> None:
-    script = (
-        "import keras, os, sys, tensorflow, tf_keras, cluster.agent\n"
-        "print([name for name, module in sys.modules.items() if getattr(module, '__cached__', None)\n"
-        "       and module.__file__.endswith('.py') and not os.path.exists(module.__cached__)])\n"
-    )
-    assert "[]" == python(TRAIN, script).strip()
+    assert ["2.21.0", True, []] == json.loads(python(TRAIN, script))
 
 
 def test_nothing_to_build_with_must_be_left() -> None:
@@ -118,68 +107,72 @@ def test_certificates_must_be_the_bases(image: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def archives() -> Iterator[dict[str, Path]]:
-    """Both images, saved once: they are large. Where `contents.py` has its own: there is room for them."""
+def archive_of() -> Iterator[Callable[[str], Path]]:
+    """Saves an image once: they are large. Where `contents.py` has its own: there is room for them."""
     with ExitStack() as saved:
-        yield {image: saved.enter_context(contents.archive(image, run)) for image in (TRAIN, BOARD)}
+        yield functools.cache(lambda image: saved.enter_context(contents.archive(image, run)))
 
 
 @pytest.fixture(scope="module")
-def held(archives: dict[str, Path]) -> dict[str, contents.Image]:
-    """Every file of both images."""
-    return {image: contents.read(path) for image, path in archives.items()}
+def held(archive_of: Callable[[str], Path]) -> Callable[[str], contents.Image]:
+    """Reads every file of an image once."""
+    return functools.cache(lambda image: contents.read(archive_of(image)))
 
 
 def run(command: str) -> None:
     subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, check=True)
 
 
-@pytest.mark.parametrize("image", [TRAIN, BOARD])
+@pytest.mark.parametrize("image", [pytest.param(TRAIN, marks=pytest.mark.long), BOARD])
 def test_only_the_layer_on_the_base_may_depend_on_the_order_of_its_files(
-    image: str, held: dict[str, contents.Image]
+    image: str, held: Callable[[str], contents.Image]
 ) -> None:
     """An engine packs a layer either folder by folder or sorted by path, as docs/decisions/0011 tells."""
     base = json.loads(docker(f"image inspect --format='{{{{json .RootFS.Layers}}}}' {images.inspect(image)['base']}"))
-    built = held[image].layers[len(base) :]
+    built = held(image).layers[len(base) :]
     assert "/opt/venv/bin/python" in built[0].entries
     for layer in built[1:]:
         assert sorted(layer.entries) == sorted(layer.entries, key=lambda path: path.split("/"))
 
 
-def test_the_last_files_must_be_the_code_that_tasks_run_and_all_of_it(held: dict[str, contents.Image]) -> None:
+@pytest.mark.long
+def test_the_last_files_must_be_the_code(held: Callable[[str], contents.Image]) -> None:
     """So a change of the code alone makes no other layer anew."""
-    files = [{path for path, entry in layer.entries.items() if entry.type != "folder"} for layer in held[TRAIN].layers]
+    files = [{path for path, entry in layer.entries.items() if entry.type != "folder"} for layer in held(TRAIN).layers]
     (number,) = [number for number, paths in enumerate(files) if any(path.startswith("/app/") for path in paths)]
     assert [] == [path for paths in files[number:] for path in paths if not path.startswith("/app/")]
-    held_here = {Path(path).relative_to("/app") for path in files[number]}
-    assert {"cluster", "train"} == {path.parts[0] for path in held_here}
+
+
+def test_an_image_must_hold_the_code_that_tasks_run_and_no_other() -> None:
+    held = {Path(path) for path in sh(TRAIN, "cd /app; find . -type f").splitlines()}
+    assert {"cluster", "train"} == {path.parts[0] for path in held}
     on_the_host = {path.name for path in (ROOT / "cluster").iterdir() if path.is_dir()}
-    in_tasks = {path.parts[1] for path in held_here if path.parts[0] == "cluster" and len(path.parts) > 2}
+    in_tasks = {path.parts[1] for path in held if path.parts[0] == "cluster" and len(path.parts) > 2}
     assert {"agent", "run", "system"} <= in_tasks <= on_the_host | {"__pycache__"}
     assert not {"checks", "cli", "control", "gpu", "image", "launch", "runtime"} & in_tasks
-    assert {Path("train/__main__.py"), Path("cluster/spec.py")} <= held_here
+    assert {Path("train/__main__.py"), Path("cluster/spec.py")} <= held
 
 
-@pytest.mark.parametrize("image", images.IMAGES)
+@pytest.mark.parametrize("image", [pytest.param("train", marks=pytest.mark.long), "tensorboard"])
 def test_every_package_must_be_listed_with_its_hash(
     image: str,
-    archives: dict[str, Path],
-    held: dict[str, contents.Image],
+    archive_of: Callable[[str], Path],
+    held: Callable[[str], contents.Image],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name = images.name(image, "cpu")
-    monkeypatch.setattr(contents, "read", lambda path: held[name])  # of the same archive, in which it takes long
+    monkeypatch.setattr(contents, "read", lambda path: held(name))  # of the same archive, in which it takes long
 
     def run_but_save(command: str) -> None:
         *words, output, saved = shlex.split(command)
         if words == ["docker", "image", "save"]:
-            Path(output.removeprefix("--output=")).symlink_to(archives[saved])
+            Path(output.removeprefix("--output=")).symlink_to(archive_of(saved))
         else:
             run(command)
 
     sbom.write(tmp_path / "one", image, "cpu", run_but_save)
-    if image == "tensorboard":  # the smaller image shows for both that the same one gives the same bytes
+    if image == "train":
         sbom.write(tmp_path / "two", image, "cpu", run_but_save)
         assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
     listed = json.loads((tmp_path / "one").read_text())

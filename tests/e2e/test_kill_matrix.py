@@ -16,7 +16,7 @@ from tests.waiting import wait_for
 pytestmark = pytest.mark.usefixtures("data")
 
 STEPS, EVERY = 60, 20
-TOPOLOGIES = {"multiworker": ("--workers=1",), "ps": ("--workers=2", "--ps=1")}
+TOPOLOGIES = {"multiworker": ("--workers=1",), "ps": ("--workers=2", "--ps=1", "--evaluator")}
 TASKS = {"multiworker": ("chief", "worker-0"), "ps": ("chief", "worker-0", "ps-0")}
 TRAINING = ("--steps-per-loop=5", "--log-every=5", f"--max-steps={STEPS}", "--evaluate-every=30")
 
@@ -69,6 +69,8 @@ def test_a_task_killed_in_any_phase_must_not_stop_the_run(
     ended = summary(run)
     assert ("succeeded", STEPS) == (ended["state"], ended["steps"])
     assert (run.export / "saved_model.pb").exists()
+    assert {0} == set(ended["tasks"].values())
+    assert strategy != "ps" or "evaluated" in {event["event"] for event in run.events()}
     for restart in ended["restarts"]:
         assert restart["task"] == task
         assert restart["steps_lost"] <= EVERY

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cluster.run.folder import RunFolder
-from tests.e2e.scenario import ROOT, Clusters, losses, summary
+from tests.e2e.scenario import ROOT, Clusters, summary
 
 TOPOLOGIES = {
     "OneDeviceStrategy": "--workers=0",
@@ -54,21 +54,11 @@ def train(own: Clusters, preset: str, strategy: str, *overrides: str, name: str 
     return run
 
 
-@pytest.mark.long  # the regression below learns each time
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["MultiWorkerMirroredStrategy", "MirroredStrategy", "ParameterServerStrategy"])
 def test_a_small_resnet_must_learn_under(own: Clusters, strategy: str) -> None:
     run = train(own, "small_resnet", strategy)
     assert summary(run)["metrics"]["eval_accuracy"] > 0.9
-
-
-def test_two_replicas_must_learn_the_same_resnet_wherever_they_are(own: Clusters) -> None:
-    """With dropout, regularisation and BatchNormalization: each of them goes wrong without its guard."""
-    apart, together = (
-        losses(train(own, "small_resnet", strategy, "--max-steps=10", name=f"ten-{strategy}"))
-        for strategy in ("MultiWorkerMirroredStrategy", "MirroredStrategy")
-    )
-    assert list(range(1, 11)) == list(together)
-    assert max(abs(loss / apart[step] - 1) for step, loss in together.items()) < 1e-5
 
 
 @pytest.mark.long
@@ -77,14 +67,8 @@ def test_a_resnet_must_give_the_same_bits_again(own: Clusters) -> None:
     own.rerun("small_resnet-MirroredStrategy", "--runtime=local")
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "MultiWorkerMirroredStrategy",
-        pytest.param("OneDeviceStrategy", marks=pytest.mark.long),
-        pytest.param("ParameterServerStrategy", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long  # it does so below in bfloat16
+@pytest.mark.parametrize("strategy", ["MultiWorkerMirroredStrategy", "OneDeviceStrategy", "ParameterServerStrategy"])
 def test_a_regression_on_a_csv_file_must_learn_under(own: Clusters, strategy: str) -> None:
     metrics = summary(train(own, "plants", strategy))["metrics"]
     assert {"eval_loss", "eval_absolute_error"} == set(metrics)
@@ -93,19 +77,22 @@ def test_a_regression_on_a_csv_file_must_learn_under(own: Clusters, strategy: st
 
 @pytest.fixture(scope="module")
 def half(own: Clusters) -> RunFolder:
-    """A training in bfloat16, of a model that knows nothing of precisions."""
+    """A training in bfloat16, of a model that knows nothing of precisions, evaluated by its averages."""
     own.invoke(
         "up", "--name=half", "--runtime=local", "--tensorboard-port=0", "--preset=plants:preset", "--workers=1",
-        "--precision=bf16", "--", *ALL_STEPS, "--max-steps", "40", "--optimizer.clip-norm", "0.5",
+        "--precision=bf16", "--", *ALL_STEPS, "--evaluate-every", "1000", "--optimizer.clip-norm", "0.5",
+        "--optimizer.ema", "0.5", "--optimizer.schedule", "cosine", "--optimizer.end-share", "0.5",
     )  # fmt: skip
     return own.run("half")
 
 
 def test_bfloat16_must_learn_and_export_float32(own: Clusters, half: RunFolder) -> None:
     """Its evaluation afterwards is that of the training."""
-    assert losses(half)[40] < losses(half)[1] / 2
+    metrics = summary(half)["metrics"]
+    assert {"eval_loss", "eval_absolute_error"} == set(metrics)
+    assert metrics["eval_absolute_error"] < 0.25  # heights lie between 0 and 5
     evaluated = json.loads(own.invoke("evaluate", "half", "--json"))
-    assert summary(half)["metrics"] == pytest.approx({name: evaluated[name] for name in summary(half)["metrics"]})
+    assert metrics == pytest.approx({name: evaluated[name] for name in metrics})
     done = subprocess.run(
         [sys.executable, "-c", SIGNATURE, str(half.export)], capture_output=True, text=True, check=True
     )
@@ -115,7 +102,7 @@ def test_bfloat16_must_learn_and_export_float32(own: Clusters, half: RunFolder) 
 @pytest.mark.long  # the sums are those of `test_precision.py`
 def test_bfloat16_must_give_the_same_bits_again(own: Clusters, half: RunFolder) -> None:
     told, again = own.rerun("half", "--runtime=local")
-    assert "identical: the losses of 40 logged steps and the final weights are the same bits" in told
+    assert "identical: the losses of 200 logged steps and the final weights are the same bits" in told
     assert summary(half)["weights_sha256"] == summary(again)["weights_sha256"]
 
 

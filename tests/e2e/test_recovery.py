@@ -1,4 +1,4 @@
-"""What the recovery promises, with real processes: whole tasks die, a step fails whenever it comes, a model sleeps."""
+"""What the recovery promises, with real processes: a step fails whenever it comes, a model sleeps."""
 
 from __future__ import annotations
 
@@ -7,20 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.control import chaos
-from cluster.control.chaos import Fault
 from tests.e2e.scenario import Clusters, summary
 
 pytestmark = pytest.mark.usefixtures("data")
 
 OPTIONS = ("--runtime=local", "--tensorboard-port=0")
-TRAINING = ("--log-every=5", "--steps-per-loop=5", "--evaluate-every=100000")
-WHOLE_STEPS = 240
-"""Twice as many as have been done when the last task is killed."""
-ROLES = {
-    "multiworker": (("--workers=1", "--evaluator"), ("chief", "worker-0", "evaluator")),
-    "ps": (("--workers=2", "--ps=1"), ("worker-1", "ps-0", "chief")),
-}
 WRONG = """
 import os, signal, time
 from tensorflow import keras
@@ -55,36 +46,24 @@ def own(clusters: Clusters, tmp_path: Path) -> Clusters:
     return Clusters(clusters.runs_dir, {"PYTHONPATH": str(tmp_path)})
 
 
-@pytest.mark.parametrize("strategy", ["multiworker", pytest.param("ps", marks=pytest.mark.long)])
-def test_every_role_killed_with_its_agent_must_recover(clusters: Clusters, strategy: str) -> None:
-    words, tasks = ROLES[strategy]
-    name, training = f"whole-{strategy}", ("--", *TRAINING, f"--max-steps={WHOLE_STEPS}")
-    clusters.invoke("up", f"--name={name}", *OPTIONS, *words, "--checkpoint-every=20", "--detach", *training)
-    run = clusters.run(name)
-    for number, task in enumerate(tasks):
-        assert chaos.inflict(run, Fault("kill", task, at_step=40 * (number + 1), whole=True)).ended is None
-    clusters.invoke("wait")
-    assert ("succeeded", WHOLE_STEPS) == (summary(run)["state"], summary(run)["steps"])
-    assert {"outside"} == {g["kind"] for g in run.generations() if "task" in g}
-
-
-def test_a_step_that_crashes_whenever_it_comes_must_end_the_run_within_five_attempts(
+def test_a_step_that_crashes_whenever_it_comes_must_be_named_after_a_few_attempts(
     own: Clusters, tmp_path: Path
 ) -> None:
     step = int((tmp_path / "step").read_text())
-    words = ("--workers=1", "--checkpoint-every=7")
+    words = ("--workers=1", "--checkpoint-every=7", "--max-restarts=1")
     training = ("--", "--steps-per-loop=25", "--callbacks=wrong:crashing", "--max-steps=60")
     told = own.invoke("up", "--name=crash", *OPTIONS, *words, *training, expect=1)
     run = own.run("crash")
     cause = summary(run)["cause"]
     # The chief's call of the inner loop was over, and a checkpoint may have been saved there.
     assert step - 1 <= cause["step"] < step + 7, told
-    assert run.generation <= 4
+    assert run.generation <= 2
     assert "worker-0" == cause["task"]
     assert "SIGSEGV" in cause["error"]
     assert "on_train_batch_end" in cause["error"]
 
 
+@pytest.mark.long
 def test_single_steps_after_a_failure_must_not_change_a_bit(own: Clusters) -> None:
     weights = []
     for name, callbacks in (("once", "crashing_once"), ("calm", "harmless")):

@@ -10,7 +10,7 @@ from cluster.run.folder import RunFolder
 from cluster.runtime.local import supervisor
 from cluster.system.journal import read_json_lines
 from cluster.system.json_files import read_json
-from tests.e2e.scenario import ENDLESS, TRAINING, Clusters, losses, step_of, summary
+from tests.e2e.scenario import TRAINING, Clusters, losses, step_of, summary
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("data")
@@ -22,12 +22,10 @@ COMPARED = 10
 and training multiplies the difference, up to a thousandfold in 20 steps."""
 
 
-def begin(
-    clusters: Clusters, name: str, *options: str, runtime: str = "local", length: tuple[str, ...] = LONGER
-) -> RunFolder:
+def begin(clusters: Clusters, name: str, *options: str, runtime: str = "local") -> RunFolder:
     """Bring up a cluster in the background, and let it do some steps."""
     words = ("up", f"--name={name}", f"--runtime={runtime}", "--tensorboard-port=0", "--detach", *options)
-    clusters.invoke(*words, "--", *TRAINING, *length, timeout_s=400)
+    clusters.invoke(*words, "--", *TRAINING, *LONGER, timeout_s=400)
     run = clusters.run(name)
     wait_for(lambda: step_of(run) >= 6, "step 6")
     return run
@@ -59,31 +57,6 @@ def check_curve(run: RunFolder, undisturbed: RunFolder, scaled_at: int) -> None:
 def undisturbed(clusters: Clusters) -> RunFolder:
     """Chief and two workers, whose size stays."""
     return clusters.up("undisturbed", f"--workers=2 -- {' '.join(LONGER)}")
-
-
-def test_fewer_workers_must_go_on_with_the_same_curve_while_somebody_waits(clusters: Clusters) -> None:
-    run = begin(clusters, "fewer", "--workers=2", length=ENDLESS)
-    before, waits = read_json(run.control / "started.json"), clusters.popen("wait", "fewer")
-    stopped_at = scale(clusters, run, "--workers=1", "--run=fewer")
-    assert "has 1 worker already" in clusters.invoke("scale", "--workers=1", expect=2)
-    wait_for(lambda: step_of(run) >= stopped_at + COMPARED, "the steps that are compared")
-    assert waits.poll() is None
-    clusters.invoke("stop", "fewer")
-    told, _ = waits.communicate(timeout=240)
-    assert 130 == waits.returncode, told
-    undisturbed = clusters.up("shorter", f"--workers=2 -- --max-steps {stopped_at + COMPARED}")
-    check_curve(run, undisturbed, stopped_at)
-    ended = summary(run)
-    assert ("stopped", "MultiWorkerMirroredStrategy", 2, []) == tuple(
-        ended[key] for key in ("state", "strategy", "replicas", "restarts")
-    )
-    assert {"chief", "worker-0"} == ended["tasks"].keys()
-    assert before == read_json(run.control / "started.json")
-    (scaled,) = [event for event in run.events() if event["event"] == "scaled"]
-    assert before["time"] + ended["startup_s"] < scaled["time"]  # it is that of the first start
-    restored = [event["step"] for event in run.events() if event["event"] == "restored"]
-    assert ([stopped_at], 1) == (restored, run.generation)
-    wait_for(lambda: not supervisor.processes_left(run), "the end of all processes")
 
 
 @pytest.mark.long

@@ -126,19 +126,13 @@ def run_script(clusters: Clusters, name: str, script: Path, *words: str, runtime
     return clusters.run(name)
 
 
-def check_fit(run: RunFolder) -> None:
+def check_fit(run: RunFolder, workers: int) -> None:
     ended = summary(run)
     assert ("succeeded", [], {}) == (ended["state"], ended["restarts"], ended["metrics"])
-    assert {"chief": 0, "worker-0": 0, "worker-1": 0} == ended["tasks"]
+    assert {"chief": 0} | {f"worker-{index}": 0 for index in range(workers)} == ended["tasks"]
     history = json.loads((run.work("chief") / "history.json").read_text())
-    assert 3 == history["workers"]
+    assert workers + 1 == history["workers"]
     assert history["loss"][-1] < history["loss"][0]
-
-
-def test_keras_fit_must_train_on_chief_and_two_workers(clusters: Clusters, theirs: Path) -> None:
-    run = run_script(clusters, "fit", theirs / "fit.py", "--workers=2", "--", "2")
-    check_fit(run)
-    assert not (theirs / "history.json").exists()
 
 
 def test_killing_a_script_must_restart_the_gang(clusters: Clusters, theirs: Path) -> None:
@@ -166,10 +160,10 @@ def script_of(run: RunFolder, task: str) -> int:
 
 
 def test_servers_must_end_with_the_coordinator(clusters: Clusters, theirs: Path) -> None:
-    run = run_script(clusters, "coordinate", theirs / "coordinate.py", "--workers=2", "--ps=1")
+    run = run_script(clusters, "coordinate", theirs / "coordinate.py", "--workers=1", "--ps=1")
     ended = summary(run)
     assert ("succeeded", "ParameterServerStrategy") == (ended["state"], ended["strategy"])
-    assert {"chief": 0, "worker-0": 0, "worker-1": 0, "ps-0": 0} == ended["tasks"]
+    assert {"chief": 0, "worker-0": 0, "ps-0": 0} == ended["tasks"]
     result = json.loads((run.work("chief") / "result.json").read_text())
     assert 40 == result["steps"]
     assert abs(result["weight"] - 3.0) < 0.1
@@ -178,8 +172,8 @@ def test_servers_must_end_with_the_coordinator(clusters: Clusters, theirs: Path)
 @pytest.mark.docker
 @pytest.mark.usefixtures("require_engine", "images")
 def test_keras_fit_must_train_in_containers(clusters: Clusters, theirs: Path) -> None:
-    run = run_script(clusters, "fit-docker", theirs / "fit.py", "--workers=2", "--", "2", runtime="docker")
-    check_fit(run)
+    run = run_script(clusters, "fit-docker", theirs / "fit.py", "--workers=1", "--", "2", runtime="docker")
+    check_fit(run, 1)
     assert {} == containers(run)
 
 

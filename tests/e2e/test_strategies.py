@@ -17,15 +17,8 @@ from cluster.checks.verify import Case
 from cluster.system import processes
 from tests.e2e.scenario import DATA, ROOT
 
-SAMPLE = (
-    Case("one", "custom"),
-    Case("mirrored", "fit"),
-    Case("central", "custom"),
-    Case("multiworker", "fit"),
-    Case("ps", "fit"),
-    Case("tpu", "custom"),
-)
-"""A case of every strategy. Of the others, those on several tasks train in other scenarios too."""
+SAMPLE = (Case("one", "custom"), Case("central", "custom"), Case("ps", "fit"), Case("tpu", "custom"))
+"""The strategies and loops that no other scenario trains with, and the reference."""
 
 
 def check(rows: list[dict[str, Any]], cases: tuple[Case, ...]) -> None:

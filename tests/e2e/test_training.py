@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from cluster.run.folder import RunFolder
-from cluster.runtime.local import supervisor
 from cluster.system.journal import read_json_lines
 from cluster.system.json_files import read_json
 from tests.e2e.scenario import DATA, ENDLESS, ROOT, STEPS, TRAINING, Clusters, losses, step_of, summary
@@ -21,8 +20,11 @@ from train.model import variables
 
 pytestmark = pytest.mark.usefixtures("data")
 
-LONGER = ("--max-steps", "100", "--global-batch", "192")
-"""For what is done to a run while it trains: slower steps, and more of them."""
+LONGER = (
+    *("--max-steps", "100", "--global-batch", "192"),
+    *("--optimizer.name", "adamw", "--optimizer.schedule", "cosine", "--optimizer.ema", "0.9"),
+)
+"""For what is done to a run while it trains: slower steps, more of them, and an optimizer that keeps all it can."""
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +67,7 @@ def test_every_task_must_log_the_same_loss(three: RunFolder) -> None:
     assert losses(three) == losses(three, "worker-0") == losses(three, "worker-1")
 
 
+@pytest.mark.long  # in containers each time
 def test_the_same_seed_must_give_the_same_bits_again(clusters: Clusters, three: RunFolder) -> None:
     told, again = clusters.rerun(three.name)
     assert f"identical: the losses of {STEPS} logged steps and the final weights are the same bits" in told
@@ -95,25 +98,6 @@ def test_processes_must_give_the_same_bits_as_containers(clusters: Clusters) -> 
     assert "local" == read_json(again.manifest)["runtime"]
 
 
-def test_chief_alone_must_agree_with_chief_and_workers(clusters: Clusters, three: RunFolder) -> None:
-    alone = clusters.up("alone", "--workers=0 -- --max-steps 20")
-    assert "OneDeviceStrategy" == summary(alone)["strategy"]
-    apart = {step: abs(losses(three)[step] / loss - 1) for step, loss in losses(alone).items()}
-    assert max(apart[step] for step in range(1, 11)) <= 1e-6
-    assert max(apart[step] for step in range(1, 21)) <= 1e-4
-
-
-def test_parameter_server_must_train_with_an_evaluator_beside_it(clusters: Clusters) -> None:
-    run = clusters.up("ps", "--workers=2 --ps=1 --evaluator --checkpoint-every=20 -- --max-steps 40")
-    ended = summary(run)
-    assert ("succeeded", "ParameterServerStrategy", 40) == (ended["state"], ended["strategy"], ended["steps"])
-    assert {"chief": 0, "worker-0": 0, "worker-1": 0, "ps-0": 0, "evaluator": 0} == ended["tasks"]
-    assert losses(run)[40] < losses(run)[1]
-    evaluated = [event["step"] for event in run.events() if event["event"] == "evaluated"]
-    assert 40 == evaluated[-1]
-    assert pytest.approx(ended["metrics"]["eval_loss"], rel=1e-5) == run.heartbeats()["evaluator"]["loss"]
-
-
 @pytest.fixture(scope="module")
 def longer(clusters: Clusters) -> RunFolder:
     """Chief and two workers, undisturbed for as many steps as those that are stopped and frozen."""
@@ -136,16 +120,6 @@ def test_a_stopped_run_must_go_on_as_if_it_had_not_stopped(clusters: Clusters, l
     assert ("succeeded", 100) == (summary(run)["state"], summary(run)["steps"])
     assert summary(longer)["weights_sha256"] == summary(run)["weights_sha256"]
     assert losses(longer) == losses(run)
-
-
-def test_sigterm_to_one_task_must_stop_all_at_the_same_step(clusters: Clusters) -> None:
-    words = ("up", "--name=term", "--runtime=local", "--tensorboard-port=0", "--detach", "--workers=1")
-    clusters.invoke(*words, "--", *TRAINING, *ENDLESS)
-    run = clusters.run("term")
-    os.kill(pid_of(run, "worker-0", "agent"), signal.SIGTERM)
-    clusters.invoke("wait", "--timeout=240", expect=130)
-    assert 1 == len({beat["step"] for beat in run.heartbeats().values()})
-    assert {"stopped"} == {beat["state"] for beat in run.heartbeats().values()}
 
 
 @pytest.mark.long
@@ -200,35 +174,12 @@ def test_first_ctrl_c_must_stop_with_a_checkpoint(clusters: Clusters) -> None:
     assert "invoke up --resume interrupted" in output
 
 
-def test_second_ctrl_c_must_kill(clusters: Clusters) -> None:
-    words = ("up", "--name=killed-twice", "--runtime=local", "--tensorboard-port=0", "--workers=0")
-    process = clusters.popen(*words, "--", *TRAINING, *ENDLESS)
-    run = clusters.run("killed-twice")
-    await_line(process, "Ctrl-C saves and stops")
-    os.kill(pid_of(run, "chief", "program"), signal.SIGSTOP)  # so that the graceful stop cannot succeed
-    os.kill(process.pid, signal.SIGINT)
-    wait_for(lambda: run.stop_requested, "the first Ctrl-C")
-    os.kill(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=240)
-    assert 130 == process.returncode, output
-    assert [] == supervisor.processes_left(run)
-
-
-def test_nan_loss_must_fail_the_run_at_once_naming_the_step(clusters: Clusters) -> None:
-    run = clusters.up("nan", "--workers=1 -- --optimizer.name sgd --optimizer.learning-rate 1e30", expect=1)
-    ended = summary(run)
-    assert "failed" == ended["state"]
-    assert [] == ended["restarts"]
-    assert "loss is" in ended["cause"]["error"]
-    assert "at step" in ended["cause"]["error"]
-
-
 def test_truncated_data_must_end_in_one_line(clusters: Clusters, tmp_path: Path) -> None:
     arrays = tmp_path / "arrays" / "fashion_mnist-3.0.1"
     arrays.mkdir(parents=True)
     for path in (DATA / "arrays" / "fashion_mnist-3.0.1").iterdir():
         (arrays / path.name).write_bytes(path.read_bytes())
-    features = next(arrays.glob("train_[fi]*.bin"))  # data prepared by an older version calls them images
+    features = arrays / "train_features.bin"
     with features.open("r+b") as file:
         file.truncate(1000)
     done = subprocess.run(

@@ -18,7 +18,7 @@ from cluster.control import watch
 from cluster.launch import configuration
 from cluster.run import liveness, provenance
 from cluster.run.folder import RunFolder
-from cluster.run.liveness import Pulse
+from cluster.run.liveness import LivenessMonitor
 from cluster.runtime.local import supervisor
 from cluster.runtime.local.processes import processes_of
 from cluster.runtime.network import HOST
@@ -99,7 +99,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Watchers for whom nearly a second passes between two looks."""
     ticks = itertools.count(0.0, 0.9)
     monkeypatch.setattr(watch, "POLL_S", 0.001)
-    monkeypatch.setattr(watch, "Pulse", functools.partial(Pulse, clock=lambda: next(ticks)))
+    monkeypatch.setattr(watch, "LivenessMonitor", functools.partial(LivenessMonitor, clock=lambda: next(ticks)))
     monkeypatch.setattr(liveness, "SECOND_LOOK_S", 0.05)
 
 

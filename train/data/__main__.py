@@ -56,14 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _prepare(arguments: argparse.Namespace) -> int:
     """Prepare a dataset; one of the user's own in another process: anything may happen in their function."""
 
-    def told() -> str:
+    def prepared() -> str:
         return in_words(prepare(arguments.name, arguments.data_dir, arguments.fresh))
 
     if not arrays.is_own(arguments.name):
-        say(told())
+        say(prepared())
         return EXIT_DONE
     if user_code.RESULT_FILE in os.environ:
-        return user_code.reply(told)
+        return user_code.reply(prepared)
     command = [sys.executable, "-m", "train.data", "prepare", f"--name={arguments.name}"]
     command += [f"--data-dir={arguments.data_dir}", *(["--fresh"] if arguments.fresh else [])]
     what = f"dataset {arguments.name}"

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.errors import PrerequisiteError, RunFailed, UsageError, nearest
+from cluster.errors import UsageError, nearest
 from cluster.system.files import sha256
 from train.data.prepare import store
 
@@ -48,13 +48,13 @@ class ArrayFile:
     shape: tuple[int, ...]
     dtype: str
     sha256: str
-    blocks: tuple[int, ...] | None
-    """The hash of each block, see `train/data/blocks.py`; None where an earlier version wrote it."""
+    blocks: tuple[int, ...]
+    """The hash of each block, see `train/data/blocks.py`."""
 
     @property
     def size_bytes(self) -> int:
         """What the file must have."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+        return size_bytes(self.shape, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,10 @@ class ArraySet:
         train, test = (Split(shaped(each.features), shaped(each.labels)) for each in (self.train, self.test))
         return dataclasses.replace(self, train=train, test=test)
 
-    @property
-    def checked(self) -> bool:
-        """Whether its blocks are checked as they are read; what an earlier version wrote must be upgraded first."""
-        return all(file.blocks is not None for file in self.files)
+
+def size_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    """Return the size of an array's file."""
+    return math.prod(shape) * ITEM_BYTES[dtype]
 
 
 def is_own(name: str) -> bool:
@@ -166,14 +166,10 @@ def find(data_dir: Path, name: str, version: str = "") -> ArraySet:
     """
     version = version or newest(data_dir, name)
     folder = folder_of(data_dir, name, version)
+    do = f"copy {folder} from where it is" if is_own(name) else f"run `invoke data.prepare --name {name}`"
     again = f"run `invoke data.prepare --name {name} --fresh`"
-    try:
+    with store.index_errors(folder / INDEX, f"{name} {version} is not prepared in {data_dir}; {do}", again):
         array_set = _from_index(data_dir, folder, json.loads((folder / INDEX).read_text(encoding="utf-8")))
-    except (FileNotFoundError, NotADirectoryError):
-        do = f"copy {folder} from where it is" if is_own(name) else f"run `invoke data.prepare --name {name}`"
-        raise PrerequisiteError(f"{name} {version} is not prepared in {data_dir}; {do}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunFailed(f"{folder / INDEX} cannot be read ({error!r}); {again}") from None
     store.check_sizes({file.path: (file.size_bytes, f" for {list(file.shape)}") for file in array_set.files}, again)
     return array_set
 
@@ -250,20 +246,19 @@ def _write_array(path: Path, array: np.ndarray, dtypes: tuple[str, ...]) -> dict
 
 def _from_index(data_dir: Path, folder: Path, index: Mapping[str, Any]) -> ArraySet:
     def file(part: Mapping[str, Any]) -> ArrayFile:
-        found = ArrayFile(folder / part["file"], tuple(part["shape"]), part["dtype"], part["sha256"], None)
-        return dataclasses.replace(found, blocks=store.block_hashes(part, found.size_bytes))
+        path, shape, dtype = folder / part["file"], tuple(part["shape"]), part["dtype"]
+        hashes = store.block_hashes(part, size_bytes(shape, dtype))
+        return ArrayFile(path, shape, dtype, part["sha256"], hashes)
 
     def split(parts: Mapping[str, Any]) -> Split:
-        # An index from before features were more than images calls them so; the bytes are the same.
-        features = parts["features"] if "features" in parts else parts["images"]
-        return Split(file(features), file(parts["labels"]), file(parts["weights"]) if "weights" in parts else None)
+        return Split(**{name: file(part) for name, part in parts.items()})
 
     return ArraySet(
         data_dir=data_dir,
         name=index["name"],
         version=index["version"],
         classes=tuple(index["classes"]),
-        num_outputs=index.get("num_outputs") or len(index["classes"]),
+        num_outputs=index["num_outputs"],
         train=split(index["splits"]["train"]),
         test=split(index["splits"]["test"]),
         source=index["source"],

@@ -10,14 +10,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import tensorflow as tf
 
 from cluster.errors import RunFailed
-from cluster.system.files import sha256
 from train.data import arrays, shards
 from train.data.prepare.store import BLOCK_BYTES
 
@@ -84,45 +82,9 @@ def damaged(path: Path, block: int) -> RunFailed:
     )
 
 
-def upgrade(index_file: Path, again: str, say: Callable[[str], None], *, required: bool) -> None:
-    """Add the blocks' hashes to an index that was written before there were any, once its files' sha256 are checked.
-
-    Args:
-        index_file: of arrays or shards.
-        again: what to do about a file that is damaged.
-        say: called with a line of what is done.
-        required: whether a file that is damaged is an error.
-
-    Raises:
-        RunFailed: a file is not the one that was written.
-    """
-    index = json.loads(index_file.read_text(encoding="utf-8"))
-    say(f"{index_file.parent.name} was prepared by an earlier version: recording the hashes of its blocks")
-    for entry in _files(index["splits"]):
-        path = index_file.with_name(entry["file"])
-        if not path.exists() or sha256(path) != entry["sha256"]:
-            if required:
-                raise RunFailed(f"{path} is not what was prepared; {again}")
-            say(f"{path} is not what was prepared: left alone")
-            return
-        entry["blocks"] = to_json(path)
-    scratch = index_file.with_suffix(".scratch")
-    scratch.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    os.replace(scratch, index_file)
-
-
 def to_json(path: Path) -> str:
     """Return the hashes of a file's blocks as an index holds them; `store.block_hashes` reads them."""
     return " ".join(f"{value:016x}" for value in of_file(path))
-
-
-def _files(value: Any) -> Iterator[dict[str, Any]]:
-    """Yield the entries of all files somewhere in the splits of an index."""
-    if isinstance(value, dict) and "sha256" in value:
-        yield value
-        return
-    for part in value.values() if isinstance(value, dict) else value:
-        yield from _files(part)
 
 
 def _hash(block: tf.Tensor) -> tf.Tensor:

@@ -211,7 +211,6 @@ def own_share() -> tf.data.Options:
 
 def _read(file: ArrayFile) -> tf.Tensor:
     with tf.device("CPU:0"):
-        assert file.blocks is not None  # `sources.find` refuses what cannot be checked
         raw = blocks.read(str(file.path), file.blocks)
         flat = tf.io.decode_raw(raw, tf.as_dtype(file.dtype), little_endian=True)
         return tf.reshape(flat, file.shape)

@@ -11,8 +11,6 @@ from train.data import arrays, shards
 def ready(data_dir: Path, name: str, source: str) -> str:
     """Return in words what is prepared of a dataset, after comparing the files' sizes; empty where preparing must see.
 
-    That is also where an earlier version prepared it.
-
     Args:
         data_dir: where prepared data lies.
         name: the dataset; one of the user's own is prepared anew where its code has changed, so it is never ready.
@@ -21,8 +19,7 @@ def ready(data_dir: Path, name: str, source: str) -> str:
     if arrays.is_own(name):
         return ""
     try:
-        found = (shards if source == "stream" else arrays).find(data_dir, name)
-        return in_words(found) if found.checked else ""
+        return in_words((shards if source == "stream" else arrays).find(data_dir, name))
     except ClusterError:
         return ""  # preparing mends it, or says what is wrong
 

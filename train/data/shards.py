@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import PrerequisiteError, RunFailed
 from train.data.arrays import ITEM_BYTES
 from train.data.prepare import store
 
@@ -36,8 +35,8 @@ class ShardFile:
     num_examples: int
     size_bytes: int
     sha256: str
-    blocks: tuple[int, ...] | None
-    """The hash of each block, see `train/data/blocks.py`; None where an earlier version wrote it."""
+    blocks: tuple[int, ...]
+    """The hash of each block, see `train/data/blocks.py`."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +93,6 @@ class ShardSet:
         """Every shard."""
         return (*self.train.files, *self.test.files)
 
-    @property
-    def checked(self) -> bool:
-        """Whether its blocks are checked as they are read; what an earlier version wrote must be upgraded first."""
-        return all(file.blocks is not None for file in self.files)
-
 
 def folder_of(data_dir: Path, name: str, version: str) -> Path:
     """Return the folder of the shards of one version of the dataset `name`, there or not."""
@@ -125,14 +119,11 @@ def find(data_dir: Path, name: str, version: str = "") -> ShardSet:
     command = f"invoke data.shard --name {name}"
     version = version or store.read_pointer(pointer_of(data_dir, name), name, command)
     folder = folder_of(data_dir, name, version)
-    try:
+    missing, again = f"{name} {version} is not sharded in {data_dir}; run `{command}`", f"run `{command} --fresh`"
+    with store.index_errors(folder / INDEX, missing, again):
         shard_set = _from_index(folder, json.loads((folder / INDEX).read_text(encoding="utf-8")))
-    except (FileNotFoundError, NotADirectoryError):
-        raise PrerequisiteError(f"{name} {version} is not sharded in {data_dir}; run `{command}`") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunFailed(f"{folder / INDEX} cannot be read ({error!r}); run `{command} --fresh`") from None
     sizes = {file.path: (file.size_bytes, f" for {file.num_examples} examples") for file in shard_set.files}
-    store.check_sizes(sizes, f"run `{command} --fresh`")
+    store.check_sizes(sizes, again)
     return shard_set
 
 

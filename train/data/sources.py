@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from cluster.errors import PrerequisiteError, RunFailed
+from cluster.errors import RunFailed
 from cluster.run.folder import RunFolder
 from cluster.system.json_files import create_json, read_json
 from train.config import TrainConfig
@@ -114,21 +114,14 @@ def find(config: TrainConfig, data_dir: Path, run: RunFolder | None = None) -> S
             something newer has been prepared under the same name meanwhile.
 
     Raises:
-        PrerequisiteError: it was not prepared, or by an earlier version that did not record what it is checked by.
+        PrerequisiteError: it was not prepared.
         RunFailed: it is damaged.
     """
-    context = config.transformer.context
 
     def look(version: str = "") -> Source:
-        streams = config.source == "stream"
-        found = (shards if streams else arrays).find(data_dir, config.dataset, version)
-        if not found.checked:
-            command = f"invoke data.{'shard' if streams else 'prepare'} --name {config.dataset}"
-            raise PrerequisiteError(
-                f"{config.dataset} {found.version} was prepared by an earlier version, without the hashes that it is "
-                f"checked by as it is read; `{command}` adds them"
-            )
-        return _streamed(found) if isinstance(found, shards.ShardSet) else _in_memory(found, context)
+        if config.source == "stream":
+            return _streamed(shards.find(data_dir, config.dataset, version))
+        return _in_memory(arrays.find(data_dir, config.dataset, version), config.transformer.context)
 
     if run is None:
         return look()

@@ -172,7 +172,7 @@ def _interleave(split: ShardSplit, shards_W: tf.Tensor) -> tf.data.Dataset:
     Each shard's blocks are checked whenever it is opened.
     """
     hashes = tf.ragged.constant([file.blocks for file in split.files], tf.int64).to_tensor()
-    blocks_S = tf.constant([len(file.blocks or ()) for file in split.files])
+    blocks_S = tf.constant([len(file.blocks) for file in split.files])
 
     def checked(shard: tf.Tensor) -> tf.Tensor:
         path = tf.constant(split.paths)[shard]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
+
+from cluster.errors import PrerequisiteError
 from cluster.recovery import step_record
 from cluster.spec import Role
 from train.context import TaskContext
@@ -15,6 +20,7 @@ from train.loops import callbacks, outer, parameter_server, pipeline, steps
 from train.loops.callback_state import CallbackState
 from train.loops.train_step import TrainStep
 from train.model import keras_compat
+from train.pipeline import timeline
 from train.saving import timer
 from train.telemetry import trace
 from train.telemetry.report import Report
@@ -33,7 +39,7 @@ class Training:
         state = CallbackState() if config.callbacks else None
         self._checkpoint = context.new_checkpoint(self._policy, state)
         self._first = context.restore(self._checkpoint)
-        self._report = Report(context, self._first, self._policy.loss_scale)
+        self._report = Report(context, self._first, self._policy, self._outputs)
         self._save_timer = context.new_save_timer(self._checkpoint, self._first)
         names = [task.name for task in context.spec.of(Role.WORKER)] if context.asynchronous else []
         self._worked = [step_record.StepRecord(context.run, name, context.generation) for name in names]
@@ -58,7 +64,7 @@ class Training:
         context, config = self._context, self._context.config
         replicas = context.strategy.num_replicas_in_sync
         what = context.model, self._policy, context.objective, config.global_batch
-        cut, train_step = None, TrainStep(*what, replicas, config.micro_batches)
+        cut, train_step = None, TrainStep(*what, replicas, config.micro_batches, as_function=replicas == 1)
         if shards := config.bitwise_elastic:
             cut = VirtualShards(shards, replicas)
             train_step = ElasticTrainStep(*what, shards, config.micro_batches, shards=cut)
@@ -121,12 +127,14 @@ class Training:
 
     @functools.cached_property
     def _evaluation(self) -> Callable[[], dict[str, float]]:
+        if self._pipeline:
+            return self._pipeline.evaluation()
         return self._context.new_evaluation()  # reads the test split, which the first step need not wait for
 
-    def _results(self) -> dict[str, float]:
+    def _outputs(self, features: np.ndarray) -> Any:
         if self._pipeline:
-            self._pipeline.share()
-        return self._evaluation()
+            return self._pipeline.outputs(features)
+        return self._context.model(features, training=False)
 
     @property
     def _enough(self) -> bool:
@@ -156,15 +164,16 @@ class Training:
         )
 
     def _save(self, step: int) -> None:
-        if self._pipeline:
-            self._pipeline.share()
         if self._hooks:
             self._hooks.keep()
         self._report.save(step, self._checkpoint, self._save_timer)
         self._saved_at = step
 
     def _evaluate(self, step: int) -> dict[str, float]:
-        self._report.evaluate(step, self._results)
+        self._report.evaluate(step, self._evaluation)
+        if self._pipeline and self._context.chief:
+            with contextlib.suppress(PrerequisiteError):  # no step is recorded yet
+                self._report.metrics.picture(step, "pipeline", timeline.picture_of(self._context.run)[1])
         self._evaluated_at = step
         return self._report.results
 

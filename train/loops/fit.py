@@ -39,7 +39,7 @@ class Training:
         optimizer = self._policy.optimizer
         self._checkpoint = context.new_checkpoint(self._policy, state)
         self._first = context.restore(self._checkpoint)
-        self._report = Report(context, self._first, self._policy.loss_scale)
+        self._report = Report(context, self._first, self._policy)
         with context.strategy.scope():
             score = keras.metrics.MeanMetricWrapper(
                 lambda labels, outputs: objective.score(_labels(context, labels), full_precision(outputs)),

@@ -44,9 +44,9 @@ class MicroBatches:
         replicas = context.strategy.num_replicas_in_sync
         _check(model, replicas, config.micro_batches)
         replicas = 1 if context.asynchronous else replicas
-        self._step = TrainStep(
-            model, policy, context.objective, config.global_batch, replicas, micro_batches=config.micro_batches
-        )
+        alone = replicas == 1 and not context.asynchronous
+        what = model, policy, context.objective, config.global_batch
+        self._step = TrainStep(*what, replicas, config.micro_batches, as_function=alone)
         self._means = [keras.metrics.Mean(name) for name in ("loss", context.objective.score_name)]
         self._separate = not context.asynchronous  # see `separate_steps`
         model.train_step = self._train

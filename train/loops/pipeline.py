@@ -1,112 +1,182 @@
 """The inner loop of `--strategy pipeline`: many optimizer steps, each through all stages, in one `tf.function`.
 
-Every task builds the whole model from the seed, so that its first weights are those of one device, and trains its own
-stage of it. Where something needs the whole model, such as a checkpoint, the stages share what they have trained: so
-checkpoints, exports and results are those of any other strategy.
+Every task holds its own stage of the model (`train/pipeline/division.py`). R pipelines of equal stages train on parts
+of each global batch, and add up the gradients of equal stages before the one update of a step.
 
-Shapes: S steps of one loop.
+Shapes: S steps of one loop; N batches of an evaluation.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
-import keras
+import numpy as np
 import tensorflow as tf
 
-from train.context import TaskContext
+from train.context import TaskContext, evaluation_batch
 from train.data import memory
 from train.loops import steps, train_step
 from train.loops.steps import LoopResult, Signals
 from train.model import keras_compat
 from train.model.gradients import GradientPolicy
 from train.model.objectives import global_mean
-from train.pipeline import blocks, edges, schedule
-from train.pipeline.cut import cut
+from train.pipeline import edges, schedule, timeline
+from train.pipeline.marks import Marks, marks_call
 from train.pipeline.stage import Stage
+from train.telemetry.timing import Times
 
 
 class Pipeline:
-    """This task's part of the pipeline: one stage of several tasks, or all stages where it trains alone."""
+    """This task's part of a pipeline: one stage of several tasks, or all stages where it trains alone."""
 
     def __init__(self, context: TaskContext, policy: GradientPolicy, signals: Callable[[bool, int], Signals]) -> None:
-        """Cut the model. All tasks find the same cut.
-
-        Raises:
-            UsageError: the model cannot be cut so.
-        """
+        """Prepare to train the stages that the context's division gives this task."""
         # It rewrites sums, and so changes their bits.
         tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
-        self._context, self._policy, self._signals = context, policy, signals
+        assert context.division is not None
+        self._context, self._policy, self._signals, self._division = context, policy, signals, context.division
         keras_compat.take_summed_gradients(policy.optimizer)
-        spec, config = context.spec, context.config
-        self._tasks = max(1, len(spec.members))
-        self._task = spec.members.index(context.task) if spec.members else 0
-        self._parts = cut(context.model, config, spec.stages, context.run)
-        self._models = [blocks.stage_model(part, number) for number, part in enumerate(self._parts)]
-        self._micro_batch = config.global_batch // config.micro_batches
+        config, division = context.config, context.division
+        self._parts = division.pipelines * config.micro_batches
+        """Of the global batch, a micro-batch each."""
+        self._micro_batch = config.global_batch // self._parts
         self._asynchronous = config.pipeline.schedule == "pipedream"
         arrays = context.source.arrays
         assert arrays is not None  # the plan refuses others
         self._examples = memory.load(arrays.train)
-        self._programs = schedule.build(config.pipeline.schedule, spec.stages, config.micro_batches)
-        carrier: edges.Edges = edges.LocalEdges() if self._tasks == 1 else edges.TaskEdges()
-        own = range(spec.stages) if self._tasks == 1 else [self._task]
-        self._stages = {number: self._stage(number, carrier) for number in own}
-        self._loop, self._share = self._trace_loop(), self._trace_share()
+        self._calls, self._marks = 0, Marks()
+        self._recorder = timeline.Recorder(context.run, context.task.name)
+        self._programs = schedule.build(config.pipeline.schedule, division.stages, config.micro_batches)
+        self._edges: edges.Edges = edges.LocalEdges() if division.whole else edges.TaskEdges(division.pipeline)
+        self._stages = {number: self._stage(number) for number in division.own}
+        self._loop = self._trace_loop()
         self._total = steps.total(context.gang)
 
     def run(self, first: int, count: int, stop: bool) -> LoopResult:
         """Do some optimizer steps: the inner loop of `outer.run`."""
         signals_3 = tf.constant(self._signals(stop, count).to_array())
-        results_S2 = self._loop(tf.constant(first, tf.int64), tf.constant(count, tf.int64))
+        marked = count - 1 if marks_call(self._calls) else -1
+        began = time.perf_counter()
+        results_S2 = self._loop(*(tf.constant(number, tf.int64) for number in (first, count, marked)))
         flat = self._total(tf.concat([tf.reshape(results_S2, [-1]), signals_3], 0)).numpy()
+        times = self._times(first + count, (time.perf_counter() - began) / count)
         results_S2 = flat[:-3].reshape(-1, 2)[:count]
-        return LoopResult(results_S2[:, 0], results_S2[:, 1], Signals.from_sum(flat[-3:]))
+        return LoopResult(results_S2[:, 0], results_S2[:, 1], Signals.from_sum(flat[-3:]), times)
 
-    def share(self) -> None:
-        """Give every task what each stage has trained; all tasks call it after the same step."""
-        if self._tasks > 1:
-            self._share()
+    def _times(self, step: int, seconds: float) -> Times | None:
+        """Return what part of the steps of a call, `seconds` each, this task's stages computed; None: not marked."""
+        self._calls += 1
+        if not (spans := self._marks.take()):
+            return None
+        self._recorder.add(step, spans)
+        busy = timeline.computing(spans) / len(self._stages)
+        return Times(np.array([seconds]), np.zeros(1), np.array([min(busy, seconds)]))
 
-    def _stage(self, number: int, carrier: edges.Edges) -> Stage:
-        config, spec = self._context.config, self._context.spec
-        model = self._models[number]
+    def evaluation(self) -> Callable[[], dict[str, float]]:
+        """Return what sends the whole test split through the stages; every task calls it."""
+        context, pipelines = self._context, self._division.pipelines
+        if self._division.whole:
+            return context.new_evaluation()
+        arrays = context.source.arrays
+        assert arrays is not None
+        examples, batch = memory.load(arrays.test), evaluation_batch(context.source)
+        share = {"replica_batch": batch, "num_replicas": pipelines}
+        rounds = memory.eval_batches(context.source.test_examples, **share)
 
-        def update(sums: Sequence[tf.Tensor], at: int) -> tf.Tensor:
-            return self._update(model.trainable_variables, sums, at)
+        def add(at: tf.Tensor, totals_N2: tf.Tensor) -> tf.Tensor:
+            with tf.control_dependencies([totals_N2]):
+                at = tf.identity(at)
+            given = memory.eval_batch(examples, at, tf.constant(self._division.pipeline, tf.int64), **share)
+            outputs = self._forward(lambda: self._as_input(given.features), batch, edges.EVALUATED)
+            if not self._has_last:
+                with tf.control_dependencies([outputs]):
+                    return tf.identity(totals_N2)
+            outputs = train_step.full_precision(outputs)
+            scored = (context.objective.loss, context.objective.score)
+            totals_2 = tf.stack([tf.reduce_sum(of(given.labels, outputs) * given.weights) for of in scored])
+            place = [[at * pipelines + self._division.pipeline]]
+            return tf.tensor_scatter_nd_update(totals_N2, place, [totals_2])
 
-        return Stage(
-            model,
-            number,
-            spec.stages,
-            self._micro_batch,
-            carrier,
-            features=self._features,
-            loss=self._loss,
-            update=update,
-            remat=config.pipeline.remat,
-            accumulates=config.micro_batches > 1 and not self._asynchronous,
-            device=f"/device:CPU:{number}" if self._has_logical_cpus else None,
+        @tf.function(autograph=False)
+        def evaluate_all() -> tf.Tensor:
+            return train_step.repeat(tf.constant(rounds, tf.int64), add, tf.zeros([rounds * pipelines, 2]), parallel=1)
+
+        return context.with_baseline(
+            lambda: steps.results(self._total(evaluate_all()).numpy(), context.objective, context.source.test_examples)
         )
 
+    def outputs(self, features: np.ndarray) -> Any:
+        """Return what the model says of some examples; every task calls it."""
+        if self._division.whole:
+            return self._context.model(features, training=False)
+        return self._total(self._trace_outputs(len(features))(tf.constant(features)))
+
     @property
-    def _has_logical_cpus(self) -> bool:
-        return self._context.spec.devices > 1 and not tf.config.list_physical_devices("GPU")
+    def _has_last(self) -> bool:
+        return self._division.stages - 1 in self._stages
+
+    def _trace_outputs(self, count: int) -> Callable[[tf.Tensor], tf.Tensor]:
+        if self._shown is None:
+
+            @tf.function(autograph=False)
+            def shown(features: tf.Tensor) -> tf.Tensor:
+                outputs = self._forward(lambda: self._as_input(features), count, edges.SHOWN)
+                if self._has_last and not self._division.pipeline:
+                    return train_step.full_precision(outputs)
+                with tf.control_dependencies([outputs]):
+                    return tf.zeros([count, *self._division.models[-1].outputs[0].shape[1:]])
+
+            self._shown = shown
+        return self._shown
+
+    _shown: Callable[[tf.Tensor], tf.Tensor] | None = None
+
+    def _forward(self, features: Callable[[], tf.Tensor], batch: int, direction: int) -> tf.Tensor:
+        """Return what this task's stage makes of a batch, once it was sent to the next."""
+        ((number, stage),) = self._stages.items()
+        model = self._division.models[number]
+        spec = tf.TensorSpec([batch, *model.inputs[0].shape[1:]], model.inputs[0].dtype)
+        values = features() if number == 0 else self._edges.receive(spec, direction, number, 0)
+        outputs = stage.predict(values)
+        if number == self._division.stages - 1:
+            return outputs
+        with tf.control_dependencies(self._edges.send(outputs, direction, number, 0)):
+            return tf.zeros([])
+
+    def _stage(self, number: int) -> Stage:
+        config, division = self._context.config, self._division
+
+        def update(sums: Sequence[tf.Tensor], at: int) -> tf.Tensor:
+            return self._update(number, sums, at)
+
+        return Stage(
+            division.models[number],
+            number,
+            division.stages,
+            self._micro_batch,
+            self._edges,
+            features=lambda step, at: self._as_input(self._batch(step, at).features),
+            loss=self._loss,
+            update=update,
+            scale=lambda: tf.ones([]) if (scale := self._policy.loss_gradient) is None else scale,
+            shares=1 if self._asynchronous else self._parts,
+            replica=division.pipeline,
+            remat=config.pipeline.remat,
+            accumulates=config.micro_batches > 1 and not self._asynchronous,
+            device=division.device(number),
+            marks=self._marks,
+        )
 
     def _batch(self, step: tf.Tensor, at: tf.Tensor) -> memory.Batch:
         config = self._context.config
-        return memory.train_batch(
-            self._examples,
-            step,
-            at,
-            replica_batch=self._micro_batch,
-            num_replicas=config.micro_batches,
-            seed=config.seed,
-        )
+        part = at + self._division.pipeline * config.micro_batches
+        share = {"replica_batch": self._micro_batch, "num_replicas": self._parts}
+        return memory.train_batch(self._examples, step, part, seed=config.seed, **share)
 
-    def _features(self, step: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
-        return train_step.as_input(self._context.model, self._batch(step, at).features)
+    def _as_input(self, features: tf.Tensor) -> tf.Tensor:
+        return train_step.as_input(self._context.model, features)
 
     def _loss(self, outputs: tf.Tensor, step: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
         objective, batch = self._context.objective, self._batch(step, at)
@@ -115,16 +185,17 @@ class Pipeline:
         examples = self._micro_batch if self._asynchronous else self._context.config.global_batch
         loss = global_mean(objective.loss(batch.labels, outputs), batch.weights, examples)
         score = global_mean(objective.score(batch.labels, outputs), tf.ones_like(batch.weights), examples)
-        return tf.stack([loss, score])
+        return tf.stack([loss, tf.stop_gradient(score)])
 
-    def _trace_loop(self) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
+    def _trace_loop(self) -> Callable[..., tf.Tensor]:
         steps_per_loop = self._context.config.steps_per_loop
 
         @tf.function(autograph=False)
-        def loop(first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+        def loop(first: tf.Tensor, count: tf.Tensor, marked: tf.Tensor) -> tf.Tensor:
             def step(done: tf.Tensor, results_S2: tf.Tensor) -> tf.Tensor:
                 with tf.control_dependencies([results_S2]):  # a step begins once the one before has ended
                     at = tf.identity(first + done)
+                self._marks.begin(tf.equal(done, marked), at)
                 return tf.tensor_scatter_nd_update(results_S2, [[done]], [self._step(at)])
 
             return train_step.repeat(count, step, tf.zeros([steps_per_loop, 2]))
@@ -132,7 +203,7 @@ class Pipeline:
         return loop
 
     def _step(self, step: tf.Tensor) -> tf.Tensor:
-        """Return what one step gives this task, `[2] float32`: loss and score on the last stage."""
+        """Return what one step gives this task, `[2] float32`: its share of the loss and of the score."""
         for stage in self._stages.values():
             stage.begin(step)
         with tf.control_dependencies([step]):
@@ -142,70 +213,70 @@ class Pipeline:
         for number, instruction in order if self._asynchronous else computes:
             self._stages[number].execute(instruction)
         if not self._asynchronous:
-            self._norm = self._global_norm() if self._policy.clip_norm else None
+            self._agree()
             for number, instruction in order:
                 if instruction.action is schedule.Action.UPDATE:
                     self._stages[number].execute(instruction)
         results = [stage.end() for stage in self._stages.values()]
+        if self._finite is not None and self._policy.loss_scale:
+            with tf.control_dependencies(results):
+                self._policy.loss_scale.update(self._finite)
         share = self._context.config.micro_batches if self._asynchronous else 1
-        return tf.add_n(results) / share
+        return self._policy.checked(tf.add_n(results), []) / share
 
-    def _update(self, variables: Sequence[keras.Variable], sums: Sequence[tf.Tensor], at: int) -> tf.Tensor:
-        """Apply a stage's gradients; return 0 once that is done, or NaN where they are not finite."""
-        gradients = list(sums)
-        if limit := self._policy.clip_norm:
-            gradients = tf.clip_by_global_norm(gradients, limit, use_norm=self._norm)[0]
+    _norm: tf.Tensor | None = None
+    _finite: tf.Tensor | None = None
+
+    def _agree(self) -> None:
+        """Add up gradients over the pipelines, and find what all stages must know of them: norm, and all finite?"""
+        division, policy = self._division, self._policy
+        self._summed = {number: stage.sums for number, stage in self._stages.items()}
+        if division.pipelines > 1:
+            self._summed = {
+                number: edges.sum_over_pipelines(sums, number, division.pipelines)
+                for number, sums in self._summed.items()
+            }
+        if policy.loss_scale is not None:
+            finite = tf.stack([policy.finite(sums) for sums in self._summed.values()])
+            own = tf.cast(finite, tf.float32)
+            spec = tf.TensorSpec([], tf.float32)
+            self._finite = tf.reduce_all(finite)
+            if not division.whole:
+                flags = [self._shared(own[0], spec, stage, edges.FLAG) for stage in range(division.stages)]
+                self._finite = tf.reduce_min(tf.stack(flags)) > 0
+            self._summed = {number: policy.unscaled(sums) for number, sums in self._summed.items()}
+        if policy.clip_norm:
+            self._norm = self._global_norm()
+
+    def _update(self, number: int, sums: Sequence[tf.Tensor], at: int) -> tf.Tensor:
+        """Apply a stage's gradients; return 0 once that is done, or NaN where training must end for them."""
+        policy, variables = self._policy, self._division.models[number].trainable_variables
+        gradients = list(sums) if self._asynchronous else list(self._summed[number])
         # Stages of one process share the optimizer, which counts every update of any of them.
         done = at if self._asynchronous else 0
-        self._policy.optimizer.iterations.assign(self._updates_before + done)
-        self._policy.optimizer.apply(gradients, variables)
-        with tf.control_dependencies([self._policy.optimizer.iterations.value.read_value()]):
-            return keras_compat.nan_if_broken(tf.zeros([]), gradients)
+        policy.optimizer.iterations.assign(self._updates_before + done)
+        policy.update(gradients, variables, self._finite, self._norm)
+        with tf.control_dependencies([policy.optimizer.iterations.value.read_value()]):
+            return tf.zeros([]) if policy.loss_scale else keras_compat.nan_if_broken(tf.zeros([]), gradients)
 
     def _global_norm(self) -> tf.Tensor:
         """Return the norm of all stages' gradients, with the bits of `tf.linalg.global_norm` on one device."""
+        models = self._division.models
         halves = {
             id(variable): tf.nn.l2_loss(gradient)
-            for number, stage in self._stages.items()
-            for variable, gradient in zip(self._models[number].trainable_variables, stage.sums, strict=True)
+            for number, gradients in self._summed.items()
+            for variable, gradient in zip(models[number].trainable_variables, gradients, strict=True)
         }
-        if self._tasks > 1:
-            for owner in range(self._tasks):
-                variables = self._models[owner].trainable_variables
-                own = tf.stack([halves[id(each)] for each in variables]) if owner == self._task else None
-                spec = tf.TensorSpec([len(variables)], tf.float32)
-                (shared,) = edges.broadcast([own], [spec], owner, self._task, self._tasks, edges.NORMS)
+        if not self._division.whole:
+            for owner, model in enumerate(models):
+                variables = model.trainable_variables
+                own = tf.stack([halves[id(each)] for each in variables]) if owner in self._stages else tf.zeros([])
+                shared = self._shared(own, tf.TensorSpec([len(variables)], tf.float32), owner, edges.NORM)
                 halves |= {id(each): half for each, half in zip(variables, tf.unstack(shared), strict=True)}
         ordered = [halves[id(variable)] for variable in self._context.model.trainable_variables]
         return tf.sqrt(tf.reduce_sum(tf.stack(ordered)) * 2.0)
 
-    def _trace_share(self) -> Callable[[], tf.Tensor]:
-        shared = [self._state(number) for number in range(len(self._parts))]
-
-        @tf.function(autograph=False)
-        def share() -> tf.Tensor:
-            done: list[tf.Tensor] = []
-            for owner, variables in enumerate(shared):
-                own = [tf.identity(variable) for variable in variables] if owner == self._task else []
-                specs = [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables]
-                received = edges.broadcast(own, specs, owner, self._task, self._tasks, edges.STATE)
-                if owner == self._task:
-                    done += received
-                else:
-                    done += [one.assign(value) for one, value in zip(variables, received, strict=True)]
-            with tf.control_dependencies(done):  # nothing else keeps a send in the graph
-                return tf.zeros([])
-
-        return share
-
-    def _state(self, number: int) -> list[tf.Variable]:
-        """Return what a stage changes as it trains: its layers' variables, and the optimizer's for each of them."""
-        own = list(self._models[number].variables)
-        trained = {id(variable) for variable in self._models[number].trainable_variables}
-        count = len(self._context.model.trainable_variables)
-        for slots in vars(self._policy.optimizer).values():
-            if isinstance(slots, list) and len(slots) == count and isinstance(slots[0], keras.Variable):
-                pairs = zip(slots, self._context.model.trainable_variables, strict=True)
-                own += [slot for slot, variable in pairs if id(variable) in trained]
-        unique = {id(variable): variable for variable in own if variable.dtype != "uint32"}  # of seeds, which stay
-        return [variable.value for variable in unique.values()]
+    def _shared(self, own: tf.Tensor, spec: tf.TensorSpec, owner: int, what: int) -> Any:
+        """Return on every stage of this pipeline what one of them has."""
+        sent = own if owner in self._stages else None
+        return edges.broadcast(sent, spec, owner, self._division.stages, self._division.pipeline, what)

@@ -221,10 +221,14 @@ def evaluation(
         totals = repeat(tf.constant(batches, tf.int64), evaluate, strategy.run(start) if strategy else start())
         return strategy.reduce("SUM", totals, axis=None) if strategy else totals
 
-    def run() -> dict[str, float]:
-        # Each replica has filled in batches of its own, the same ones at any number of replicas: so is their sum.
-        loss, score = evaluate_all().numpy().astype(np.float64).cumsum(0)[-1].tolist()
-        results = {"eval_loss": loss / num_examples, f"eval_{objective.score_name}": score / num_examples}
-        return results | ({"eval_perplexity": math.exp(results["eval_loss"])} if objective.predicts_text else {})
+    return lambda: results(evaluate_all().numpy(), objective, num_examples)
 
-    return run
+
+def results(totals_N2: np.ndarray, objective: Objective, num_examples: int) -> dict[str, float]:
+    """Return the results of an evaluation from the sums of each batch's losses and scores.
+
+    Each replica has filled in batches of its own, the same ones at any number of replicas: so are these results.
+    """
+    loss, score = totals_N2.astype(np.float64).cumsum(0)[-1].tolist()
+    means = {"eval_loss": loss / num_examples, f"eval_{objective.score_name}": score / num_examples}
+    return means | ({"eval_perplexity": math.exp(means["eval_loss"])} if objective.predicts_text else {})

@@ -19,6 +19,7 @@ Shapes: B micro-batch, K outputs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -54,6 +55,10 @@ class TrainStep:
     num_replicas: int
     micro_batches: int = 1
     """Parts of a replica's batch, computed one after the other."""
+    as_function: bool = False
+    """Whether forward and backward are functions of their own, as in a stage of a pipeline, whose bits they have then:
+    where a value has several uses, TensorFlow adds up its gradients in another order in a function than in a tape. Not
+    for replicas that exchange something as they compute, such as BatchNormalization's averages."""
 
     def __post_init__(self) -> None:
         keras_compat.take_summed_gradients(self.policy.optimizer)
@@ -85,8 +90,8 @@ class TrainStep:
             micro_batch: int64 scalar; None: the batch is not cut.
         """
         batch = batch_of(replica if micro_batch is None else replica * self.micro_batches + micro_batch)
-        with keras_compat.random_place(step, replica, micro_batch), tf.GradientTape() as tape:
-            loss, score = self.shares(batch)
+        with tf.GradientTape() as tape:
+            loss, score = self._forward(batch, step, replica, micro_batch)
         return Computed(tape.gradient(loss, self.weights, output_gradients=self.policy.loss_gradient), loss, score)
 
     def update(self, computed: Computed) -> tf.Tensor:
@@ -102,6 +107,16 @@ class TrainStep:
         self.policy.apply(total, self.model.trainable_variables)
         loss = self.policy.checked(computed.loss, gradients)
         return tf.stack([loss, computed.score])[tf.newaxis]
+
+    @functools.cached_property
+    def _forward(self) -> Callable[..., tuple[tf.Tensor, tf.Tensor]]:
+        """Loss and score of a batch: (batch, step, replica, micro-batch) -> their shares."""
+
+        def forward(batch: Batch, step: tf.Tensor, replica: tf.Tensor, micro_batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
+            with keras_compat.random_place(step, replica, micro_batch):
+                return self.shares(batch)
+
+        return never_inlined(forward) if self.as_function else forward
 
     def shares(self, batch: Batch) -> tuple[tf.Tensor, tf.Tensor]:
         """Return a batch's share of the loss and of the score.
@@ -149,6 +164,11 @@ class TrainStep:
             return run(add, (total, micro_batch, *args))
 
         return repeat(tf.constant(self.micro_batches, tf.int64), body, run(self.zeros, ()), parallel=1)
+
+
+def never_inlined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `tf.function` that is optimised by itself, as is its gradient: they have the same bits everywhere."""
+    return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
 
 
 def exact_order(micro_batches: int) -> None:

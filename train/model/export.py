@@ -7,7 +7,6 @@ import io
 import shutil
 from pathlib import Path
 
-import numpy as np
 from tensorflow import keras
 
 from cluster.system.json_files import write_json
@@ -16,21 +15,19 @@ CLASSES = Path("assets.extra", "classes.json")
 """Where an export keeps the names of its classes: TensorFlow Serving's place for what it need not know."""
 
 
-def export(weights: list[np.ndarray], rebuild: keras.Model, directory: Path, classes: tuple[str, ...]) -> None:
+def export(model: keras.Model, directory: Path, classes: tuple[str, ...]) -> None:
     """Write a SavedModel whose `serve` signature takes features `[B, ...] float32` and returns outputs.
 
     Args:
-        weights: of the trained model, whose variables may be mirrored or on parameter servers.
-        rebuild: the same architecture with plain variables, built outside of the strategy: what is saved holds no
-            trace of the cluster, and only this task is needed to save it.
+        model: with plain variables, built outside of the strategy: what is saved holds no trace of the cluster, and
+            only this task is needed to save it.
         directory: replaced whole.
         classes: their names, kept beside the model.
     """
-    rebuild.set_weights(weights)
     scratch = directory.with_name(f".{directory.name}")
     shutil.rmtree(scratch, ignore_errors=True)
     with contextlib.redirect_stdout(io.StringIO()):  # Keras prints every endpoint and captured variable
-        rebuild.export(str(scratch))
+        model.export(str(scratch))
     (scratch / CLASSES).parent.mkdir(exist_ok=True)
     write_json(scratch / CLASSES, list(classes))
     shutil.rmtree(directory, ignore_errors=True)

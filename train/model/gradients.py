@@ -100,13 +100,38 @@ class GradientPolicy:
         pairs = [(one, other) for one, other in zip(total, variables, strict=True) if one is not None]
         gradients, known = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
         if self.loss_scale is None:
-            self._update(self._clip(gradients), known)
+            self.update(gradients, known)
             return
-        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients])
-        factor = 1 / tf.convert_to_tensor(self.loss_scale.scale)
-        clipped = self._clip([gradient * factor for gradient in gradients])
-        _call_if(finite, clipped, lambda gradients: self._update(gradients, known))
+        finite = self.finite(gradients)
+        self.update(self.unscaled(gradients), known, finite)
         self.loss_scale.update(finite)
+
+    def finite(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Return whether all are finite, a bool scalar."""
+        return tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients])
+
+    def unscaled(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Return the gradients of the loss from those of the scaled loss."""
+        assert self.loss_scale is not None
+        factor = 1 / tf.convert_to_tensor(self.loss_scale.scale)
+        return [gradient * factor for gradient in gradients]
+
+    def update(
+        self, gradients: list[Any], variables: Sequence[Any], finite: tf.Tensor | None = None, norm: Any = None
+    ) -> None:
+        """Clip gradients, and change the variables by them.
+
+        Args:
+            gradients: of the loss, unscaled.
+            variables: whose gradients they are.
+            finite: whether they are to be applied; None: they are.
+            norm: of the gradients of the whole model, where these are of a part of it.
+        """
+        clipped = tf.clip_by_global_norm(gradients, self.clip_norm, norm)[0] if self.clip_norm else gradients
+        if finite is None:
+            self._update(clipped, variables)
+        else:
+            _call_if(finite, clipped, lambda gradients: self._update(gradients, variables))
 
     def checked(self, loss: tf.Tensor, gradients: Gradients) -> tf.Tensor:
         """Return the loss once its gradients were applied; NaN where training must end for them."""
@@ -161,9 +186,6 @@ class GradientPolicy:
             return result
 
         return run
-
-    def _clip(self, gradients: list[Any]) -> list[Any]:
-        return tf.clip_by_global_norm(gradients, self.clip_norm)[0] if self.clip_norm else gradients
 
 
 def _apply_summed(apply_gradients: Callable[..., Any]) -> Callable[[Any, Any], None]:

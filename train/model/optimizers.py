@@ -2,23 +2,155 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import tensorflow as tf
 from tensorflow import keras
 
+from cluster.errors import UsageError
+from train import references
 from train.config import TrainConfig
 from train.model.gradients import GradientPolicy, LossScale
 
+CLASSES = {"adam": "Adam", "adamw": "AdamW", "lamb": "Lamb", "lion": "Lion", "sgd": "SGD"}
 
-def build(config: TrainConfig) -> keras.optimizers.Optimizer:
-    """Return the optimizer; call it inside the strategy's scope."""
+
+class RateSchedule(keras.optimizers.schedules.LearningRateSchedule):
+    """A step size that grows to its peak, and then follows one of Keras's schedules."""
+
+    def __init__(self, config: TrainConfig, total_steps: int) -> None:
+        """Make the schedule of a training of so many steps."""
+        settings, peak, warmup = config.optimizer, config.learning_rate, config.warmup_steps
+        schedules = keras.optimizers.schedules
+        steps = settings.decay_steps or max(1, total_steps - warmup)
+        self._settings = {"peak": peak, "warmup_steps": warmup, "schedule": settings.schedule, "decay_steps": steps}
+        self._warmup_steps = warmup
+        self._growth = schedules.PolynomialDecay(peak / warmup, warmup, peak) if warmup else None
+        self._decay: Any = None
+        if settings.schedule == "cosine":
+            self._decay = schedules.CosineDecay(peak, steps, alpha=settings.end_share)
+        elif settings.schedule in ("linear", "polynomial"):
+            power = settings.power if settings.schedule == "polynomial" else 1.0
+            self._decay = schedules.PolynomialDecay(peak, steps, peak * settings.end_share, power)
+        elif settings.schedule == "piecewise":
+            begins = [step - warmup - 1 for step, _ in settings.shares]  # Keras keeps a value up to its boundary
+            rates = [peak, *(peak * share for _, share in settings.shares)]
+            self._decay = schedules.PiecewiseConstantDecay([float(step) for step in begins], rates)
+
+    def __call__(self, step: Any) -> Any:
+        """Return the step size after `step` updates."""
+        if self._decay is None:
+            return self._growth(step) if self._growth else tf.constant(self._settings["peak"], tf.float32)
+        done = tf.cast(step, tf.float32)
+        after = self._decay(tf.maximum(done - self._warmup_steps, 0.0))
+        return tf.where(done < self._warmup_steps, self._growth(step), after) if self._growth else after
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the settings, for Keras's own files."""
+        return dict(self._settings)
+
+
+def build(config: TrainConfig, total_steps: int = 1) -> keras.optimizers.Optimizer:
+    """Return the optimizer; call it inside the strategy's scope.
+
+    Args:
+        config: that describes it.
+        total_steps: of the training, over which the step size falls unless the configuration says over how many.
+
+    Raises:
+        UsageError: the user's own function returns none of the Keras in use, or that Keras has no such optimizer.
+    """
     settings = config.optimizer
-    rate: Any = config.learning_rate
-    if config.warmup_steps:
-        rate = keras.optimizers.schedules.PolynomialDecay(rate / config.warmup_steps, config.warmup_steps, rate)
-    return keras.optimizers.SGD(rate, settings.momentum) if settings.name == "sgd" else keras.optimizers.Adam(rate)
+    rate = config.learning_rate if config.rate_is_set else RateSchedule(config, total_steps)
+    if settings.own:
+        optimizer = _own(settings.name, rate)
+    else:
+        options: dict[str, Any] = {}
+        if settings.weight_decay is not None:
+            options["weight_decay"] = settings.weight_decay or None
+        if settings.ema:
+            options |= {"use_ema": True, "ema_momentum": settings.ema, "ema_overwrite_frequency": None}
+        if settings.name == "sgd":
+            options |= {"momentum": settings.momentum, "nesterov": settings.nesterov}
+        make = getattr(keras.optimizers, CLASSES[settings.name], None)
+        if make is None:
+            raise UsageError(f"--optimizer.name {settings.name}: tf_keras has no such optimizer; use --loop custom")
+        optimizer = make(rate, **options)
+    # At the end of each call of `fit` Keras would replace the weights by their averages.
+    optimizer.finalize_variable_values = lambda *_variables: None
+    return optimizer
+
+
+def build_for(
+    config: TrainConfig,
+    model: keras.Model,
+    total_steps: int = 1,
+    make: Callable[[keras.optimizers.Optimizer, keras.Model], None] | None = None,
+) -> keras.optimizers.Optimizer:
+    """Return the optimizer with its variables for a model's weights; call it inside the strategy's scope.
+
+    Args:
+        config: that describes it.
+        model: whose weights it changes.
+        total_steps: as for `build`.
+        make: makes the variables of an optimizer for a model; None: all of them are made.
+    """
+    optimizer, variables = build(config, total_steps), model.trainable_variables
+    if patterns := config.optimizer.excluded:
+        paths = [getattr(variable, "path", variable.name) for variable in variables]
+        kept = [one for one, path in zip(variables, paths, strict=True) if re.search("|".join(patterns), path)]
+        if not kept:
+            raise UsageError(
+                f"--optimizer.no-decay {config.optimizer.no_decay!r}: no weight has such a path; "
+                f"they are {', '.join(paths)[:300]}"
+            )
+        optimizer.exclude_from_weight_decay(var_list=kept)
+    if make:
+        make(optimizer, model)
+    else:
+        optimizer.build(variables)  # here, or its slot variables land on the chief
+    for average in averages(optimizer):
+        value = getattr(average, "value", average)
+        if hasattr(value, "_aggregation"):  # Keras gives them none, with which no replica may write them
+            value._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
+    return optimizer
+
+
+def averages(optimizer: keras.optimizers.Optimizer) -> list[Any]:
+    """Return the moving averages of the weights that an optimizer keeps, in their order; none where it keeps none."""
+    if not getattr(optimizer, "use_ema", False):
+        return []
+    return list(optimizer._model_variables_moving_average)
+
+
+@contextlib.contextmanager
+def averaged(config: TrainConfig, model: keras.Model, optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """Give a model the averages of its weights inside, if the configuration evaluates by these; every task calls it."""
+    means = averages(optimizer) if config.optimizer.ema_evaluate else []
+    before = [variable.numpy() for variable in model.trainable_variables] if means else []
+    for variable, mean in zip(model.trainable_variables, means, strict=bool(means)):
+        variable.assign(mean.numpy())
+    try:
+        yield
+    finally:
+        for variable, value in zip(model.trainable_variables, before, strict=bool(means)):
+            variable.assign(value)
 
 
 def policy(config: TrainConfig, optimizer: keras.optimizers.Optimizer) -> GradientPolicy:
     """Return what is done with gradients before this optimizer applies them; call it inside the strategy's scope."""
     return GradientPolicy(optimizer, config.optimizer.clip_norm, LossScale() if config.precision == "fp16" else None)
+
+
+def _own(name: str, rate: Any) -> keras.optimizers.Optimizer:
+    made = references.call("--optimizer.name", name, references.load("--optimizer.name", name), rate)
+    if not isinstance(made, keras.optimizers.Optimizer):
+        expected = f"a {keras.Model.__module__.partition('.')[0]} optimizer"
+        raise UsageError(
+            f"--optimizer.name {name!r} returned {type(made).__module__}.{type(made).__name__}, expected {expected}; "
+            "use `from tensorflow import keras`, which is the Keras that the chosen loop needs"
+        )
+    return made

@@ -77,7 +77,10 @@ def chain(model: keras.Model) -> list[ModelBlock]:
 
 def stage_model(blocks: Sequence[ModelBlock], number: int) -> keras.Model:
     """Return the model of a stage's blocks; its layers and variables are those of the whole model."""
-    return keras.Model(blocks[0].inputs, blocks[-1].outputs, name=f"stage_{number}")
+    model = keras.Model(blocks[0].inputs, blocks[-1].outputs, name=f"stage_{number}")
+    if number:
+        model.autocast = False  # what enters the first stage alone enters the model, which would cast it
+    return model
 
 
 def estimate(blocks: Sequence[ModelBlock], micro_batch: int, slots: int) -> list[Block]:

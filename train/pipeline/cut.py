@@ -49,6 +49,7 @@ def find(
     memory_bytes: int | None = None,
     seconds: Sequence[float] = (),
     layers: Sequence[str] | None = None,
+    pipelines: int = 1,
 ) -> Cut:
     """Return the best cut of a model, or the one that its configuration names.
 
@@ -59,28 +60,35 @@ def find(
         memory_bytes: what each stage may hold; None: any amount.
         seconds: that each block takes; none: estimated by FLOPs.
         layers: the first layer of each stage but the first; None: as the configuration says.
+        pipelines: that share each global batch.
 
     Raises:
         UsageError: it cannot be cut so, or cannot be trained in stages.
     """
-    if model.losses:
-        raise UsageError("--strategy pipeline: the model has losses of its own (regularisation), which stages have not")
     chain, pipeline = blocks.chain(model), config.pipeline
-    if pipeline.remat and any(isinstance(each, keras.layers.BatchNormalization) for each in model._flatten_layers()):
-        raise UsageError(
-            "--remat: the model has BatchNormalization, whose averages would count every batch twice; leave it out"
-        )
+    if any(isinstance(each, keras.layers.BatchNormalization) for each in model._flatten_layers()):
+        if pipeline.remat:
+            raise UsageError(
+                "--remat: the model has BatchNormalization, whose averages would count every batch twice; leave it out"
+            )
+        if pipelines > 1:
+            raise UsageError(
+                f"--stages {stages} in {pipelines} pipelines: the model has BatchNormalization, whose averages would "
+                "differ between them; use one pipeline"
+            )
     names = [name.strip() for name in pipeline.cut.split(",") if name.strip()] if layers is None else layers
     _check_chain(model, chain, stages, names)
     plan = Plan(stages, pipeline.schedule, config.micro_batches, pipeline.remat, memory_bytes)
     copies = _slots(config) + (config.micro_batches > 1)  # a gradient, and the sum of those before
-    costs = blocks.estimate(chain, config.global_batch // config.micro_batches, copies)
+    costs = blocks.estimate(chain, config.global_batch // (pipelines * config.micro_batches), copies)
     if len(seconds) == len(costs):
         costs = [dataclasses.replace(cost, seconds=each) for cost, each in zip(costs, seconds, strict=True)]
     return Cut(chain, costs, plan, partition(costs, plan, names))
 
 
-def cut(model: keras.Model, config: TrainConfig, stages: int, run: RunFolder | None = None) -> list[list[ModelBlock]]:
+def cut(
+    model: keras.Model, config: TrainConfig, stages: int, run: RunFolder | None = None, pipelines: int = 1
+) -> list[list[ModelBlock]]:
     """Return the blocks of each stage, as the record of the run says that they were planned; for the rest see `find`.
 
     Raises:
@@ -89,12 +97,18 @@ def cut(model: keras.Model, config: TrainConfig, stages: int, run: RunFolder | N
     planned = records.read(run.stages, launch_records.stages, None) if run else None
     if planned is None and config.pipeline.partition_by == "measured":
         raise UsageError("--partition-by measured: no times of the blocks are recorded; start the run with `invoke up`")
-    found = find(model, config, stages, layers=planned["cut"] if planned else None)
+    found = find(model, config, stages, layers=planned["cut"] if planned else None, pipelines=pipelines)
     return [found.of(number) for number in range(stages)]
 
 
 def describe(
-    model: keras.Model, config: TrainConfig, stages: int, *, memory_bytes: int | None = None, record: Any = None
+    model: keras.Model,
+    config: TrainConfig,
+    stages: int,
+    *,
+    pipelines: int = 1,
+    memory_bytes: int | None = None,
+    record: Any = None,
 ) -> dict[str, Any]:
     """Return what a plan shows of the stages, and the record by which the tasks cut the model.
 
@@ -102,6 +116,7 @@ def describe(
         model: the whole one.
         config: of the run.
         stages: how many.
+        pipelines: that share each global batch.
         memory_bytes: what each may hold; None: any amount.
         record: of an earlier generation of the run, whose measured times are kept; None: there is none.
 
@@ -112,11 +127,11 @@ def describe(
     conditions = measure.conditions(config)
     seconds: list[float] = []
     if measured:
-        find(model, config, stages)  # what cannot be cut is not measured
+        find(model, config, stages, pipelines=pipelines)  # what cannot be cut is not measured
         kept = record and record["measured_for"] == conditions
-        micro_batch = config.global_batch // config.micro_batches
+        micro_batch = config.global_batch // (pipelines * config.micro_batches)
         seconds = record["seconds"] if kept else measure.block_seconds(blocks.chain(model), micro_batch)
-    found = find(model, config, stages, memory_bytes=memory_bytes, seconds=seconds)
+    found = find(model, config, stages, memory_bytes=memory_bytes, seconds=seconds, pipelines=pipelines)
     return {
         "partition_by": config.pipeline.partition_by,
         "memory_bytes": memory_bytes,

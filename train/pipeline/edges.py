@@ -1,7 +1,10 @@
-"""How stages exchange tensors: as collective operations between two tasks, or as they are within one process.
+"""How stages exchange tensors: as collective operations between tasks, or as they are within one process.
 
-A broadcast in a group of two is a send and a receive inside the graph. Each edge, direction and micro-batch has an
-instance key of its own, reused at every step: a key stands for one shape for ever, and TensorFlow aborts on another.
+A broadcast in a group of two is a send and a receive inside the graph. Each edge and direction has a group key, and
+each micro-batch an instance key in it, reused at every step: it stands for one shape for ever, and TensorFlow aborts on
+another.
+
+Tasks of R pipelines with S stages each: task r * S + s is stage s of pipeline r.
 """
 
 from __future__ import annotations
@@ -12,13 +15,14 @@ from typing import Protocol
 
 import tensorflow as tf
 
-FIRST_GROUP = 7_000
-"""Group keys from here on are ours; tf.distribute counts its own from 0."""
-FIRST_INSTANCE = 1_000_000
-VALUES, GRADIENTS = 0, 1
-"""Directions: to the next stage, and back."""
-NORMS, STATE = 0, 1
-"""What all stages share: the norms of gradients, and all that they train."""
+VALUES, GRADIENTS, EVALUATED, SHOWN = range(4)
+"""What crosses an edge: while training to the next stage and back; to the next stage, to evaluate and to predict."""
+DIRECTIONS = 4
+NORM, FLAG = 0, 1
+"""What all stages share: the norms of gradients, and whether they are finite."""
+MOST_STAGES = 1_000
+EDGE_KEYS, NORM_KEYS, SUM_KEYS = 1_000_000, 20_000_000, 30_000_000
+"""Group keys from here on are ours; tf.distribute counts its own from 0. A group has instance keys of its own."""
 TIMEOUT_S = 0.0
 """None: a neighbour may compile for long, and one that is lost is noticed by its closed connection."""
 
@@ -44,30 +48,24 @@ class TaskEdges:
     pipeline: int = 0
 
     def send(self, tensor: tf.Tensor, direction: int, stage: int, micro_batch: int) -> list[tf.Operation]:
-        group, instance = self._keys(direction, stage if direction == VALUES else stage - 1, micro_batch)
+        keys = self._keys(direction, stage - 1 if direction == GRADIENTS else stage, micro_batch)
+        carried = _carrier(tensor.dtype)
         with tf.device("CPU:0"):
-            sent = tf.raw_ops.CollectiveBcastSendV2(
-                input=tensor, group_size=2, group_key=group, instance_key=instance, timeout_seconds=TIMEOUT_S
-            )
-        return [sent.op]
+            tensor = tensor if carried == tensor.dtype else tf.bitcast(tensor, carried)
+            return [tf.raw_ops.CollectiveBcastSendV2(input=tensor, **keys).op]
 
     def receive(self, spec: tf.TensorSpec, direction: int, stage: int, micro_batch: int) -> tf.Tensor:
-        group, instance = self._keys(direction, stage - 1 if direction == VALUES else stage, micro_batch)
+        keys = self._keys(direction, stage if direction == GRADIENTS else stage - 1, micro_batch)
+        carried = _carrier(spec.dtype)
         with tf.device("CPU:0"):
-            received = tf.raw_ops.CollectiveBcastRecvV2(
-                group_size=2,
-                group_key=group,
-                instance_key=instance,
-                shape=spec.shape.as_list(),
-                T=spec.dtype,
-                timeout_seconds=TIMEOUT_S,
-            )
+            received = tf.raw_ops.CollectiveBcastRecvV2(shape=spec.shape.as_list(), T=carried, **keys)
+            received = received if carried == spec.dtype else tf.bitcast(received, spec.dtype)
         return tf.ensure_shape(received, spec.shape)
 
-    def _keys(self, direction: int, edge: int, micro_batch: int) -> tuple[int, int]:
-        """Return the group key and the instance key of what crosses an edge, numbered by the stage before it."""
-        place = 2 * (1_000 * self.pipeline + edge) + direction
-        return FIRST_GROUP + place, FIRST_INSTANCE + 10_000 * place + micro_batch
+    def _keys(self, direction: int, edge: int, micro_batch: int) -> dict[str, float]:
+        """Return the keys of what crosses an edge, numbered by the stage before it."""
+        place = DIRECTIONS * (MOST_STAGES * self.pipeline + edge) + direction
+        return _keys(2, EDGE_KEYS + place, micro_batch)
 
 
 class LocalEdges:
@@ -77,7 +75,7 @@ class LocalEdges:
         self._sent: dict[tuple[int, int, int], tf.Tensor] = {}
 
     def send(self, tensor: tf.Tensor, direction: int, stage: int, micro_batch: int) -> list[tf.Operation]:
-        self._sent[direction, stage + (1 if direction == VALUES else -1), micro_batch] = tensor
+        self._sent[direction, stage + (-1 if direction == GRADIENTS else 1), micro_batch] = tensor
         return []
 
     def receive(self, spec: tf.TensorSpec, direction: int, stage: int, micro_batch: int) -> tf.Tensor:
@@ -85,27 +83,48 @@ class LocalEdges:
 
 
 def broadcast(
-    own: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec], owner: int, task: int, tasks: int, what: int
-) -> list[tf.Tensor]:
-    """Return on every task what the owner has; all tasks call it with the same specs.
+    own: tf.Tensor | None, spec: tf.TensorSpec, owner: int, stages: int, pipeline: int, what: int
+) -> tf.Tensor:
+    """Return on every stage of a pipeline what one of them has; all of them call it with the same spec.
 
     Args:
-        own: of the owner; not used on other tasks.
-        specs: of each tensor.
-        owner: the task that has them.
-        task: this one's number.
-        tasks: of the cluster.
-        what: `NORMS` or `STATE`: shares that may be under way at the same time.
+        own: of the owner; None on the others.
+        spec: of the tensor.
+        owner: the stage that has it.
+        stages: of the pipeline.
+        pipeline: its number.
+        what: `NORM` or `FLAG`: both may be under way at the same time.
     """
-    group, first = FIRST_GROUP - 1 - 2 * owner - what, 10_000 * (2 * owner + what)
+    keys = _keys(stages, NORM_KEYS + MOST_STAGES * pipeline + owner, what)
+    with tf.device("CPU:0"):
+        if own is not None:
+            result = tf.raw_ops.CollectiveBcastSendV2(input=own, **keys)
+        else:
+            shape = tf.constant(spec.shape.as_list(), tf.int32)
+            result = tf.raw_ops.CollectiveBcastRecvV2(shape=shape, T=spec.dtype, **keys)
+    return tf.ensure_shape(result, spec.shape)
+
+
+def sum_over_pipelines(tensors: Sequence[tf.Tensor], stage: int, pipelines: int) -> list[tf.Tensor]:
+    """Return the sums over the equal stages of all pipelines; each of them calls it with tensors of the same shapes.
+
+    The order is that of TensorFlow's ring, which follows from the shapes and the number of pipelines alone.
+    """
     results = []
-    for number, spec in enumerate(specs):
-        keys = {"group_size": tasks, "group_key": group, "instance_key": first + number + FIRST_INSTANCE // 10}
+    for number, tensor in enumerate(tensors):
+        keys = _keys(pipelines, SUM_KEYS + stage, number)
         with tf.device("CPU:0"):
-            if task == owner:
-                result = tf.raw_ops.CollectiveBcastSendV2(input=own[number], timeout_seconds=TIMEOUT_S, **keys)
-            else:
-                shape = tf.constant(spec.shape.as_list(), tf.int32)
-                result = tf.raw_ops.CollectiveBcastRecvV2(shape=shape, T=spec.dtype, timeout_seconds=TIMEOUT_S, **keys)
-        results.append(tf.ensure_shape(result, spec.shape))
+            result = tf.raw_ops.CollectiveReduceV2(
+                input=tensor, ordering_token=[], merge_op="Add", final_op="Id", communication_hint="ring", **keys
+            )
+        results.append(tf.ensure_shape(result, tensor.shape))
     return results
+
+
+def _keys(size: int, group: int, instance: int) -> dict[str, float]:
+    return {"group_size": size, "group_key": group, "instance_key": instance, "timeout_seconds": TIMEOUT_S}
+
+
+def _carrier(dtype: tf.DType) -> tf.DType:
+    """Return the type as which tensors travel: TensorFlow broadcasts no bfloat16."""
+    return tf.float16 if dtype == tf.bfloat16 else dtype

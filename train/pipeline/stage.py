@@ -20,19 +20,19 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from train.loops.train_step import never_inlined
 from train.model import keras_compat
 from train.pipeline.edges import GRADIENTS, VALUES, Edges
+from train.pipeline.marks import Marks
 from train.pipeline.schedule import Action, Instruction
-
-NEVER_INLINED = {"_noinline": True}
 
 Features = Callable[[tf.Tensor], tf.Tensor]
 """micro-batch, int64 scalar -> what enters the model, `[B, ...]`."""
 Loss = Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor]
 """outputs `[B, ...]`, step, micro-batch -> `[2] float32`: the micro-batch's share of the loss, and of the score."""
 Update = Callable[[Sequence[tf.Tensor], int], tf.Tensor]
-"""Applies the gradients of the stage's variables, after a micro-batch; returns 0 once that is done, or NaN where they
-are not finite."""
+"""Applies the gradients of the stage's variables, after a micro-batch; returns 0 once that is done, or NaN where
+training must end for them."""
 
 
 class Stage:
@@ -49,9 +49,13 @@ class Stage:
         features: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
         loss: Loss,
         update: Update,
+        scale: Callable[[], tf.Tensor] = lambda: tf.ones([]),
+        shares: int = 1,
+        replica: int = 0,
         remat: bool = False,
         accumulates: bool = True,
         device: str | None = None,
+        marks: Marks | None = None,
     ) -> None:
         """Prepare to execute.
 
@@ -64,24 +68,33 @@ class Stage:
             features: of the first stage: step, micro-batch -> what enters the model.
             loss: of the last stage.
             update: applies gradients.
+            scale: what the loss is multiplied by before its gradients are taken.
+            shares: how many micro-batches of a step add the model's own losses, such as regularisation.
+            replica: number of the pipeline; each draws random numbers of its own.
             remat: whether to keep what enters the stage alone, and to compute the rest again for the backward.
             accumulates: whether gradients are added up, from zeros, as on one device; otherwise there is one an update.
             device: on which it computes; None: wherever TensorFlow places it.
+            marks: takes the times of computations; None: nothing does.
         """
         self._model, self._number, self._stages = model, number, stages
         self._edges, self._features, self._update = edges, features, update
+        self._scale = scale
         self._remat, self._accumulates, self._device = remat, accumulates, device
+        self._marks, self._row = marks, replica * stages + number
         self._first, self._last = number == 0, number == stages - 1
         self._variables = [variable.value for variable in model.trainable_variables]
         self._inputs = tf.TensorSpec([micro_batch, *model.inputs[0].shape[1:]], model.inputs[0].dtype)
         self._outputs = tf.TensorSpec([micro_batch, *model.outputs[0].shape[1:]], model.outputs[0].dtype)
 
-        def forward(values: tf.Tensor, step: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
-            with keras_compat.random_place(step, tf.zeros_like(at), at):
+        def forward(values: tf.Tensor, step: tf.Tensor, at: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
+            with keras_compat.random_place(step, tf.constant(replica, tf.int64), at):
                 outputs = model(values, training=True)
-            return loss(outputs, step, at) if self._last else outputs
+            own = tf.add_n([tf.cast(term, tf.float32) for term in model.losses]) / shares if model.losses else None
+            return loss(outputs, step, at) if self._last else outputs, own
 
-        self._forward = tf.function(forward, autograph=False, experimental_attributes=NEVER_INLINED)
+        self._forward = never_inlined(forward)
+        self.predict = never_inlined(lambda values: model(values, training=False))
+        """What enters the stage -> what leaves it, for batches of any size."""
 
     def begin(self, step: tf.Tensor) -> None:
         """Begin a step."""
@@ -110,6 +123,7 @@ class Stage:
     def execute(self, instruction: Instruction) -> None:
         """Add the operations of an instruction to the graph."""
         at = instruction.micro_batch
+        self._mark(instruction, ends=False)
         with tf.device(self._device):
             match instruction.action:
                 case Action.RECEIVE_VALUES:
@@ -128,6 +142,14 @@ class Stage:
                     self._send(self._gradients.pop(at), GRADIENTS, at)
                 case Action.UPDATE:
                     self._do_update(at)
+        self._mark(instruction, ends=True)
+
+    def _mark(self, instruction: Instruction, *, ends: bool) -> None:
+        """Take the time between what a computation needs and itself, or between it and what follows."""
+        at = instruction.micro_batch
+        if self._marks and instruction.action in (Action.FORWARD, Action.BACKWARD, Action.UPDATE):
+            after = [self._chain[-1], *(of[at] for of in (self._values, self._gradients) if at in of)]
+            self._chain[-1] = self._marks.mark(self._row, instruction, after, ends=ends)
 
     def _do_forward(self, at: int) -> None:
         micro_batch = tf.constant(at, tf.int64)
@@ -135,35 +157,41 @@ class Stage:
             values = self._features(self._step, micro_batch) if self._first else self._values.pop(at)
         with tf.control_dependencies([self._chain[-1]]):
             if self._remat:
-                outputs = self._forward(values, self._step, micro_batch)
+                outputs, own = self._forward(values, self._step, micro_batch)
                 self._kept[at] = (values, micro_batch)
             else:
-                self._kept[at] = (*self._taped(values, micro_batch), values)
-                outputs = self._kept[at][1]
+                tape, outputs, own = self._taped(values, micro_batch)
+                self._kept[at] = (tape, outputs, own, values)
         self._done(outputs)
         if not self._last:
             self._values[at] = outputs
         else:
             self._results.append(outputs)
+        if own is not None:
+            self._results.append(tf.stack([own, 0.0]))
 
-    def _taped(self, values: tf.Tensor, micro_batch: tf.Tensor) -> tuple[tf.GradientTape, tf.Tensor]:
+    def _taped(self, values: tf.Tensor, micro_batch: tf.Tensor) -> tuple[tf.GradientTape, tf.Tensor, tf.Tensor | None]:
         with tf.GradientTape() as tape:
             if not self._first:
                 tape.watch(values)
-            outputs = self._forward(values, self._step, micro_batch)
-        return tape, outputs
+            outputs, own = self._forward(values, self._step, micro_batch)
+        return tape, outputs, own
 
     def _do_backward(self, at: int) -> None:
         with tf.control_dependencies([self._chain[-1]]):
             if self._remat:
                 values, micro_batch = self._kept.pop(at)
-                tape, outputs = self._taped(values, micro_batch)
+                tape, outputs, own = self._taped(values, micro_batch)
             else:
-                tape, outputs, values = self._kept.pop(at)
+                tape, outputs, own, values = self._kept.pop(at)
+            scale = self._scale()
             # Of [loss, score] the loss alone is minimised.
-            seed = tf.constant([1.0, 0.0]) if self._last else self._gradients.pop(at)
+            seed = tf.stack([scale, 0.0]) if self._last else self._gradients.pop(at)
+            targets, seeds = ([outputs], [seed]) if own is None else ([outputs, own], [seed, scale])
             sources = self._variables if self._first else [values, *self._variables]
-            gradients = tape.gradient(outputs, sources, output_gradients=seed)
+            gradients = tape.gradient(
+                targets, sources, output_gradients=seeds, unconnected_gradients=tf.UnconnectedGradients.ZERO
+            )
             if not self._first:
                 self._gradients[at] = gradients.pop(0)
             dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
@@ -186,7 +214,7 @@ class Stage:
         self._chain.append(tensor)
 
 
-@tf.function(autograph=False, experimental_attributes=NEVER_INLINED)
+@never_inlined
 def add(sums: list[tf.Tensor], gradients: list[tf.Tensor]) -> list[tf.Tensor]:
     """Return the sums of gradients: of two at a time, so that no rewriting changes their order."""
     return [one + other for one, other in zip(sums, gradients, strict=True)]

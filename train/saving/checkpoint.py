@@ -9,13 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import tensorflow as tf
 from tensorflow import keras
 
 from cluster.errors import RunFailed
 from train.saving.files import Saved, agreed, clean, prune, set_aside, write
+from train.saving.joint import Joint
+from train.saving.mirror import Copy, Mirror
 
 
 def diverged(what: str) -> RunFailed:
@@ -45,6 +46,7 @@ class Checkpoint:
         saved: Callable[[int], None] = lambda step: None,
         loss_scale: tf.Module | None = None,
         callbacks: tf.Module | None = None,
+        joint: Joint | None = None,
     ) -> None:
         """Prepare to save.
 
@@ -61,6 +63,7 @@ class Checkpoint:
             saved: called with each step whose checkpoint is finished, perhaps from another thread.
             loss_scale: of a training in float16. One that has just become that has none in its checkpoints yet.
             callbacks: what callbacks have counted. The same holds of it.
+            joint: how tasks that each hold a part of the variables write them together.
         """
         self._parts = {"step": step, "model": model, "optimizer": optimizer}
         optional = {"loss_scale": loss_scale, "callbacks": callbacks}
@@ -73,6 +76,7 @@ class Checkpoint:
         self._writes = writes
         self._generation = generation
         self._saved = saved
+        self._joint = joint
         self.writing_s: float | None = None
         """Seconds that writing the last finished one took, beside the training."""
         self._copy: Copy | None = None
@@ -95,6 +99,8 @@ class Checkpoint:
             held = {name.partition("/")[0] for name, _ in tf.train.list_variables(newest.prefix)}
             also = {name: part for name, part in self._optional.items() if name in held}
             kept = tf.train.Checkpoint(**self._parts, **also)
+            if self._joint:
+                kept = Mirror(kept, lambda variable: variable if variable.is_initialized() else None).checkpoint
             kept.read(newest.prefix).assert_existing_objects_matched()
         if self._writes:
             set_aside(self._folder, newest.step if newest else -1)
@@ -123,7 +129,7 @@ class Checkpoint:
         self.wait()
         self._step.assign(step)
         self.prepare().update()
-        if self._writes:
+        if self._writes or (self._joint and self._joint.writes):
             self._writing = threading.Thread(target=self._write, args=(step,), name="checkpoint")
             self._writing.start()
 
@@ -149,61 +155,18 @@ class Checkpoint:
     def _write(self, step: int) -> None:
         try:
             assert self._copy is not None
-            if broken := self._copy.not_finite(self._model.trainable_variables):
-                raise diverged(f"{broken} is not finite after step {step}")
+            broken, writer = self._copy.not_finite(self._model.trainable_variables), self._copy.checkpoint
+            problem = diverged(f"{broken} is not finite after step {step}") if broken else None
             began, saved = time.monotonic(), Saved(self._folder, step)
-            write(self._copy.checkpoint, saved, self._generation)
+            if self._joint:
+                writer = self._joint.save(self._copy, self._folder, self._generation, str(problem or ""))
+            if problem:
+                raise problem
+            if writer is None:
+                return
+            write(writer, saved, self._generation)
             self.writing_s = time.monotonic() - began
             prune(saved, self._keep)
             self._saved(step)
         except BaseException as error:  # raised by the next `wait`, in the thread that trains
             self._error = error
-
-
-class Copy:
-    """The variables of a checkpoint once more, as plain ones in this task's memory.
-
-    TensorFlow's own asynchronous checkpoints do the same, but fail on Keras 3's variables.
-    """
-
-    def __init__(self, checkpoint: tf.train.Checkpoint) -> None:
-        """Copy the tree that TensorFlow would save, so that what is saved can be restored to the original."""
-        self._view = tf.train.TrackableView(checkpoint)
-        self._pairs: list[tuple[tf.Variable, tf.Variable]] = []
-        self._nodes: dict[int, tf.Module | tf.Variable] = {}
-        with tf.device("CPU:0"):
-            self.checkpoint = tf.train.Checkpoint(
-                **{
-                    name: self._copy(child)
-                    for name, child in self._view.children(checkpoint).items()
-                    if name != "save_counter"
-                }
-            )
-
-    def update(self) -> None:
-        """Take over the variables' values."""
-        for original, copy in self._pairs:
-            copy.assign(original)
-
-    def not_finite(self, variables: Sequence[Any]) -> str | None:
-        """Return the name of the first of these variables whose copy is not finite; None where all are."""
-        copies = {id(original): copy for original, copy in self._pairs}
-        for variable in variables:
-            copy = copies.get(id(variable if isinstance(variable, tf.Variable) else variable.value))
-            if copy is not None and not bool(tf.math.is_finite(tf.reduce_sum(tf.cast(copy, tf.float32)))):
-                return str(getattr(variable, "path", variable.name))
-        return None
-
-    def _copy(self, node: object) -> tf.Module | tf.Variable:
-        if id(node) in self._nodes:
-            return self._nodes[id(node)]
-        value = node if isinstance(node, tf.Variable) else getattr(node, "value", None)  # Keras 3 wraps its variables
-        if isinstance(value, tf.Variable):
-            copy = tf.Variable(value, trainable=False, dtype=value.dtype)
-            self._nodes[id(node)] = copy
-            self._pairs.append((value, copy))
-            return copy
-        copied = self._nodes[id(node)] = tf.Module()
-        for name, child in self._view.children(node).items():
-            setattr(copied, name, self._copy(child))
-        return copied

@@ -42,6 +42,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--config", type=json.loads, required=True, help="the run's configuration as JSON")
     parser.add_argument("--strategy", required=True, help="a key of cluster.strategies.STRATEGIES")
     parser.add_argument("--stages", type=int, default=0, help="into which the model is cut (default: not cut)")
+    parser.add_argument("--pipelines", type=int, default=1, help="of so many stages (default: %(default)s)")
     parser.add_argument("--memory-bytes", type=int, help="what each stage may hold (default: any amount)")
     parser.add_argument("--record", type=Path, help="the stages of an earlier generation of the run")
     parser.add_argument("--data-dir", type=Path, required=True, help="prepared data")
@@ -64,7 +65,7 @@ def check(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
         UsageError: it does not, or it is no model or loss, or it cannot be cut so.
     """
     from train.data import sources
-    from train.model import models, objectives
+    from train.model import models, objectives, optimizers
 
     source = sources.find(config, options.data_dir)
 
@@ -73,7 +74,7 @@ def check(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
 
     stages = _stages(new_model, config, options) if options.stages else {}
     if not stages:
-        new_model()
+        optimizers.build_for(config, new_model())
     _check_loss(config, source, objectives.build(config.loss, classifies=source.classifies).loss)
     return stages
 
@@ -91,7 +92,14 @@ def _stages(new_model: Callable[[], keras.Model], config: TrainConfig, options: 
     with policy(precision_of(options.strategy, config.precision)):
         model = new_model()
     record = records.read(options.record, launch_records.stages, None) if options.record else None
-    return describe(model, config, options.stages, memory_bytes=options.memory_bytes, record=record)
+    return describe(
+        model,
+        config,
+        options.stages,
+        pipelines=options.pipelines,
+        memory_bytes=options.memory_bytes,
+        record=record,
+    )
 
 
 def _check_loss(config: TrainConfig, source: Source, loss: object) -> None:

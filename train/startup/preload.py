@@ -6,7 +6,7 @@ import os
 
 from cluster.run.folder import RunFolder
 from cluster.system.json_files import read_json
-from train import config
+from train.config import TrainConfig
 from train.model import variables
 from train.startup import imports
 
@@ -16,7 +16,7 @@ def load(run: RunFolder) -> None:
 
     No device is used: whoever called this can still be copied, and each copy form a cluster.
     """
-    trained = config.TrainConfig.from_json(read_json(run.config))
+    trained = TrainConfig.from_json(read_json(run.config))
     variables.set_defaults(trained.onednn)
     if trained.needs_tf_keras(run.load_cluster().strategy):
         os.environ["TF_USE_LEGACY_KERAS"] = "1"  # read when TensorFlow is imported: tf.keras is tf_keras then

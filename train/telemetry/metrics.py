@@ -77,6 +77,11 @@ class Metrics:
         with self._board.as_default(step):
             tf.summary.image("predictions", np.stack(drawn), max_outputs=len(drawn))
 
+    def picture(self, step: int, name: str, image_HWC: np.ndarray) -> None:
+        """Show a picture in the Images tab."""
+        with self._board.as_default(step):
+            tf.summary.image(name, image_HWC[np.newaxis])
+
     def flush(self) -> None:
         """Flush pending writes."""
         self._board.flush()

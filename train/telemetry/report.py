@@ -9,6 +9,7 @@ from importlib.metadata import version
 
 import numpy as np
 import tensorflow as tf
+from tensorflow import keras
 
 from cluster.recovery.step_record import StepRecord
 from cluster.run.heartbeat import HEARTBEAT_S
@@ -17,9 +18,11 @@ from train.context import TaskContext
 from train.data import memory
 from train.loops import outer
 from train.loops.train_step import full_precision
-from train.model import export, models
-from train.model.gradients import LossScale
+from train.model import export, models, optimizers
+from train.model.gradients import GradientPolicy
+from train.saving import weights as saved_weights
 from train.saving.checkpoint import Checkpoint
+from train.saving.files import Saved
 from train.saving.timer import SaveTimer
 from train.telemetry.ledger import Ledger
 from train.telemetry.metrics import Metrics
@@ -31,9 +34,23 @@ SHOWN_PREDICTIONS = 16
 class Report:
     """Writes the progress of one generation's training to the run folder."""
 
-    def __init__(self, context: TaskContext, first: int, loss_scale: LossScale | None = None) -> None:
-        """Report a training that goes on from step `first`."""
-        self._loss_scale = loss_scale
+    def __init__(
+        self,
+        context: TaskContext,
+        first: int,
+        policy: GradientPolicy,
+        outputs: Callable[[np.ndarray], np.ndarray] | None = None,
+    ) -> None:
+        """Report a training that goes on from step `first`.
+
+        Args:
+            context: of this task.
+            first: steps done before.
+            policy: what is done with gradients.
+            outputs: what the model says of some examples, called by every task; None: this task's model says it.
+        """
+        self._outputs = outputs or (lambda features: context.model(features, training=False))
+        self._loss_scale, self._optimizer = policy.loss_scale, policy.optimizer
         self._context = context
         self._config = context.config
         self._heartbeat = context.heartbeat
@@ -119,7 +136,7 @@ class Report:
 
     def evaluate(self, step: int, evaluation: Callable[[], dict[str, float]]) -> None:
         """Evaluate the model, and report the results."""
-        with self._spending("evaluate"):
+        with self._spending("evaluate"), self._averaged():
             self._heartbeat.update(state="evaluating")
             self._evaluated(step, evaluation())
 
@@ -135,15 +152,22 @@ class Report:
     def end(self, step: int, *, stopped: bool) -> None:
         """Export where the training came to its end, and write the result. Then leave the cluster, the chief last."""
         context, result = self._context, self._context.run.control / "result.json"
+        divided = context.division is not None and not context.division.whole
         # On every task: moving averages can be a mean over all of them, which takes all of them to read.
-        weights = [] if stopped else context.model.get_weights()
+        with self._averaged():
+            weights = [] if stopped or divided else context.model.get_weights()
         if context.chief:
+            model = context.new_model() if divided or not stopped else None
+            if divided:  # no task has the whole model; the checkpoint of this step has
+                saved_weights.read(self._config, model, Saved(context.run.checkpoints, step).prefix)
+            elif model is not None:
+                model.set_weights(weights)
             if not stopped:
                 self._heartbeat.update(state="saving")
-                export.export(weights, context.new_model(), context.run.export, context.source.classes)
+                export.export(model, context.run.export, context.source.classes)
                 self._event("exported", step)
                 self.metrics.hparams(self._config, self.results)
-            write_json(result, self._result(step))
+            write_json(result, self._result(step, model if divided else context.model))
         self._update_timing()
         self.metrics.timing(step, self._timing)
         self.metrics.flush()
@@ -167,10 +191,14 @@ class Report:
             self._heartbeat.update(**self._timing.recent(), pace=self._timing.generation())
         self._timing_shown_at = time.monotonic()
 
+    def _averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Use the averages of the weights, if the configuration evaluates by these; every task calls it."""
+        return optimizers.averaged(self._config, self._context.model, self._optimizer)
+
     def _spending(self, part: str) -> contextlib.AbstractContextManager[None]:
         return self._ledger.spending(part) if self._ledger else contextlib.nullcontext()
 
-    def _result(self, step: int) -> dict[str, object]:
+    def _result(self, step: int, model: keras.Model) -> dict[str, object]:
         rate = self._timed_steps * self._config.global_batch / self._train_seconds if self._train_seconds else None
         package = "tf_keras" if export.is_legacy() else "keras"
         return {
@@ -179,7 +207,7 @@ class Report:
             "epochs": round(self._epoch(step), 4),
             "examples_per_s": rate and round(rate, 1),
             "metrics": self.results,
-            "weights_sha256": outer.weights_sha256(self._context.model),
+            "weights_sha256": outer.weights_sha256(model),
         }
 
     def _event(self, event: str, step: int) -> None:
@@ -209,7 +237,7 @@ class Report:
             )
         images_BHWC, truth_B = self._shown
         # On every task, see `end`.
-        said_B = np.argmax(full_precision(self._context.model(images_BHWC.astype(np.float32), training=False)), -1)
+        said_B = np.argmax(full_precision(self._outputs(images_BHWC.astype(np.float32))), -1)
         names = source.classes
         if self._context.chief:
             self.metrics.predictions(step, images_BHWC, [names[k] for k in said_B], [names[k] for k in truth_B])

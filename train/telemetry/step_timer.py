@@ -1,7 +1,7 @@
-"""What the steps of one task take, by marks inside their graph: only there can a task tell its own work from waiting.
+"""How long the steps of a task take, by marks inside their graph: only there its own work differs from waiting.
 
-Under a synchronous strategy the steps of all tasks take equally long, that of the slowest; what tells them apart is how
-much of it each is busy. A mark waits for what it times, and no computation waits for a mark, so a step
+Under a synchronous strategy the steps of all tasks take as long as the slowest; what distinguishes them is how much of
+it each is busy. A mark waits for what it times, and no computation waits for a mark, so a step
 is computed in the same order and with the same bits as without marks. A step begins once all of the one before is done:
 its update, and the waiting for the others in it.
 

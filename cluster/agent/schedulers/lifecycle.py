@@ -16,7 +16,7 @@ def go_on(run: RunFolder) -> None:
 
 
 def exit_code(run: RunFolder) -> int:
-    """Return what tells a pod's controller how the run ended, and so whether to start the pod again."""
+    """Return the exit code by which a controller knows how the run ended, and whether to start the task again."""
     outcome = run.outcome or {"state": "stopped"}
     if outcome["state"] == "failed":
         code = int(outcome.get("exit_code") or EXIT_FAILED)

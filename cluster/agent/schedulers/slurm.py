@@ -126,9 +126,11 @@ def node_address(node: str) -> str:
     Raises:
         PrerequisiteError: Slurm does not say.
     """
-    code, told, complained = processes.run(["scontrol", "--oneliner", "show", "node", node], SCONTROL_S)
-    if code or not (found := re.search(r"\bNodeAddr=(\S+)", told)):
-        raise PrerequisiteError(f"`scontrol show node {node}` names no address: {(complained or told).strip()[:200]}")
+    code, printed, complained = processes.run(["scontrol", "--oneliner", "show", "node", node], SCONTROL_S)
+    if code or not (found := re.search(r"\bNodeAddr=(\S+)", printed)):
+        raise PrerequisiteError(
+            f"`scontrol show node {node}` names no address: {(complained or printed).strip()[:200]}"
+        )
     return found[1]
 
 

@@ -14,11 +14,11 @@ from cluster.checks import verify as verification
 from cluster.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, shell, show, task
 from cluster.control import chaos as injection
 from cluster.control import storm as storming
-from cluster.control import view
 from cluster.control.faults import KINDS, STORM
 from cluster.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, UsageError
 from cluster.launch import folders, startup
 from cluster.options.request import OPTIONS
+from cluster.view.findings import findings_lines
 
 
 @task(
@@ -30,16 +30,16 @@ from cluster.options.request import OPTIONS
 def doctor(c, bandwidth=False, gpus="", runtime="", json=False):
     """Check what this machine has and lacks, each with its fix; exit code 3 where something must be mended."""
     value = machine.look(bandwidth=bandwidth, gpus=gpus, runtime=runtime)
-    show(value, view.findings, as_json=json)
+    show(value, findings_lines, as_json=json)
     raise Exit(code=EXIT_DONE if value["ok"] else EXIT_PREREQUISITE)
 
 
 @task(write="renew the table in docs/strategies.md, if no row failed (default: no)", json=JSON_HELP)
 def verify(c, write=False, json=False):
-    """Train shortly with every strategy and both loops, and compare; exit code 1 where one failed."""
+    """Train briefly with every strategy and both loops, and compare; exit code 1 if one failed."""
     shell(c, aside=True)(startup.data_command("prepare", verification.DATASET))
-    rows = verification.examine(lambda line: print(line, file=sys.stderr if json else sys.stdout, flush=True))
-    show({"rows": rows}, lambda _: [], as_json=json)
+    rows = verification.examine(lambda line: print(line, file=sys.stderr, flush=True))
+    show({"rows": rows}, lambda _: verification.lines(rows), as_json=json)
     if write:
         print(f"renewed {' and '.join(verification.write(rows))}", file=sys.stderr)
     raise Exit(code=EXIT_FAILED if verification.failed(rows) else EXIT_DONE)
@@ -90,5 +90,5 @@ def chaos(
     fault = injection.Fault(kind, task or "chief", spec.parse_count("at-step", at_step, 0, 10**12), whole)
     injection.check(folder, fault)
     result = injection.inflict(folder, fault, spec.parse_count("timeout", timeout, 1, 10**9))
-    show(dataclasses.asdict(result), lambda _: [f"{fault} at step {result.step}: {result.told}"], as_json=json)
+    show(dataclasses.asdict(result), lambda _: [f"{fault} at step {result.step}: {result.description}"], as_json=json)
     raise Exit(code=EXIT_DONE if result.as_it_should else EXIT_FAILED)

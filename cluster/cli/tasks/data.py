@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.cli.command_line import shell, task
+from cluster.cli.command_line import has_dry_run, shell, task
 from cluster.launch import startup
 
 NAME_HELP = "fashion_mnist or mnist (default: fashion_mnist)"
@@ -14,6 +14,7 @@ NAME_HELP = "fashion_mnist or mnist (default: fashion_mnist)"
     size="resize images to this height and width in pixels (default: as they are)",
     fresh="write them again (default: no)",
 )
+@has_dry_run
 def shard(c, name="fashion_mnist", shards="", size="", fresh=False):
     """Write a dataset as TFRecord shards, to be streamed: invoke up -- --source stream."""
     words = [*(["--shards", shards] if shards else []), *(["--size", size] if size else [])]
@@ -21,12 +22,14 @@ def shard(c, name="fashion_mnist", shards="", size="", fresh=False):
 
 
 @task(name=NAME_HELP, fresh="prepare it again, even if it is (default: no)")
+@has_dry_run
 def prepare(c, name="fashion_mnist", fresh=False):
     """Get a dataset: as prepared before, else from TFDS, else from Debian's package."""
     shell(c)(startup.data_command("prepare", name, *(["--fresh"] if fresh else [])))
 
 
 @task(name=NAME_HELP)
+@has_dry_run
 def verify(c, name="fashion_mnist"):
     """Check every prepared file of a dataset against its recorded sha256."""
     shell(c)(startup.data_command("verify", name))

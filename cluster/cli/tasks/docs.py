@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.checks import documents
+from cluster.checks import documents, troubles
 from cluster.cli.command_line import task
 from cluster.options.option import Group
 from cluster.options.request import OPTIONS
@@ -10,6 +10,17 @@ from cluster.paths import ROOT
 
 PAGE = ROOT / "docs" / "options.md"
 BEGIN = documents.begin("invoke docs.options --write")
+TROUBLES_PAGE = ROOT / "docs" / "troubleshooting.md"
+TROUBLES_BEGIN = documents.begin("invoke docs.troubleshooting --write")
+
+
+@task(write="renew it in docs/troubleshooting.md (default: no)")
+def troubleshooting(c, write=False):
+    """Show the table of first troubles of docs/troubleshooting.md."""
+    if write:
+        documents.renew([TROUBLES_PAGE], TROUBLES_BEGIN, troubles.table())
+    else:
+        print("\n".join(troubles.table()))
 
 
 @task(write="renew them in docs/options.md (default: no)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from invoke import Exit
 
-from cluster.cli.command_line import JSON_HELP, shell, show, task
+from cluster.cli.command_line import JSON_HELP, has_dry_run, shell, show, task
 from cluster.errors import EXIT_DONE, EXIT_FAILED
 from cluster.image import base_packages, images, reproduction
 from cluster.image import sbom as bill
@@ -14,6 +14,7 @@ ACCELERATOR_HELP = "cpu or gpu (default: cpu)"
 
 
 @task(accelerator=ACCELERATOR_HELP, base="image to build on (default: the pinned python image)")
+@has_dry_run
 def build(c, accelerator="cpu", base=""):
     """Build the training image and the TensorBoard image."""
     images.train_image(accelerator)  # refuses a typo before any engine or registry is asked for the base

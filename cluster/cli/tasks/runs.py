@@ -8,21 +8,27 @@ import time
 from invoke import Exit
 
 from cluster import spec
-from cluster.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, shell, show, task
+from cluster.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, has_dry_run, shell, show, task
 from cluster.cli.options import takes_request
-from cluster.control import ending, scaling, view
+from cluster.control import ending, scaling
 from cluster.control import trace as tracing
 from cluster.control import watch as watching
 from cluster.errors import RunFailed, UsageError
-from cluster.launch import folders, planning, startup, teardown
+from cluster.launch import folders, footprint, planning, startup, teardown
 from cluster.messages import short_path
 from cluster.options import run_file
 from cluster.options.request import OPTIONS
 from cluster.runtime import tensorboard as board
 from cluster.system import interrupts
+from cluster.view.ended import ended_lines
+from cluster.view.live import Live
+from cluster.view.logs import print_logs
+from cluster.view.plan import plan_lines
+from cluster.view.status import read_status, status_table
 
 
 @takes_request(dry="only print the commands (default: no)")
+@has_dry_run
 def up(c, request, dry=False):
     """Bring up a cluster and train; overrides follow --, such as: invoke up -- --epochs 1."""
     began = time.time()
@@ -39,7 +45,8 @@ def up(c, request, dry=False):
 def plan(c, request, write="", json=False):
     """Show what `up` would start with the same options, and start nothing."""
     planned = planning.plan(request, installs=False)
-    show(planned.to_json(), view.plan, as_json=json)
+    value = planned.to_json() | {"memory": footprint.of(planned)}
+    show(value, lambda value: plan_lines(value) + footprint.lines(value["memory"]), as_json=json)
     if write:
         path = run_file.write(write, request, planned.config)
         print(f"wrote {short_path(path)}: invoke up --file {write}", file=sys.stderr)
@@ -50,9 +57,9 @@ def status(c, run="", watch=False, json=False):
     """Show every task's state, step, speed, loss and restarts."""
     folder = folders.find_run(run)
     if watch:
-        with view.Live() as live:
+        with Live() as live:
             watching.follow(folder, live.show)
-    show(view.status(folder), view.table, as_json=json)
+    show(read_status(folder), status_table, as_json=json)
 
 
 @task(
@@ -65,7 +72,7 @@ def logs(c, task=None, run="", follow=False):
     """Show what the tasks' programs printed."""
     folder = folders.find_run(run)
     cluster = folder.load_cluster()
-    view.logs(folder, [cluster.task(task).name] if task else [member.name for member in cluster.tasks], follow)
+    print_logs(folder, [cluster.task(task).name] if task else [member.name for member in cluster.tasks], follow)
 
 
 @task(
@@ -95,7 +102,7 @@ def wait(c, run=None, timeout=""):
     folder = folders.find_run(run)
     bound = spec.parse_count("timeout", timeout, 1, 10**9) if timeout else float("inf")
     ended = watching.follow(folder, lambda value: None, bound)
-    print("\n".join(view.ended(folder, short_path(folder.path))))
+    print("\n".join(ended_lines(folder, short_path(folder.path))))
     raise Exit(code=watching.exit_code(ended))
 
 
@@ -116,7 +123,7 @@ def stop(c, run=None):
     folder = folders.find_run(run)
     watching.stop(folder, "invoke stop")
     left = teardown.finish(folder, shell(c))
-    print("\n".join(view.ended(folder, short_path(folder.path))), flush=True)
+    print("\n".join(ended_lines(folder, short_path(folder.path))), flush=True)
     if left:
         raise RunFailed(left)
 
@@ -124,9 +131,12 @@ def stop(c, run=None):
 @task(
     "run",
     run="run to take down (default: every run of this checkout, and TensorBoard)",
+    all="every run of this checkout, and TensorBoard, as without a run (default: no)",
     timeout="seconds in which a run may save and stop before it is ended (default: 15)",
 )
-def down(c, run=None, timeout="15"):
+def down(c, run=None, all=False, timeout="15"):
     """End every process, container and network that `up` started. Run folders stay."""
+    if run and all:
+        raise UsageError(f"down {run} --all: name a run, or take every run down")
     bound = spec.parse_count("timeout", timeout, 0, 10**9)
     raise Exit(code=ending.down(folders.runs_dir(), run, bound, shell(c)))

@@ -6,7 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from cluster.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, shell, task
+from cluster.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, has_dry_run, shell, task
 from cluster.errors import UsageError
 from cluster.launch import folders
 from cluster.run import provenance
@@ -15,12 +15,14 @@ from cluster.system import files
 
 
 @task("run", run=RUN_HELP, trust=TRUST_HELP, json=JSON_HELP)
+@has_dry_run
 def evaluate(c, run=None, trust=False, json=False):
     """Evaluate a run's newest checkpoint on the whole test split, in one process without a strategy."""
     _run(c, run, "evaluate", *(["--json"] if json else []), trust=trust)
 
 
 @task("run", run=RUN_HELP, trust=TRUST_HELP)
+@has_dry_run
 def export(c, run=None, trust=False):
     """Write a run's newest checkpoint as a SavedModel to its folder export/."""
     _run(c, run, "export", trust=trust)
@@ -32,11 +34,20 @@ def export(c, run=None, trust=False):
     trust=TRUST_HELP,
     image="image file, resized to what the model takes (default: none, it must be named)",
 )
+@has_dry_run
 def predict(c, run=None, image="", trust=False):
     """Print what a run's exported model predicts for an image."""
     if not image:
         raise UsageError("--image is missing: name an image file, such as --image boot.png")
     _run(c, run, "predict", "--image", str(Path(image).absolute()), trust=trust)
+
+
+@task("run", run=RUN_HELP, trust=TRUST_HELP, output="PNG file to write (default: timeline.png in the run's folder)")
+def timeline(c, run=None, output="", trust=False):
+    """Draw when each stage of a pipeline computed what, in the newest step that its tasks have recorded."""
+    folder = folders.find_run(run)
+    path = Path(output).absolute() if output else folder.path / "timeline.png"
+    _run(c, run, "timeline", "--output", str(path), trust=trust)
 
 
 def _run(c, run, verb, *words, trust):
@@ -58,7 +69,7 @@ def command(verb: str, run: RunFolder, *words: str, trust: bool = False) -> str:
     """
     if not trust:
         provenance.check(run)
-    for part in (run.checkpoints, run.export, run.path / "metrics"):
+    for part in (run.checkpoints, run.export, run.path / "metrics", run.path / "timeline"):
         files.refuse_links(part)  # TensorFlow would follow them
     data = ["--data-dir", str(folders.data_dir())]
     return shlex.join([sys.executable, "-m", "train.saved", verb, "--run-dir", str(run.path), *data, *words])

@@ -98,7 +98,7 @@ def _identity(spec: ClusterSpec, role: Role) -> list[dict[str, Any]]:
 
 
 def tfjob(manifest: Manifest) -> dict[str, Any]:
-    """Return the TFJob, whose operator tells each pod by TF_CONFIG which task it is.
+    """Return the TFJob, whose operator sets a TF_CONFIG in each pod that says which task it is.
 
     `ExitCode` starts a pod again that ended with 128 or more, as one that was killed or asked to end, and fails the job
     at any smaller code, which says that the run failed.

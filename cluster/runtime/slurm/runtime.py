@@ -1,6 +1,7 @@
 """The cluster as a job of a Slurm site: queued by `sbatch`, found by its name, ended by `scancel`.
 
-`batch.py` has the batch script, `cluster/agent/schedulers/slurm.py` what it runs on the nodes.
+`batch.py` has the batch script, `queue.py` the questions to the controller. What the job runs on its nodes is
+`cluster/agent/schedulers/slurm.py`.
 """
 
 from __future__ import annotations
@@ -23,19 +24,13 @@ from cluster.runtime.faults import FaultInjector
 from cluster.runtime.network import Network
 from cluster.runtime.slurm import batch
 from cluster.runtime.slurm.faults import SlurmFaults
-from cluster.system import processes
+from cluster.runtime.slurm.queue import NOT_INSTALLED, Queue, last_line
 from cluster.system.files import open_file
 
-ANSWER_S = 30.0
 END_S = 90.0
 """Longest wait for a job to be gone after `scancel`: Slurm gives its tasks KillWait, 30 s, before it kills them."""
 POLL_S = 0.5
 LOOK_S = 5.0
-IN_PROGRESS = frozenset(
-    {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SUSPENDED"}
-    | {"SIGNALING", "STAGE_OUT", "STOPPED", "SPECIAL_EXIT", "PREEMPTED", "NODE_FAIL"}
-)
-"""States of a job that runs, or is queued again at once, as after its preemption or the loss of a node."""
 
 
 class Slurm(Runtime):
@@ -46,23 +41,26 @@ class Slurm(Runtime):
     is_remote = True
 
     def __init__(self) -> None:
+        self._queue = Queue()
         self._seen: dict[str, tuple[float, bool]] = {}
         """When each job was looked for last, and whether it was there."""
 
     def probe(self) -> Availability:
         """Return whether Slurm's controller answers."""
-        code, printed, complained = _nodes()
+        code, printed, complained = self._queue.nodes()
         if code:
-            return Availability(False, f"Slurm does not answer ({_last(complained)})", "use a login node")
+            return Availability(False, f"Slurm does not answer ({last_line(complained)})", "use a login node")
         return Availability(True, "queued by sbatch" if printed.strip() else "this cluster has no nodes now")
 
     def examine(self) -> list[Finding]:
         """Return whether Slurm answers and has nodes; nothing where it is not installed."""
-        code, printed, complained = _nodes()
-        if code in (126, 127):
+        code, printed, complained = self._queue.nodes()
+        if code in NOT_INSTALLED:
             return []
         if code:
-            return [Finding("slurm", "warning", _last(complained), "scontrol ping; until then use another --runtime")]
+            return [
+                Finding("slurm", "warning", last_line(complained), "scontrol ping; until then use another --runtime")
+            ]
         return [Finding("slurm", "ok", ", ".join(printed.split("\n")[:-1]) or "no nodes")]
 
     def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:  # noqa: ARG002
@@ -101,9 +99,9 @@ class Slurm(Runtime):
     def alive(self, run: RunFolder) -> bool:
         """Whether the run's job runs or is queued; also where Slurm does not say, so that no run is taken for dead."""
         name, now = job_name(run), time.monotonic()
-        if name not in self._seen or now - self._seen[name][0] > LOOK_S:  # a site's controller is asked by many
+        if name not in self._seen or now - self._seen[name][0] > LOOK_S:  # many users share a site's controller
             try:
-                self._seen[name] = (now, bool(_jobs(name)))
+                self._seen[name] = (now, bool(self._queue.jobs(name)))
             except PrerequisiteError:
                 self._seen[name] = (now, True)
         return self._seen[name][1]
@@ -111,12 +109,12 @@ class Slurm(Runtime):
     def remove(self, run: RunFolder, sh: Shell, grace_s: int) -> None:
         """Cancel the run's job, unless it ends by itself, and wait until it is gone."""
         deadline = time.monotonic() + grace_s
-        while _jobs(job_name(run)) and time.monotonic() < deadline:
+        while self._queue.jobs(job_name(run)) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         deadline = time.monotonic() + END_S
-        if jobs := _jobs(job_name(run)):
+        if jobs := self._queue.jobs(job_name(run)):
             sh(shlex.join(["scancel", *(["--signal=KILL", "--full"] if not grace_s else []), *jobs]))
-        while jobs := _jobs(job_name(run)):
+        while jobs := self._queue.jobs(job_name(run)):
             if time.monotonic() > deadline:
                 raise TimedOut(f"job {' '.join(jobs)} of {run.name} does not end; `scontrol show job` says why")
             time.sleep(POLL_S)
@@ -127,14 +125,14 @@ class Slurm(Runtime):
         if not mine:
             return Remains(frozenset())
         try:
-            queued = set(_jobs().values())
+            queued = set(self._queue.jobs().values())
         except PrerequisiteError as error:
             return Remains(frozenset(), f"{error}; use a login node")
         return Remains(frozenset(name for name in mine if job_name(RunFolder(runs_dir / name)) in queued))
 
     def faults(self, run: RunFolder) -> FaultInjector:
         """Return what disturbs tasks on their nodes."""
-        return SlurmFaults(run, lambda: next(iter(_jobs(job_name(run))), ""))
+        return SlurmFaults(run, lambda: next(iter(self._queue.jobs(job_name(run))), ""))
 
 
 def job_name(run: RunFolder) -> str:
@@ -142,24 +140,10 @@ def job_name(run: RunFolder) -> str:
     return f"tf-cluster-{run.name}-{hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:8]}"
 
 
-def _jobs(name: str = "") -> dict[str, str]:
-    """Return the names of this user's jobs that are in progress, by their numbers.
-
-    Args:
-        name: only those of this name.
-
-    Raises:
-        PrerequisiteError: Slurm does not answer.
-    """
-    words = ["squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%j", *([f"--name={name}"] if name else [])]
-    code, printed, complained = processes.run(words, ANSWER_S)
-    if code:
-        raise PrerequisiteError(f"Slurm does not answer: {_last(complained)}")
-    rows = (line.split("|", 2) for line in printed.splitlines() if line.count("|") >= 2)
-    return {number: called for number, state, called in rows if state in IN_PROGRESS}
-
-
 def _is_mine(run: RunFolder) -> bool:
+    """Whether the run was started as a job and nobody has seen its end: its record is kept until the job is gone."""
+    if not owner.record_path(run).exists():
+        return False
     owned = owner.read(run)
     return (owned.runtime if owned else run.composed.get("runtime")) == Slurm.name
 
@@ -174,13 +158,3 @@ def _environment(work: Workload) -> dict[str, str]:
     gpus = {"GPUS_PER_TASK": work.job.gpus_per_task} if work.job.gpus_per_task else {"CUDA_VISIBLE_DEVICES": NO_DEVICE}
     temporary = {"TMPDIR"} & kept.keys()  # this machine's own; a node has another
     return {name: value for name, value in (kept | given | own | gpus).items() if name not in temporary}
-
-
-def _nodes() -> tuple[int, str, str]:
-    """Ask Slurm for its nodes; return the exit code, a line for each state of nodes, and the complaint."""
-    return processes.run(["sinfo", "--noheader", "--format=%D %T"], ANSWER_S)
-
-
-def _last(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1][:200] if lines else "no output"

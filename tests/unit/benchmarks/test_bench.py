@@ -254,7 +254,7 @@ def test_images_must_be_built_under_names_of_their_own_that_go_again(
     monkeypatch.setattr(engine, "demand", lambda what: None)
     monkeypatch.setattr(engine, "ask", ask)
     monkeypatch.setattr(images, "default_base", lambda: images.Base("some-base"))
-    bench = Bench(Path(), rounds=2, quick=True, tell=lambda line: None)
+    bench = Bench(Path(), rounds=2, quick=True, log=lambda line: None)
     if fails:
         with pytest.raises(RunFailed, match="the build broke"):
             weighing.measure(bench)
@@ -296,7 +296,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return {"start": [START], "telemetry": [COST]}.get(name, [])
 
     monkeypatch.setattr(command, "_measure", measure)
-    monkeypatch.setattr(command, "_draw", lambda found, quick, tell: asked.append("plots"))
+    monkeypatch.setattr(command, "_draw", lambda found, quick, log: asked.append("plots"))
     monkeypatch.setattr(Bench, "invoke", lambda *words, **environment: None)
     monkeypatch.setattr(results, "RESULTS", tmp_path / "results.json")
     monkeypatch.setattr(results.read, "__defaults__", (tmp_path / "results.json",))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cluster import spec, strategies, tf_config
-from cluster.control import chaos, ending, faults, view, watch
+from cluster.control import chaos, ending, faults, watch
 from cluster.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from cluster.launch import folders, planning, startup
 from cluster.options.request import Request
@@ -30,6 +30,7 @@ from cluster.strategies import Strategy
 from cluster.system import processes
 from cluster.system.json_files import write_json
 from cluster.system.ports import free_ports
+from cluster.view.status import read_status
 from tests import fast
 from tests.unit.launching import Commands
 from tests.waiting import wait_for
@@ -139,7 +140,7 @@ def test_a_runtime_from_outside_runs_a_cluster(toy: Toy, script: Path) -> None:
     run = startup.begin(request, sh, began=time.time()).run
     try:
         assert watch.until_training(run, lambda _: None)
-        assert ["training", "training"] == [task["state"] for task in view.status(run)["tasks"]]
+        assert ["training", "training"] == [task["state"] for task in read_status(run)["tasks"]]
         assert "toy" == run.load_started()["runtime"]
         _disturb(run)
         assert "stopped" == watch.stop(run, "a test")["state"]

@@ -19,7 +19,6 @@ from tests.unit.measure.replicas import (
     per_replica,
     prepare,
     strategy_called,
-    weights_of,
 )
 
 # isort: split
@@ -27,17 +26,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from train import strategy as strategies
-from train.config import Optimizer, TrainConfig
+from tests.unit.measure.small_training import CLIPPED, training
 from train.data import memory, sources
-from train.elastic.train_step import ElasticTrainStep
-from train.elastic.virtual_shards import VirtualShards
-from train.loops import outer, steps
+from train.loops import steps
 from train.loops.train_step import TrainStep, exact_order
 from train.model import keras_compat, optimizers
 
-STEPS, SHARDS = 4, 4
-PLAIN = Optimizer(name="sgd", learning_rate=0.5, momentum=0.0, warmup_steps=0, clip_norm=0.05)
 WIDE, ROWS = 512, 384
 """Of a model whose activations are most of its memory."""
 
@@ -50,41 +44,9 @@ def whole_model() -> keras.Model:
     return keras.Sequential([keras.Input((FEATURES,)), *hidden, layers.Dense(CLASSES)])
 
 
-def trained(
-    where: str,
-    source: sources.Source,
-    micro_batches: int,
-    precision: str = "fp32",
-    *,
-    elastic: bool = False,
-    whole: bool = False,
-) -> dict[str, Any]:
+def trained(where: str, source: sources.Source, micro_batches: int, *precision: str, **how: Any) -> dict[str, Any]:
     """Train the small model, clipped and regularised; return what came out."""
-    strategy = strategy_called(where)
-    replicas = strategy.num_replicas_in_sync
-    config = TrainConfig(optimizer=PLAIN, precision=precision)
-    with strategy.scope(), strategies.policy(precision):
-        model = whole_model() if whole else new_model(0.05)
-        if not elastic:
-            keras_compat.synchronize_batch_normalization(model, replicas)
-        optimizer = optimizers.build(config)
-        optimizer.build(model.trainable_variables)
-        policy = optimizers.policy(config, optimizer)
-    cut = VirtualShards(SHARDS, replicas) if elastic else None
-    what = (model, policy, OBJECTIVE, GLOBAL_BATCH)
-    train_step = (
-        ElasticTrainStep(*what, SHARDS, micro_batches, shards=cut) if cut else TrainStep(*what, replicas, micro_batches)
-    )
-    feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED, cut, micro_batches)
-    result = steps.synchronous(strategy, train_step, feed, STEPS)(0, STEPS, False)
-    return {
-        "losses": result.losses.tolist(),
-        "scores": result.scores.tolist(),
-        "weights": weights_of(model),
-        "weights_sha256": outer.weights_sha256(model),
-        "averages": [one.numpy().tolist() for one in model.non_trainable_variables if "moving" in one.path],
-        "skipped": int(policy.loss_scale.skipped_steps) if policy.loss_scale else 0,
-    }
+    return training(where, source, CLIPPED, *precision, micro_batches=micro_batches, **how).trained()
 
 
 def calculated(source: sources.Source, micro_batches: int) -> list[float]:
@@ -191,20 +153,16 @@ def main(result: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = prepare(Path(folder))
         source = found["own:weighted"]
+        read = dataclasses.replace(source, arrays=None)
         measured: dict[str, Any] = {
-            "one": {m: trained("one", source, m) for m in (1, 2, 4, 12)},
-            "again": trained("one", source, 4),
-            "read": trained("one", dataclasses.replace(source, arrays=None), 4),
+            "one": {m: trained("one", source, m) for m in (1, 4, 12)},
+            "read": trained("one", read, 4),
             "mirrored-3": {m: trained("mirrored-3", source, m) for m in (1, 2)},
-            "mirrored-3, read": trained("mirrored-3", dataclasses.replace(source, arrays=None), 2),
+            "mirrored-3, read": trained("mirrored-3", read, 2),
             "fp16": trained("one", source, 4, "fp16"),
-            "elastic": {w: trained(w, source, 3, elastic=True, whole=True) for w in ("one", "mirrored-3")},
-            "elastic, read": trained(
-                "mirrored-3", dataclasses.replace(source, arrays=None), 3, elastic=True, whole=True
-            ),
-            "elastic, 1": trained("one", source, 1, elastic=True),
+            "elastic": {w: trained(w, source, 3, elastic=True, model_of=whole_model) for w in ("one", "mirrored-3")},
             "elastic, 3": trained("one", source, 3, elastic=True),
-            "whole": trained("mirrored-3", source, 2, whole=True),
+            "whole": trained("mirrored-3", source, 2, model_of=whole_model),
             "calculated": calculated(found["own:plain"], 4),
             "accumulated": accumulated(found["own:plain"], 4),
             "dropped": dropped(),

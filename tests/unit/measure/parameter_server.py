@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -15,13 +17,14 @@ import tensorflow as tf
 
 from cluster.system.ports import free_ports
 from train import program
-from train.config import TrainConfig
+from train.config import Optimizer, TrainConfig
 from train.context import TaskContext
 from train.data import arrays, sources
 from train.loops import parameter_server, steps
 from train.loops.train_step import TrainStep
 from train.model import keras_compat, objectives, optimizers
 from train.model.gradients import GradientPolicy
+from train.saving.checkpoint import Checkpoint
 
 EXAMPLES = 10
 SLICES = 4
@@ -57,7 +60,8 @@ def new_model() -> keras.Model:
 def assignment(model: keras.Model) -> TaskContext:
     """Return as much of one as makes an optimizer."""
     nothing: dict[str, Any] = dict.fromkeys(TaskContext.__dataclass_fields__)
-    return TaskContext(**{**nothing, "config": TrainConfig(), "strategy": strategy, "model": model})
+    some = SimpleNamespace(train_examples=EXAMPLES)
+    return TaskContext(**{**nothing, "config": TrainConfig(), "strategy": strategy, "model": model, "source": some})
 
 
 def update(model: keras.Model, optimizer: keras.optimizers.Optimizer, slices: int, updates: int) -> None:
@@ -171,6 +175,49 @@ def damaged(source: sources.Source) -> str:
     return "trained"
 
 
+def restored(source: sources.Source, folder: Path) -> dict[str, bool]:
+    """Return whether two halves of a training, with a checkpoint between, have the bits of a whole one."""
+    settings = Optimizer(name="adamw", learning_rate=0.05, warmup_steps=2, schedule="cosine", decay_steps=8, ema=0.5)
+
+    def begun() -> tuple[Checkpoint, Any, list[Any]]:
+        keras.utils.set_random_seed(7)
+        model = new_model()
+        context = dataclasses.replace(assignment(model), config=TrainConfig(optimizer=settings), source=source)
+        policy = context.new_policy()
+        with strategy.scope():
+            step = tf.Variable(0, dtype=tf.int64)
+        objective = objectives.build("sparse_categorical_crossentropy", classifies=True)
+        inner = parameter_server.asynchronous(
+            strategy,
+            TrainStep(model, policy, objective, EXAMPLES, 1),
+            source,
+            seed=7,
+            steps_per_loop=1,  # one after the other, so that the bits can be compared
+            workers=2,
+            signals=lambda stop, _count: steps.Signals(stop),
+            worked=lambda worker, step: None,
+        )
+        saves = Checkpoint(model, policy.optimizer, step, folder, keep=1, writes=True)
+        return saves, inner, [*model.variables, *policy.optimizer.variables]
+
+    def bits(variables: list[Any]) -> list[bytes]:
+        return [variable.numpy().tobytes() for variable in variables]
+
+    _, inner, whole = begun()
+    for step in range(6):
+        inner(step, 1, False)
+    saves, inner, half = begun()
+    for step in range(3):
+        inner(step, 1, False)
+    saves.save(3)
+    saves.wait()
+    saves, inner, resumed = begun()
+    done = saves.restore()
+    for step in range(done, 6):
+        inner(step, 1, False)
+    return {"same": bits(whole) == bits(resumed), "moved": bits(half) != bits(resumed)}
+
+
 def main(result: Path) -> None:
     """Measure: without the guards, then with them."""
     found: dict[str, Any] = {"updates": SLICES * UPDATES}
@@ -180,7 +227,8 @@ def main(result: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = data(Path(folder))
         found |= {"once": trained(source, 1), "twice": trained(source, 2), "cut": trained(source, 1, 5)}
-        found |= {"damaged": damaged(source)}
+        (checkpoints := Path(folder, "checkpoints")).mkdir()
+        found |= {"restored": restored(source, checkpoints), "damaged": damaged(source)}
     result.write_text(json.dumps(found))
 
 

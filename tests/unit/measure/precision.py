@@ -26,76 +26,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tests.unit.measure.small_training import CLIPPED, PLAIN, STEPS, training
 from train import strategy as strategies
 from train.config import Optimizer, TrainConfig
 from train.data import sources
-from train.elastic.train_step import ElasticTrainStep
-from train.elastic.virtual_shards import VirtualShards
-from train.loops import outer, steps
-from train.loops.train_step import TrainStep
 from train.model import gradients, keras_compat, optimizers
 
-SHARDS, STEPS, CLIP = 4, 4, 0.05
-OTHERS = ("central-2", "mirrored-3")
-PLAIN = Optimizer(name="sgd", learning_rate=0.5, momentum=0.0, warmup_steps=0)
-CLIPPED = dataclasses.replace(PLAIN, clip_norm=CLIP)
 STEEP = dataclasses.replace(OBJECTIVE, loss=lambda labels, outputs: 1e7 * OBJECTIVE.loss(labels, outputs))
 """Its loss is a float32, and its gradients are too large for float16 even where nothing scales them."""
-
-
-@dataclasses.dataclass
-class Trained:
-    """A training and what it trains."""
-
-    train_step: TrainStep
-    run: Any
-
-    @property
-    def scale(self) -> gradients.LossScale | None:
-        return self.train_step.policy.loss_scale
-
-
-def training(
-    where: str,
-    source: sources.Source,
-    optimizer: Optimizer,
-    precision: str = "fp32",
-    *,
-    elastic: bool = False,
-    **more: Any,
-) -> Trained:
-    """Return a training of the small model, as a run with these settings has it."""
-    strategy = strategy_called(where)
-    config = TrainConfig(optimizer=optimizer, precision=precision)
-    with strategy.scope(), strategies.policy(precision):
-        model = new_model(0.05)
-        built = optimizers.build(config)
-        built.build(model.trainable_variables)
-        policy = optimizers.policy(config, built)
-    replicas = strategy.num_replicas_in_sync
-    what = (model, policy, more.get("objective", OBJECTIVE), GLOBAL_BATCH)
-    shards = VirtualShards(SHARDS, replicas)
-    train_step = ElasticTrainStep(*what, SHARDS, shards=shards) if elastic else TrainStep(*what, replicas)
-    feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED, shards if elastic else None)
-    return Trained(train_step, policy.around(steps.synchronous(strategy, train_step, feed, STEPS)))
-
-
-def described(done: Trained, result: steps.LoopResult) -> dict[str, Any]:
-    """Return what came out."""
-    model = done.train_step.model
-    return {
-        "losses": result.losses.tolist(),
-        "weights": weights_of(model),
-        "weights_sha256": outer.weights_sha256(model),
-        "dtypes": sorted({variable.dtype for variable in model.trainable_variables}),
-        "computes": sorted({layer.compute_dtype for layer in model.layers}),
-    }
-
-
-def trained(*asked: Any, **options: Any) -> dict[str, Any]:
-    """Train; return what came out."""
-    done = training(*asked, **options)
-    return described(done, done.run(0, STEPS, False))
 
 
 def clipped_by_hand(source: sources.Source) -> list[float]:
@@ -109,13 +47,13 @@ def clipped_by_hand(source: sources.Source) -> list[float]:
         slopes = tape.gradient(loss, variables)
         norm = np.sqrt(sum(float(tf.reduce_sum(gradient**2)) for gradient in slopes))
         for variable, gradient in zip(variables, slopes, strict=True):
-            variable.assign_sub(PLAIN.learning_rate * gradient * min(1, CLIP / norm))
+            variable.assign_sub(PLAIN.learning_rate * gradient * min(1, CLIPPED.clip_norm / norm))
     return weights_of(model)
 
 
 def overflowing(where: str, source: sources.Source, *, elastic: bool = False) -> dict[str, Any]:
     """Return what two steps of Adam do whose first one overflows float16."""
-    done = training(where, source, Optimizer(warmup_steps=0, clip_norm=CLIP), "fp16", elastic=elastic)
+    done = training(where, source, Optimizer(warmup_steps=0, clip_norm=CLIPPED.clip_norm), "fp16", elastic=elastic)
     assert done.scale is not None
     done.scale.scale.assign(2.0**40)
     done.scale.good_steps.assign(7)
@@ -137,9 +75,9 @@ def overflowing(where: str, source: sources.Source, *, elastic: bool = False) ->
     return found
 
 
-def exhausted(where: str, source: sources.Source, *, elastic: bool = False) -> dict[str, Any]:
+def exhausted(where: str, source: sources.Source) -> dict[str, Any]:
     """Return how a training ends whose gradients overflow at any scale, from 2 on."""
-    done = training(where, source, PLAIN, "fp16", elastic=elastic, objective=STEEP)
+    done = training(where, source, PLAIN, "fp16", objective=STEEP)
     assert done.scale is not None
     done.scale.scale.assign(2.0)
     before = weights_of(done.train_step.model)
@@ -182,6 +120,25 @@ def fitted(where: str, optimizer: Optimizer, precision: str) -> list[float]:
     return weights_of(model)
 
 
+OPTIMIZERS = {
+    "adamw": {"schedule": "cosine", "decay_steps": STEPS},
+    "lamb": {"schedule": "linear", "decay_steps": STEPS, "weight_decay": 0.1},
+    "lion": {"schedule": "polynomial", "decay_steps": STEPS, "weight_decay": 0.1, "no_decay": "bias"},
+    "sgd": {"schedule": "piecewise", "boundaries": "2:0.1", "nesterov": True},
+}
+
+
+def averaged(where: str, source: sources.Source, name: str) -> dict[str, list[float]]:
+    """Return the weights that an optimizer reaches, and their averages."""
+    settings = Optimizer(name=name, learning_rate=0.05, warmup_steps=1, ema=0.5, **OPTIMIZERS[name])
+    done = training(where, source, settings)
+    done.run(0, STEPS, False)
+    model = done.train_step.model
+    with optimizers.averaged(TrainConfig(optimizer=settings), model, done.train_step.policy.optimizer):
+        averages = weights_of(model)
+    return {"weights": weights_of(model), "averages": averages}
+
+
 def main(result: Path) -> None:
     """Measure."""
     tf.config.experimental.enable_op_determinism()
@@ -194,14 +151,19 @@ def main(result: Path) -> None:
             "bf16": (PLAIN, "bf16"),
             "fp16": (CLIPPED, "fp16"),
         }
-        measured: dict[str, Any] = {kind: {"one": trained("one", source, *asked)} for kind, asked in kinds.items()}
-        measured["clipped"]["mirrored-3"] = trained("mirrored-3", source, CLIPPED)
+        measured: dict[str, Any] = {
+            kind: {"one": training("one", source, *asked).trained()} for kind, asked in kinds.items()
+        }
+        measured["clipped"]["mirrored-3"] = training("mirrored-3", source, CLIPPED).trained()
         measured["clipped"]["by hand"] = clipped_by_hand(source)
-        measured["elastic"] = {w: trained(w, source, CLIPPED, "fp16", elastic=True) for w in ("one", "mirrored-3")}
-        measured["overflow"] = {where: overflowing(where, source) for where in OTHERS}
+        measured["elastic"] = {
+            where: training(where, source, CLIPPED, "fp16", elastic=True).trained() for where in ("one", "mirrored-3")
+        }
+        measured["overflow"] = {"central-2": overflowing("central-2", source)}
         measured["overflow"]["elastic"] = overflowing("mirrored-3", source, elastic=True)
-        measured["exhausted"] = {"plain": exhausted("one", source)}
-        measured["exhausted"]["elastic"] = exhausted("one", source, elastic=True)
+        measured["exhausted"] = exhausted("one", source)
+        places = ("one", "mirrored-3")
+        measured["optimizers"] = {name: {w: averaged(w, source, name) for w in places} for name in OPTIMIZERS}
         measured["grown"] = grown(source)
         measured["fit"] = {
             "plain": fitted("one", PLAIN, "fp32"),

@@ -15,21 +15,22 @@ import pytest
 
 from cluster.errors import UsageError
 from cluster.paths import ROOT
-from train import config
+from train import presets
 from train.config import TrainConfig
+from train.overrides import resolve
 
 
 def refusal(*overrides: str, preset: str = "fashion_mnist") -> str:
     """Return what a refused configuration is told."""
     with pytest.raises(UsageError) as refused:
-        config.resolve(preset, overrides)
+        resolve(preset, overrides)
     assert 1 == len(str(refused.value).splitlines())
     return str(refused.value)
 
 
-@pytest.mark.parametrize("preset", config.PRESETS)
+@pytest.mark.parametrize("preset", presets.PRESETS)
 def test_a_preset_is_complete_and_in_range(preset: str) -> None:
-    resolved = config.resolve(preset, [])
+    resolved = resolve(preset, [])
     assert preset == resolved.preset
     assert resolved == TrainConfig.from_json(resolved.to_json())
 
@@ -58,35 +59,20 @@ def test_a_preset_is_complete_and_in_range(preset: str) -> None:
     ],
 )
 def test_an_override_changes_that_value_alone(overrides: list[str], name: str, value: object) -> None:
-    expected = dataclasses.replace(config.fashion_mnist(), **{name: value}).pin()
-    assert expected == config.resolve("fashion_mnist", overrides)
+    expected = dataclasses.replace(presets.fashion_mnist(), **{name: value}).pin()
+    assert expected == resolve("fashion_mnist", overrides)
 
 
 def test_a_dotted_override_reaches_inside() -> None:
-    resolved = config.resolve("mnist", ["--optimizer.learning-rate", "0.01", "--optimizer.name", "sgd"])
+    resolved = resolve("mnist", ["--optimizer.learning-rate", "0.01", "--optimizer.name", "sgd"])
     assert ("sgd", 0.01) == (resolved.optimizer.name, resolved.optimizer.learning_rate)
-    assert config.mnist().optimizer.momentum == resolved.optimizer.momentum
+    assert presets.mnist().optimizer.momentum == resolved.optimizer.momentum
 
 
 def test_a_resumed_run_starts_from_its_own_configuration() -> None:
-    saved = config.resolve("mnist", ["--seed", "7", "--global-batch", "96"])
-    resumed = config.resolve("fashion_mnist", ["--epochs", "6"], TrainConfig.from_json(saved.to_json()))
+    saved = resolve("mnist", ["--seed", "7", "--global-batch", "96"])
+    resumed = resolve("fashion_mnist", ["--epochs", "6"], TrainConfig.from_json(saved.to_json()))
     assert dataclasses.replace(saved, epochs=6.0) == resumed
-
-
-@pytest.mark.parametrize(("seconds", "every"), [(0.0, 200), (2.5, "2.5s")])
-def test_a_run_that_had_steps_and_seconds_apart_saves_as_often_as_before(seconds: float, every: int | str) -> None:
-    saved = config.fashion_mnist().to_json() | {"checkpoint_every": 200, "checkpoint_seconds": seconds}
-    assert every == TrainConfig.from_json(saved).checkpoint_every
-
-
-def test_a_run_from_before_precisions_trains_as_it_did() -> None:
-    saved = config.fashion_mnist().to_json()
-    del saved["precision"]
-    for name in ("clip_norm", "scaling", "base_batch"):
-        del saved["optimizer"][name]
-    assert config.fashion_mnist() == TrainConfig.from_json(saved)
-    assert config.fashion_mnist().learning_rate == config.fashion_mnist().optimizer.learning_rate
 
 
 @pytest.mark.parametrize(
@@ -149,6 +135,11 @@ def test_a_value_of_the_wrong_type_is_refused_in_one_line(overrides: list[str], 
         ("--optimizer.clip-norm", "-1", "0, or a number above 0"),
         ("--optimizer.clip-norm", "nan", "0, or a number above 0"),
         ("--optimizer.base-batch", "0", "a whole number from 1 to 2147483647"),
+        ("--optimizer.decay-steps", "-1", "a whole number from 0 to 1000000000000"),
+        ("--optimizer.end-share", "2", "a number from 0 to 1"),
+        ("--optimizer.power", "0", "a number above 0"),
+        ("--optimizer.weight-decay", "-1", "0, or a number above 0"),
+        ("--optimizer.ema", "1", "a number from 0 to below 1, such as 0.999"),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_the_range(option: str, value: str, expected: str) -> None:
@@ -170,7 +161,8 @@ def test_what_is_neither_steps_nor_seconds_nor_auto_is_no_interval(value: str) -
 @pytest.mark.parametrize(
     ("option", "typed", "told"),
     [
-        ("--optimizer.name", "adamw", "did you mean 'adam'?"),
+        ("--optimizer.name", "adamww", "did you mean 'adamw'?"),
+        ("--optimizer.schedule", "cosin", "did you mean 'cosine'?"),
         ("--optimizer.scaling", "linar", "did you mean 'linear'?"),
         ("--precision", "f16", "did you mean 'fp16'?"),
         ("--loop", "fitt", "did you mean 'fit'?"),
@@ -197,8 +189,24 @@ def test_an_unknown_part_is_refused_with_the_nearest(option: str, typed: str, me
     assert expected == refusal(option, typed)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("--optimizer.schedule", "piecewise"),
+        ("--optimizer.boundaries", "100:0.1"),
+        ("--optimizer.schedule", "piecewise", "--optimizer.boundaries", "200:0.1,100:0.01"),
+        ("--optimizer.schedule", "piecewise", "--optimizer.boundaries", "often"),
+        ("--optimizer.nesterov",),
+        ("--optimizer.name", "train.model.models:of", "--optimizer.weight-decay", "0.1"),
+        ("--optimizer.schedule", "cosine", "--callbacks", "tutorial"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(overrides: tuple[str, ...]) -> None:
+    assert refusal(*overrides).startswith("--optimizer.")
+
+
 def test_a_stream_can_be_of_any_tfds_dataset() -> None:
-    assert "cifar10" == config.resolve("mnist", ["--source", "stream", "--dataset", "cifar10"]).dataset
+    assert "cifar10" == resolve("mnist", ["--source", "stream", "--dataset", "cifar10"]).dataset
     assert "--dataset 'cifar10' is neither built in" in refusal("--dataset", "cifar10")
 
 
@@ -222,7 +230,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[s
 
 def test_a_preset_of_the_users_own_is_a_base_like_any_other(own: Callable[[str], Path]) -> None:
     folder = own("def mine(): return TrainConfig(seed=7, global_batch=96, model='own_parts:net')\ndef net(s, k): pass")
-    resolved = config.resolve("own_parts:mine", ["--seed", "8"])
+    resolved = resolve("own_parts:mine", ["--seed", "8"])
     expected = TrainConfig(preset="own_parts:mine", seed=8, global_batch=96, model="own_parts:net")
     assert expected.pin() == resolved
     assert [folder] == resolved.code_dirs()
@@ -252,7 +260,7 @@ def test_a_preset_of_the_users_own_is_a_base_like_any_other(own: Callable[[str],
         ),
         (
             "def mine(): return TrainConfig(optimizer='sgd')",
-            ": optimizer='sgd' (str): expected a train.config.Optimizer",
+            ": optimizer='sgd' (str): expected a train.optimization.Optimizer",
         ),
         (
             "from train.config import Optimizer\ndef mine(): return TrainConfig(optimizer=Optimizer(momentum=None))",
@@ -278,47 +286,48 @@ def test_a_preset_out_of_range_is_refused(own: Callable[[str], Path]) -> None:
 @pytest.mark.parametrize("option", ["--dataset", "--model", "--loss", "--callbacks"])
 def test_a_part_of_the_users_own_is_checked_without_running_its_module(option: str, own: Callable[[str], Path]) -> None:
     folder = own("raise RuntimeError('run')\ndef part(): pass")
-    resolved = config.resolve("fashion_mnist", [option, "own_parts:part"])
+    resolved = resolve("fashion_mnist", [option, "own_parts:part"])
     assert "own_parts:part" == getattr(resolved, option.removeprefix("--"))
     assert [folder] == resolved.code_dirs()
     assert "has no 'prt'; did you mean 'part'?" in refusal(option, "own_parts:prt")
 
 
 def test_built_in_parts_need_no_folder() -> None:
-    assert [] == config.resolve("fashion_mnist", ["--callbacks", "tutorial"]).code_dirs()
+    assert [] == resolve("fashion_mnist", ["--callbacks", "tutorial"]).code_dirs()
 
 
 def test_a_resumed_run_keeps_its_own_parts_and_checks_them_again(own: Callable[[str], Path]) -> None:
     own("def mine(): return TrainConfig(model='own_parts:net')\ndef net(s, k): pass")
-    saved = TrainConfig.from_json(config.resolve("own_parts:mine", []).to_json())
-    resumed = config.resolve("fashion_mnist", ["--epochs", "6"], saved)
+    saved = TrainConfig.from_json(resolve("own_parts:mine", []).to_json())
+    resumed = resolve("fashion_mnist", ["--epochs", "6"], saved)
     assert dataclasses.replace(saved, epochs=6.0) == resumed
     own("def net_2(s, k): pass")
     with pytest.raises(UsageError, match="^--model 'own_parts:net': .* has no 'net'; did you mean 'net_2'"):
-        config.resolve("fashion_mnist", [], saved)
+        resolve("fashion_mnist", [], saved)
 
 
 def test_a_resumed_run_needs_its_preset_no_more() -> None:
     saved = TrainConfig(preset="gone:preset", seed=7, threads=3, onednn="off")
-    assert saved == config.resolve("fashion_mnist", [], saved)
+    assert saved == resolve("fashion_mnist", [], saved)
 
 
 def test_mnist_differs_from_fashion_mnist_by_its_data_alone() -> None:
     """So the golden losses of one (`tests/golden/losses.py`) hold the numerics of both."""
     assert (
-        dataclasses.replace(config.mnist(), preset="fashion_mnist", dataset="fashion_mnist") == config.fashion_mnist()
+        dataclasses.replace(presets.mnist(), preset="fashion_mnist", dataset="fashion_mnist") == presets.fashion_mnist()
     )
 
 
 def test_a_deterministic_run_keeps_the_threads_that_it_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits depend on them; on another machine it would have others."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
-    begun = config.resolve("fashion_mnist", [])
+    begun = resolve("fashion_mnist", [])
     assert 6 == begun.threads
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    assert 6 == config.resolve("fashion_mnist", ["--epochs", "6"], begun).threads
-    assert 64 == config.resolve("fashion_mnist", ["--threads", "0"], begun).threads
-    assert 0 == config.resolve("fashion_mnist", ["--no-deterministic"]).threads
+    assert 6 == resolve("fashion_mnist", ["--epochs", "6"], begun).threads
+    assert 64 == resolve("fashion_mnist", ["--threads", "0"], begun).threads
+    assert 0 == resolve("fashion_mnist", ["--no-deterministic"]).threads
+    assert 5 == resolve("fashion_mnist", [], cores=5).threads  # of a task on another machine
 
 
 @pytest.mark.parametrize(
@@ -369,11 +378,11 @@ def test_virtual_shards_that_cannot_be_are_refused(overrides: list[str], expecte
     ],
 )
 def test_training_ends_after_its_epochs_or_its_steps(values: dict[str, Any], num_examples: int, expected: int) -> None:
-    assert expected == dataclasses.replace(config.fashion_mnist(), **values).total_steps(num_examples)
+    assert expected == dataclasses.replace(presets.fashion_mnist(), **values).total_steps(num_examples)
 
 
 def test_the_epoch_follows_from_the_step() -> None:
-    assert 0.5 == dataclasses.replace(config.mnist(), global_batch=100).epoch(5, 1000)
+    assert 0.5 == dataclasses.replace(presets.mnist(), global_batch=100).epoch(5, 1000)
 
 
 def test_printing_the_configuration_does_not_import_tensorflow() -> None:
@@ -382,5 +391,5 @@ def test_printing_the_configuration_does_not_import_tensorflow() -> None:
     )
     done = subprocess.run([sys.executable, "-c", lines], cwd=ROOT, capture_output=True, text=True, check=True)
     value = json.loads(done.stdout)
-    assert (config.fashion_mnist().pin().to_json(), []) == (value["config"], value["code_dirs"])
+    assert (presets.fashion_mnist().pin().to_json(), []) == (value["config"], value["code_dirs"])
     assert not {"tensorflow", "keras", "numpy"} & set(done.stderr.split())

@@ -77,12 +77,12 @@ def prepare(
         return _prepare_own(name, data_dir, fresh)
     version = arrays.newest(data_dir, name)
     with contextlib.suppress(PrerequisiteError):
-        if not fresh and (found := arrays.find(data_dir, name)).checked:
-            return found
+        if not fresh:
+            return arrays.find(data_dir, name)
     with store.disk_errors(data_dir), store.lock(data_dir, say):
         with contextlib.suppress(PrerequisiteError):
             if not fresh:  # another process may have prepared them while this one waited
-                return _upgraded(data_dir, name, version)
+                return arrays.find(data_dir, name, version)
         store.check_space(data_dir, NEEDED_BYTES)
         return _prepare(name, version, data_dir, open_dataset or _dataset_class(name), fetchers)
 
@@ -103,7 +103,7 @@ def _prepare_own(name: str, data_dir: Path, fresh: bool) -> arrays.ArraySet:
         if not fresh:
             # Damaged arrays are no reason to stop here: what they should be is at hand.
             with contextlib.suppress(PrerequisiteError, RunFailed):
-                found = _upgraded(data_dir, name, dataset.version)
+                found = arrays.find(data_dir, name, dataset.version)
                 store.write_pointer(arrays.pointer_of(data_dir, name), dataset.version, scratch)
                 return found
         store.check_space(data_dir, dataset.size_bytes)
@@ -117,23 +117,6 @@ def _prepare_own(name: str, data_dir: Path, fresh: bool) -> arrays.ArraySet:
             source=f"calling {name}",
             source_files={},
         )
-
-
-def _upgraded(data_dir: Path, name: str, version: str) -> arrays.ArraySet:
-    """Return the arrays that are there, once those that an earlier version wrote have hashes of their blocks.
-
-    Of the user's own data every version is upgraded: a run that is resumed goes on with the one that it began with.
-    """
-    arrays.find(data_dir, name, version)
-    if outdated := store.without_blocks((data_dir / "arrays").glob(f"{store.slug(name)}-*/{arrays.INDEX}")):
-        with quiet.imports():
-            from train.data import blocks  # imports TensorFlow
-
-        again = f"run `invoke data.prepare --name {name} --fresh`"
-        wanted = arrays.folder_of(data_dir, name, version)
-        for index in outdated:
-            blocks.upgrade(index, again, say, required=index.parent == wanted)
-    return arrays.find(data_dir, name, version)
 
 
 def _prepare(

@@ -89,7 +89,7 @@ def shard(
             with contextlib.suppress(PrerequisiteError, RunFailed):  # what is damaged is written again
                 found = shards.find(data_dir, name)
                 if (found.version, found.asked) == (source.version, asked):
-                    return _upgraded(found, data_dir)
+                    return found
         counts = source.open()
         say(f"sharding {name} {source.version}: {counts['train']} examples to train, {counts['test']} to test")
         with store.scratch_folder(data_dir / f".{store.slug(name)}.partial") as scratch:
@@ -101,15 +101,6 @@ def shard(
             store.replace_folder(partial, shards.folder_of(data_dir, name, source.version), scratch)
             store.write_pointer(shards.pointer_of(data_dir, name), source.version, scratch)
     return shards.find(data_dir, name, source.version)
-
-
-def _upgraded(found: shards.ShardSet, data_dir: Path) -> shards.ShardSet:
-    """Return shards once those that an earlier version wrote, of whichever version, have hashes of their blocks."""
-    again = f"run `invoke data.shard --name {found.name} --fresh`"
-    wanted = shards.folder_of(data_dir, found.name, found.version)
-    for index in store.without_blocks((data_dir / "shards").glob(f"{store.slug(found.name)}-*/{shards.INDEX}")):
-        blocks.upgrade(index, again, say, required=index.parent == wanted)
-    return found if found.checked else shards.find(data_dir, found.name, found.version)
 
 
 def _open_source(name: str, data_dir: Path, size: int | None) -> Source:
@@ -133,7 +124,6 @@ class _Arrays:
     def examples(self, split: str) -> Iterator[Example]:
         files = self._splits[split].files[: 3 if split == "train" else 2]  # weights are for training only
         for file in files:
-            assert file.blocks is not None  # `prepare` added them
             blocks.check(file.path, file.blocks)
         maps = [np.memmap(file.path, np.dtype(file.dtype).newbyteorder("<"), "r", shape=file.shape) for file in files]
         return zip(*maps, strict=True)

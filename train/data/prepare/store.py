@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,23 +40,17 @@ def check_sizes(expected: Mapping[Path, tuple[int, str]], again: str) -> None:
             raise RunFailed(f"{path} has {size} bytes, expected {size_bytes}{why}; {again}")
 
 
-def block_hashes(entry: Mapping[str, Any], size_bytes: int) -> tuple[int, ...] | None:
-    """Return the hash of each block of a file of so many bytes from its entry in an index; None where it has none.
+def block_hashes(entry: Mapping[str, Any], size_bytes: int) -> tuple[int, ...]:
+    """Return the hash of each block of a file of so many bytes from its entry in an index.
 
     Raises:
+        KeyError: there are none.
         ValueError: there are too many or too few.
     """
-    if "blocks" not in entry:
-        return None
     hashes = tuple(int(word, 16) for word in entry["blocks"].split())
     if len(hashes) != -(-size_bytes // BLOCK_BYTES):
         raise ValueError(f"{len(hashes)} blocks of {entry['file']}")
     return hashes
-
-
-def without_blocks(indexes: Iterable[Path]) -> list[Path]:
-    """Return the indexes that an earlier version wrote, without hashes of blocks."""
-    return [index for index in sorted(indexes) if '"blocks"' not in index.read_text(encoding="utf-8")]
 
 
 def verify(expected: Mapping[Path, str], again: str, say: Callable[[str], None]) -> None:
@@ -86,6 +80,17 @@ def replace_folder(partial: Path, folder: Path, scratch: Path) -> None:
     os.replace(partial, folder)
 
 
+@contextlib.contextmanager
+def index_errors(path: Path, missing: str, again: str) -> Iterator[None]:
+    """Report that an index is not there, which is `missing`, or cannot be read, with `again`, what to do."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise PrerequisiteError(missing) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunFailed(f"{path} cannot be read ({error!r}); {again}") from None
+
+
 def read_pointer(path: Path, name: str, command: str) -> str:
     """Return the version that a pointer file, `{"version": ...}`, names as the newest of the dataset `name`.
 
@@ -93,12 +98,8 @@ def read_pointer(path: Path, name: str, command: str) -> str:
         PrerequisiteError: there is none; `command` makes it.
         RunFailed: it cannot be read.
     """
-    try:
+    with index_errors(path, f"{name} is not prepared: there is no {path}; run `{command}`", f"run `{command}`"):
         return str(json.loads(path.read_text(encoding="utf-8"))["version"])
-    except (FileNotFoundError, NotADirectoryError):
-        raise PrerequisiteError(f"{name} is not prepared: there is no {path}; run `{command}`") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunFailed(f"{path} cannot be read ({error!r}); run `{command}`") from None
 
 
 def write_pointer(path: Path, version: str, scratch: Path) -> None:

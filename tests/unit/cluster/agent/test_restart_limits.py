@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.agent import diagnosis
 from cluster.run.folder import RunFolder
-from cluster.runtime.local import supervisor
 from tests.unit.gang import Gang, StartGang
 from tests.waiting import wait_for
 
@@ -33,8 +31,6 @@ def record(run: RunFolder, generation: int) -> dict[str, Any]:
     ("end", "error"),
     [
         ("die(11)", "exit code 139 (SIGSEGV: crashed in native code)"),
-        ("raise ValueError('of\\ntwo lines')", "ValueError: of two lines"),
-        ("sys.exit(0)", "ended with exit code 0 before it was done"),
         ("os._exit(0)", "ended with exit code 0 before it was done"),
     ],
 )
@@ -42,8 +38,6 @@ def test_a_program_that_fails_at_one_step_again_and_again_fails_the_run(
     start_gang: StartGang, end: str, error: str
 ) -> None:
     lines = "if NAME == 'chief': work()\ntrain(5)\nprint('step 5', flush=True)\n"
-    if "raise" in end:
-        end = f"try: {end}\nexcept ValueError: import traceback; traceback.print_exc(); os._exit(70)"
     summary = start_gang(lines + end, workers=1).summary()
     error = f"failed 4 times without progress after step 5: {error}"
     assert "failed" == summary["state"]
@@ -57,10 +51,10 @@ def test_no_restart_may_be_wanted(start_gang: StartGang) -> None:
 
 
 def test_kills_from_outside_at_one_step_do_not_end_the_run(start_gang: StartGang) -> None:
-    lines = "if GENERATION < 6 and NAME == 'chief': work()\ntrain(5)\nif GENERATION < 6: die()\nmeet(), finish()"
+    lines = "if GENERATION < 2 and NAME == 'chief': work()\ntrain(5)\nif GENERATION < 2: die()\nmeet(), finish()"
     gang = start_gang(lines, workers=1, max_restarts=0)
     summary = gang.summary()
-    assert ("succeeded", 6) == (summary["state"], len(summary["restarts"]))
+    assert ("succeeded", 2) == (summary["state"], len(summary["restarts"]))
     assert {("outside", 5, 0.0)} == {
         (g["kind"], g["furthest"], g["pause_s"]) for g in gang.run.generations() if "task" in g
     }
@@ -75,8 +69,8 @@ def test_a_worker_of_parameter_servers_that_cannot_work_fails_the_run(start_gang
 
 
 def test_a_worker_of_parameter_servers_that_is_killed_comes_back_however_often(start_gang: StartGang) -> None:
-    lines = "if NAME == 'worker-0' and RESTARTS < 6: die()\n" + SERVERS_SERVE
-    lines += "train(3), until(lambda: run.heartbeats().get('worker-0', {}).get('restarts') == 6), meet(), finish()"
+    lines = "if NAME == 'worker-0' and RESTARTS < 2: die()\n" + SERVERS_SERVE
+    lines += "train(3), until(lambda: run.heartbeats().get('worker-0', {}).get('restarts') == 2), meet(), finish()"
     gang = start_gang(lines, workers=1, ps=1, max_restarts=0)
     assert ("succeeded", 0) == (gang.summary()["state"], gang.run.generation)
 
@@ -100,14 +94,6 @@ die(11)
     gang = start_gang(lines, workers=1)
     assert [(1, "chief")] == restarts(gang.summary())
     assert "own" == record(gang.run, 1)["kind"]
-
-
-def test_a_frozen_program_that_was_stopped_by_a_signal_did_not_fail_by_itself(start_gang: StartGang) -> None:
-    gang = start_gang("train(5)\nif not GENERATION: work()\nmeet(), finish()", workers=0, max_restarts=0)
-    gang.await_step("chief", 5)
-    os.kill(gang.pid("chief"), signal.SIGSTOP)
-    assert "succeeded" == gang.summary()["state"]
-    assert "outside" == record(gang.run, 1)["kind"]
 
 
 # Pauses
@@ -156,13 +142,6 @@ train(3), until(lambda: run.heartbeats()['worker-0']['state'] == 'training', tim
     assert ("stopped", 3, 0) == (summary["state"], summary["steps"], summary["tasks"]["chief"])
 
 
-@pytest.mark.usefixtures("long_pause")
-def test_a_kill_from_outside_has_no_pause(start_gang: StartGang) -> None:
-    gang = start_gang("if not GENERATION: train(5), die()\ntrain(5), meet(), finish()", workers=0)
-    summary = gang.summary()
-    assert summary["restarts"][0]["resumed_s"] < float(LONG_PAUSE_S) / 2
-
-
 # A task that is killed with its agent
 
 
@@ -197,34 +176,6 @@ def held(port: int) -> socket.socket | None:
         holder.close()
         return None
     return holder
-
-
-def test_a_port_that_is_never_freed_is_named(start_gang: StartGang, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BARRIER_TIMEOUT_S", "1")
-    taken: list[socket.socket] = []
-    start = supervisor.start
-
-    def take_then_start(run: RunFolder) -> None:
-        taken.append(held(run.load_cluster().task("worker-0").port))  # type: ignore[arg-type]
-        start(run)
-
-    monkeypatch.setattr(supervisor, "start", take_then_start)
-    gang = start_gang("train(5), finish()", workers=1)
-    error = gang.summary()["cause"]["error"]
-    taken[0].close()
-    assert f"port {gang.run.load_cluster().task('worker-0').port}" in error
-    assert "ss -ltnp" in error
-
-
-def test_only_the_end_of_a_long_log_is_read_for_what_it_says_last(start_gang: StartGang) -> None:
-    gang = start_gang("train(2), finish()", workers=0)
-    gang.summary()
-    with gang.run.log("chief").open("wb") as log:
-        log.truncate(2**33)  # a hole: reading all of it would take long
-        log.seek(0, os.SEEK_END)
-        log.write(b"\nthe last\n")
-    told = diagnosis.explain_missing(gang.run, "chief")
-    assert told.endswith("last line: the last")
 
 
 def test_a_task_that_is_frozen_with_its_agent_is_the_culprit(start_gang: StartGang) -> None:

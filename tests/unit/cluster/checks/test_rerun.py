@@ -44,7 +44,7 @@ def test_the_same_losses_and_weights_are_identical(made: Callable[..., RunFolder
         verdict.differences,
         rerun.exit_code(verdict),
     )
-    assert ["identical: the losses of 3 logged steps and the final weights are the same bits"] == verdict.told
+    assert ["identical: the losses of 3 logged steps and the final weights are the same bits"] == verdict.lines
 
 
 @pytest.mark.parametrize(("tolerance", "expected", "code"), [(0.0, "different", 1), (0.2, "within tolerance", 0)])
@@ -58,13 +58,13 @@ def test_how_far_apart_and_from_which_step_is_told(
         f"{expected}: the losses differ by up to 1.0e-01 (relative), from step 2 on over 3 logged steps; "
         "the final weights differ",
         "differs: environment.cpu.model: A there, B here",
-    ] == verdict.told
+    ] == verdict.lines
 
 
 def test_other_weights_after_the_same_losses_are_not_identical(made: Callable[..., RunFolder]) -> None:
     verdict = rerun.compare(made("one"), made("two", sha256="bb"), 0.0)
     assert ("different", None, False) == (verdict.verdict, verdict.from_step, verdict.same_weights)
-    assert ["different: the losses are the same over 3 logged steps; the final weights differ"] == verdict.told
+    assert ["different: the losses are the same over 3 logged steps; the final weights differ"] == verdict.lines
     assert "within tolerance" == rerun.compare(made("three"), made("four", sha256="bb"), 1e-9).verdict
 
 
@@ -102,7 +102,7 @@ def test_only_a_run_that_succeeded_can_be_made_again(made: Callable[..., RunFold
     assert "has no manifest.json" in refused(old)
     scripted = made("scripted")
     write_json(scripted.config, {"script": "train.py"})
-    assert "it tells no losses" in refused(scripted)
+    assert "reports no losses" in refused(scripted)
 
 
 def test_a_rerun_that_is_interrupted_has_stopped(

@@ -134,7 +134,8 @@ def test_a_machine_without_a_tpu_verifies_the_rest_and_leaves_nothing(folder: Pa
     assert "same weights" not in rows[0]["detail"]
     assert rows[1]["detail"].endswith("same weights as one-custom")
     assert "asynchronous" in rows[8]["detail"]
-    assert 13 == len(lines)  # a head, and a line as each case ended
+    assert 12 == len(lines)  # as each case ended
+    assert 13 == len(verify.lines(rows))
     assert 0 == verify.failed(rows)
     assert [] == list(folder.iterdir())
 
@@ -336,7 +337,7 @@ def test_the_document_has_a_row_for_each_case() -> None:
 
 def invoked(monkeypatch: pytest.MonkeyPatch, made: list[dict[str, Any]], **options: Any) -> int:
     """Run the task on rows made already; return its exit code."""
-    monkeypatch.setattr(verify, "examine", lambda tell: tell("a case has ended") or made)
+    monkeypatch.setattr(verify, "examine", lambda log: log("a case has ended") or made)
     with pytest.raises(Exit) as ended:
         tasks.ns["verify"](MockContext(run=Result(), repeat=True), **options)
     return ended.value.code

@@ -22,7 +22,7 @@ import tasks
 from cluster.checks import doctor
 from cluster.cli.command_line import report_errors
 from cluster.control import watch
-from cluster.errors import PrerequisiteError, TimedOut
+from cluster.errors import EXIT_USAGE, PrerequisiteError, TimedOut
 from cluster.findings import Finding
 from cluster.image import engine, images, locks
 from cluster.launch import configuration, folders, planning, startup, teardown
@@ -40,7 +40,7 @@ MakeRun = Callable[..., RunFolder]
 
 CONTRACT = {
     *("up", "plan", "status", "logs", "wait", "stop", "down", "scale", "evaluate", "export", "tensorboard", "doctor"),
-    *("verify", "rerun", "chaos", "profile", "bench", "test", "predict", "golden"),
+    *("verify", "rerun", "chaos", "profile", "bench", "test", "predict", "golden", "timeline"),
     *("explain", "runs", "compare", "report", "env", "clean", "tour"),
 }
 COLLECTIONS = {"image", "data", "docs", "swarm", "k8s", "requirements"}
@@ -237,14 +237,14 @@ def test_a_command_whose_output_nobody_reads_ends_quietly(words: str, unbuffered
 
 
 def test_a_command_that_shows_another_s_output_to_nobody_ends_quietly() -> None:
-    def show(error: Exception) -> None:
+    def show(c: Context, error: Exception) -> None:
         raise ThreadException([ExceptionWrapper({}, type(error), error, None)])
 
     with pytest.raises(Exit) as ended:
-        report_errors(show)(BrokenPipeError())
+        report_errors(show)(Context(), BrokenPipeError())
     assert (141, None) == (ended.value.code, ended.value.message)
     with pytest.raises(ThreadException):
-        report_errors(show)(UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"))
+        report_errors(show)(Context(), UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"))
 
 
 @pytest.mark.parametrize(
@@ -490,3 +490,7 @@ def test_down_ends_every_run_that_is_left_and_tensorboard(
     assert (0, "") == refusal("down")
     assert [left, folders.runs_dir()] == stopped
     assert "TensorBoard is down" == capsys.readouterr().out.splitlines()[-1]
+
+
+def test_down_takes_one_run_or_all_of_them() -> None:
+    assert EXIT_USAGE == refusal("down", run="one", all=True)[0]

@@ -291,7 +291,7 @@ def test_a_fault_must_end_the_run_only_where_it_should(kind: str, ended: str | N
     ],
 )
 def test_a_result_is_told_in_one_line(result: Result, line: str) -> None:
-    assert line == result.told
+    assert line == result.description
 
 
 # What is refused

@@ -60,11 +60,11 @@ def test_a_task_that_trains_is_asked_and_its_trace_told(run: RunFolder, monkeypa
     thread.join()
 
 
-def test_more_steps_than_asked_for_are_said_to_be(run: RunFolder) -> None:
+def test_more_steps_than_requested_are_reported(run: RunFolder) -> None:
     thread = answer(run, first=41, last=60)
     head, _, where = trace.trace(run, "chief", 5, timeout_s=10)
     thread.join()
-    assert "chief: steps 41 to 60 traced (20, 5 steps asked for: whole calls of the training are traced)" == head
+    assert "chief: steps 41 to 60 traced (20, 5 steps requested: whole calls of the training are traced)" == head
     assert "TensorBoard  invoke tensorboard, then its Profile tab" == where
 
 
@@ -132,7 +132,7 @@ def test_a_request_that_was_left_behind_is_replaced(run: RunFolder) -> None:
     [
         ("waiting", "worker-0 is waiting, expected one that trains; try again once it trains"),
         ("compiling", "worker-0 is compiling, expected one that trains; try again"),
-        ("failed", "worker-0 is failed, expected one that trains; `invoke logs worker-0` tells more"),
+        ("failed", "worker-0 is failed, expected one that trains; see `invoke logs worker-0`"),
     ],
 )
 def test_a_task_that_does_not_train_is_refused(run: RunFolder, state: str, told: str) -> None:
@@ -167,7 +167,7 @@ def test_what_serves_the_chief_is_refused(make_run: MakeRun, name: str) -> None:
         trace.check(run, "evaluator")
     trace.check(run, "chief")
     write_json(run.config, read_json(run.config) | {"loop": "fit"})
-    with pytest.raises(UsageError, match="only --loop custom can be traced"):
+    with pytest.raises(UsageError, match="use --loop custom to trace there"):
         trace.check(run, "chief")
 
 

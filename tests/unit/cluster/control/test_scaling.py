@@ -52,7 +52,7 @@ def resolved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def training(make_run: MakeRun) -> Callable[..., RunFolder]:
-    """Makes a run whose every task has just given a sign of life; none of them is there."""
+    """Makes a run whose every task has just written a heartbeat; none of them is there."""
 
     def make(config: dict[str, Any] | None = None, **topology: Any) -> RunFolder:
         run = make_run(**topology)
@@ -65,7 +65,7 @@ def training(make_run: MakeRun) -> Callable[..., RunFolder]:
 
 
 def beats(run: RunFolder, age_s: float = 0, state: str = "training") -> None:
-    """Have every task's last sign of life be so old."""
+    """Have every task's last heartbeat be so old."""
     for task in run.load_cluster().tasks:
         values = {"task": task.name, "role": task.role, "state": state, "generation": run.generation, "step": 7}
         values |= {"restarts": 0, "examples_per_s": None, "loss": None, "updated_at": time.time() - age_s}
@@ -219,7 +219,7 @@ def scale(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]
     return run_it
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (0, 2), (2, 0)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (0, 2)])
 def test_a_run_goes_on_with_other_workers_while_somebody_waits(
     start_gang: StartGang, scale: Callable[..., int], capsys: pytest.CaptureFixture[str], before: int, after: int
 ) -> None:

@@ -184,9 +184,9 @@ def test_kinds_that_make_no_storm_are_refused_in_one_line(run: RunFolder, kinds:
     assert line == str(refused.value)
 
 
-def test_a_script_has_no_steps_to_deal_faults_by(run: RunFolder) -> None:
+def test_a_script_has_no_steps_between_which_to_inject_faults(run: RunFolder) -> None:
     write_json(run.config, {"script": "train.py", "arguments": []})
-    with pytest.raises(UsageError, match=r"^storm with a script: a script tells no steps to deal the faults by; kill "):
+    with pytest.raises(UsageError, match=r"^storm with a script: a script reports no steps "):
         storm.check(run, ())
 
 
@@ -251,7 +251,7 @@ def test_a_storm_is_outlived_with_all_faults_a_success_and_the_same_bits(
     inflicted = "1 fault" if dealt == 1 else "2 faults"
     assert f"{inflicted} inflicted; waiting for the run's end" == lines[0]
     assert any(ended in line for line in lines[1:])
-    few = "the run had no room for 2 faults: train for longer (-- --max-steps), or ask for fewer (--faults)"
+    few = "the run had no room for 2 faults: train for longer (-- --max-steps), or request fewer (--faults)"
     assert (dealt < 2 and ended == "succeeded") == (few in lines)
     if ended != "succeeded":
         assert lines[-1].startswith(f"the run {ended} after 2 of 2 faults: chief: it died")

@@ -16,7 +16,7 @@ from cluster.image import engine
 from cluster.options.request import Request
 from cluster.run import liveness, owner
 from cluster.run.folder import LOST_AFTER_S, RunFolder
-from cluster.run.liveness import LONGEST_LOOK_S, Pulse, look_once, silent
+from cluster.run.liveness import LONGEST_LOOK_S, LivenessMonitor, look_once, silent
 from cluster.system import processes
 from cluster.system.json_files import write_json
 from tests.unit.ending import end
@@ -35,7 +35,7 @@ def test_a_run_whose_engine_stopped_ends_as_failed(make_run: Callable[..., RunFo
         beat(run, task, age_s=LOST_AFTER_S + 5)
     ended = watch.follow(run, lambda value: None, timeout_s=10)
     assert "failed" == ended["state"]
-    assert "no task gives a sign of life" in ended["cause"]["error"]
+    assert "no task writes heartbeats" in ended["cause"]["error"]
     assert 1 == watch.exit_code(ended)
 
 
@@ -60,48 +60,48 @@ def test_a_run_with_one_live_task_goes_on_whatever_its_clock_says(
 
 def test_a_watcher_s_own_sleep_is_no_silence(make_run: Callable[..., RunFolder]) -> None:
     run, clock = make_run(), [0.0]
-    pulse = Pulse(run, lambda: clock[0])
+    monitor = LivenessMonitor(run, lambda: clock[0])
     beat(run, "chief", age_s=0)
-    assert "training" == pulse.look()["chief"]["state"]
+    assert "training" == monitor.look()["chief"]["state"]
     for asleep_s in (100.0, 1e5):
         clock[0] += asleep_s
-        assert "training" == pulse.look()["chief"]["state"]
-        watch._notice_silence(run, pulse)
+        assert "training" == monitor.look()["chief"]["state"]
+        watch._notice_silence(run, monitor)
     assert run.outcome is None
-    assert LONGEST_LOOK_S * 2 == pulse.silence_s
+    assert LONGEST_LOOK_S * 2 == monitor.silence_s
 
 
 def test_only_what_was_seen_to_be_silent_is_lost(make_run: Callable[..., RunFolder]) -> None:
     run, clock = make_run(workers=2), [0.0]
-    pulse = Pulse(run, lambda: clock[0])
+    monitor = LivenessMonitor(run, lambda: clock[0])
     beat(run, "worker-0", age_s=0)
     beat(run, "worker-1", age_s=0, state="done")
     for second in range(int(LOST_AFTER_S) + 2):
         beat(run, "chief", age_s=1000 - second)
-        shown = pulse.look()
+        shown = monitor.look()
         clock[0] += 1
     assert ["training", "lost", "done"] == [shown[name]["state"] for name in ("chief", "worker-0", "worker-1")]
-    assert 0 == pulse.silence_s
+    assert 0 == monitor.silence_s
 
 
 def test_a_run_that_never_began_is_waited_for_longer(make_run: Callable[..., RunFolder]) -> None:
     run, clock = make_run(), [0.0]
-    pulse = Pulse(run, lambda: clock[0])
+    monitor = LivenessMonitor(run, lambda: clock[0])
     for _ in range(int(watch.START_TIMEOUT_S)):
         clock[0] += 1
-        pulse.look()
-        watch._notice_silence(run, pulse)
+        monitor.look()
+        watch._notice_silence(run, monitor)
         assert run.outcome is None
     run.begin_generation(1, resumed=True)
-    pulse.look()
+    monitor.look()
     clock[0] += 1
-    pulse.look()
-    watch._notice_silence(run, pulse)
+    monitor.look()
+    watch._notice_silence(run, monitor)
     assert run.outcome is None
     for _ in range(int(watch.START_TIMEOUT_S) + 1):
         clock[0] += 1
-        pulse.look()
-    watch._notice_silence(run, pulse)
+        monitor.look()
+    watch._notice_silence(run, monitor)
     assert "failed" == run.outcome["state"]
 
 
@@ -112,15 +112,15 @@ def test_a_supervisor_that_lives_may_be_silent_for_longer(make_run: Callable[...
     this = processes.identity(os.getpid())
     owner.record_supervisor(run, owner.begin(run, "local"), this if supervised else this | {"start_ticks": 0})
     beat(run, "chief", age_s=0, state="starting")
-    pulse = Pulse(run, lambda: clock[0])
-    pulse.look()
+    monitor = LivenessMonitor(run, lambda: clock[0])
+    monitor.look()
     for patience_s, over in ((LOST_AFTER_S, not supervised), (watch.START_TIMEOUT_S, True)):
-        while pulse.silence_s <= patience_s:
-            watch._notice_silence(run, pulse)
+        while monitor.silence_s <= patience_s:
+            watch._notice_silence(run, monitor)
             assert run.outcome is None or not supervised
             clock[0] += 1
-            pulse.look()
-        watch._notice_silence(run, pulse)
+            monitor.look()
+        watch._notice_silence(run, monitor)
         assert over == (run.outcome is not None)
 
 
@@ -176,8 +176,8 @@ def test_an_interrupt_before_the_run_is_watched_says_whether_it_goes_on(
 ) -> None:
     run = make_run()
 
-    def begin(request: Request, sh: object, *, began: float, tell: Callable[[Any], None]) -> None:
-        tell(SimpleNamespace(run=run))
+    def begin(request: Request, sh: object, *, began: float, announce: Callable[[Any], None]) -> None:
+        announce(SimpleNamespace(run=run))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(watch.startup, "begin", begin)

@@ -105,19 +105,19 @@ def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     [
         (
             None,
-            "this machine tells of no GPU (nvidia-smi is not installed); install NVIDIA's driver, or use --gpus none",
+            "no GPU was found on this machine (nvidia-smi is not installed); install NVIDIA's driver, or",
         ),
-        ("echo 'No devices were found'; exit 6", "this machine tells of no GPU (No devices were found); install "),
+        ("echo 'No devices were found'; exit 6", "no GPU was found on this machine (No devices were found); install "),
         (
             "echo 'NVIDIA-SMI has failed because' >&2; exit 9",
-            "tells of no GPU (NVIDIA-SMI has failed because); install",
+            "no GPU was found on this machine (NVIDIA-SMI has failed because); install",
         ),
-        ("exit 9", "tells of no GPU (it says nothing); install NVIDIA's driver"),
+        ("exit 9", "no GPU was found on this machine (it says nothing); install NVIDIA's driver"),
         ("exit 0", "nvidia-smi lists no GPU on this machine; use --gpus none, or another machine"),
-        ("exec /bin/sleep 60", "tells of no GPU (nvidia-smi did not answer in 0.2 s); install"),
+        ("exec /bin/sleep 60", "no GPU was found on this machine (nvidia-smi did not answer in 0.2 s); install"),
     ],
 )
-def test_a_machine_without_gpus_is_told(
+def test_a_machine_without_gpus_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, told: str
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -122,7 +122,7 @@ def test_gpus_are_shared_out_evenly_and_none_twice(machine: Machine, workers: in
     requested, cluster = GpuRequest("--gpus", per_task=per_task), spec.build(workers)
     count, there = (1 + workers) * per_task, len(machine.gpus)
     if count > there:
-        with pytest.raises(UsageError, match=f"and this machine has {there}; ask for fewer"):
+        with pytest.raises(UsageError, match=f"and this machine has {there}; request fewer"):
             placement.place(requested, machine, cluster)
         return
     given = placement.place(requested, machine, cluster)
@@ -244,7 +244,7 @@ def test_what_a_machine_cannot_give_is_refused(
     [
         ("all", 0, "--gpus all: run 'theirs' trains on GPU 1; use others, or `invoke stop theirs` before this"),
         ("0,1", 1, "--gpus 0,1: run 'theirs' trains on GPU 1; use others"),
-        ("3", 2, "--gpus 3: 3 GPUs for 3 tasks, and this machine has 2 besides 2 in use by other runs; ask for fewer"),
+        ("3", 2, "--gpus 3: 3 GPUs for 3 tasks, and this machine has 2 besides 2 in use by other runs; request fewer"),
     ],
 )
 def test_gpus_of_another_run_are_left_alone(nvidia_smi: NvidiaSmi, words: str, workers: int, told: str) -> None:

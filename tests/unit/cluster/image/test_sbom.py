@@ -92,7 +92,7 @@ def test_a_package_must_have_the_hash_of_the_file_that_stands_for_it(image: cont
         "x": f"{SITE}/x-1.dist-info/RECORD",
         "python": "/usr/local/bin/python3.11",
     } == found
-    assert "2 Debian packages, 2 Python packages, 1 other package, 1 of them without a hash" == sbom.told(made)
+    assert "2 Debian packages, 2 Python packages, 1 other package, 1 of them without a hash" == sbom.summary(made)
 
 
 def test_the_same_image_must_give_the_same_bytes(image: contents.Image) -> None:

@@ -286,6 +286,9 @@ STATED = {
     "base_learning_rate": 0.1,
     "base_batch": 48,
     "warmup_steps": 50,
+    "schedule": "constant",
+    "weight_decay": None,
+    "ema": 0.0,
     "clip_norm": 1.5,
 }
 

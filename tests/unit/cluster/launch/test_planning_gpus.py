@@ -14,7 +14,7 @@ import pytest
 from invoke import MockContext
 
 import tasks
-from cluster.control import scaling, view
+from cluster.control import scaling
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE, PrerequisiteError, UsageError
 from cluster.gpu import devices, placement
 from cluster.image import build, images
@@ -27,6 +27,7 @@ from cluster.runtime import registry, toolkit
 from cluster.runtime.local import supervisor
 from cluster.system import namespaces
 from cluster.system.json_files import read_json, write_json
+from cluster.view.plan import plan_lines
 from tests.unit.launching import WORKING_ENGINE, Commands, refusal
 
 NvidiaSmi = Callable[[str], None]
@@ -129,7 +130,7 @@ def test_without_a_gpu_it_is_a_prerequisite_that_is_missing(
     monkeypatch.setenv("PATH", str(tmp_path))
     error = refusal(Request(gpus="all", runtime="local"))
     assert EXIT_PREREQUISITE == error.exit_code
-    assert str(error).startswith("--gpus all: this machine tells of no GPU (nvidia-smi is not installed); ")
+    assert str(error).startswith("--gpus all: no GPU was found on this machine (nvidia-smi is not installed); ")
     assert planning.plan(Request(gpus="none", runtime="local")).gpus == planning.plan(Request(runtime="local")).gpus
 
 
@@ -161,7 +162,7 @@ def test_unless_it_is_asked_for_no_process_sees_a_gpu(
     planned = planning.plan(Request(**asked, runtime="local"))
     assert {"-1"} == {environment["CUDA_VISIBLE_DEVICES"] for environment in environments(planned).values()}
     assert [[], [], []] == ids_of(planned)
-    assert "GPU" not in "\n".join(view.plan(planned.to_json()))
+    assert "GPU" not in "\n".join(plan_lines(planned.to_json()))
 
 
 # Containers

@@ -35,6 +35,23 @@ def test_each_stage_is_a_task_or_a_device_of_the_only_one(options: dict[str, str
     assert 1 == built.replicas
 
 
+@pytest.mark.parametrize(
+    ("workers", "stages", "pipelines"), [("3", "2", 2), ("5", "2", 3), ("5", "3", 2), ("1", "1", 2)]
+)
+def test_as_many_tasks_as_several_pipelines_have_are_those(workers: str, stages: str, pipelines: int) -> None:
+    built = cluster(workers=workers, stages=stages)
+    assert (int(stages), pipelines, pipelines) == (built.stages, built.pipelines, built.replicas)
+    assert built == spec.ClusterSpec.from_json(built.to_json())
+    again = spec.build(**topology(Request(resume="run"), built))
+    assert (built.stages, pipelines) == (again.stages, again.pipelines)
+    with pytest.raises(UsageError):
+        spec.check_stages(built, CONFIG | {"pipeline": {"schedule": "pipedream"}})
+
+
+def test_callbacks_need_a_task_that_has_the_whole_model() -> None:
+    spec.check_stages(cluster(stages="2", workers="0"), CONFIG | {"callbacks": "tutorial"})
+
+
 def test_a_run_that_goes_on_may_have_another_number_of_stages() -> None:
     before = cluster(stages="2")
     again = topology(Request(resume="run", stages="4"), before)
@@ -48,6 +65,7 @@ def test_a_run_that_goes_on_may_have_another_number_of_stages() -> None:
         Request(stages="2"),
         Request(stages="2", strategy="multiworker"),
         Request(stages="3", workers="1", strategy="pipeline"),
+        Request(stages="2", workers="2", strategy="pipeline"),
         Request(stages="3", workers="0", devices="2", strategy="pipeline"),
         Request(stages="2", ps="1", strategy="pipeline"),
         Request(workers="2", devices="2", strategy="pipeline"),
@@ -66,6 +84,7 @@ def test_stages_that_the_topology_has_not_are_refused(request_: Request) -> None
         {"loop": "fit"},
         {"source": "stream"},
         {"callbacks": "tutorial"},
+        {"pipeline": {"schedule": "pipedream"}, "precision": "fp16"},
         {"pipeline": {"schedule": "pipedream", "remat": True}},
         {"pipeline": {"schedule": "pipedream"}, "optimizer": {"clip_norm": 1.0}},
     ],
@@ -98,8 +117,3 @@ def test_options_of_a_pipeline_reach_the_training() -> None:
         "--pipeline.remat",
     ):
         assert expected in words
-
-
-def test_a_pipeline_has_no_float16() -> None:
-    with pytest.raises(UsageError):
-        spec.check_precision(cluster(stages="2"), "fp16")

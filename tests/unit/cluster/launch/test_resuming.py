@@ -72,7 +72,9 @@ def test_what_its_steps_or_its_checkpoint_depend_on_stays(
 def test_another_optimizer_does_not_fit_but_another_step_size_does(trained: Callable[..., RunFolder]) -> None:
     run, settings = trained(), TrainConfig().to_json()["optimizer"]
     assert refusal(run, optimizer=settings | {"name": "sgd"}).startswith("--optimizer.name sgd: ")
-    assert [] == notes(run, optimizer=settings | {"learning_rate": 1e-4})
+    assert [] == notes(run, optimizer=settings | {"learning_rate": 1e-4, "schedule": "cosine"})
+    assert refusal(run, optimizer=settings | {"ema": 0.9}).startswith("--optimizer.ema 0.9: ")
+    assert refusal(run, callbacks="tutorial").startswith("--callbacks 'tutorial': ")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +87,6 @@ def test_another_optimizer_does_not_fit_but_another_step_size_does(trained: Call
         {"checkpoint_every": 50},
         {"precision": "bf16"},
         {"bitwise_elastic": 6},
-        {"callbacks": "tutorial"},
         {"topology": {"workers": 5}},
         {"topology": {"workers": 2, "ps": 1}},
     ],

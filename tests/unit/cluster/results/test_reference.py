@@ -67,7 +67,6 @@ def test_no_run_is_its_own_reference(ended: EndedRun) -> None:
     [
         {"log_every": 1},
         {"checkpoint_every": 5},
-        {"checkpoint_seconds": 60},
         {"keep_checkpoints": 1},
         {"steps_per_loop": 7},
     ],

@@ -44,6 +44,7 @@ CHANGING: dict[str, Callable[[Any, str], Any]] = {
     "evaluate": lambda c, run: tasks.ns["evaluate"](c, run=run),
     "export": lambda c, run: tasks.ns["export"](c, run=run),
     "predict": lambda c, run: tasks.ns["predict"](c, run=run, image="x.png"),
+    "timeline": lambda c, run: tasks.ns["timeline"](c, run=run),
     "profile": lambda c, run: tasks.ns["profile"](c, "chief", run=run, steps="1"),
     "chaos kill": lambda c, run: tasks.ns["chaos"](c, "kill", "chief", timeout="1", run=run),
     "chaos corrupt": lambda c, run: tasks.ns["chaos"](c, "corrupt", "chief", timeout="1", run=run),
@@ -64,7 +65,7 @@ def commands(monkeypatch: pytest.MonkeyPatch, resolved: None) -> None:
     monkeypatch.setattr(liveness, "LONGEST_LOOK_S", 60.0)
     monkeypatch.setattr(liveness, "SECOND_LOOK_S", 0.0)
     monkeypatch.setattr(watch, "POLL_S", 0.0)
-    monkeypatch.setattr(watch, "Pulse", lambda run: liveness.Pulse(run, clock=lambda: next(ticks)))
+    monkeypatch.setattr(watch, "LivenessMonitor", lambda run: liveness.LivenessMonitor(run, clock=lambda: next(ticks)))
     monkeypatch.setattr(watch, "STOP_TIMEOUT_S", 1.0)
     monkeypatch.setattr(summary, "SETTLE_S", 0.0)
     monkeypatch.setattr(files, "LOCK_TIMEOUT_S", 0.1)

@@ -15,7 +15,8 @@ from invoke import Exit, MockContext
 
 import tasks
 from cluster.checks import rerun
-from cluster.control import scaling, view
+from cluster.cli.tasks import runs
+from cluster.control import scaling
 from cluster.errors import EXIT_USAGE, ClusterError, PrerequisiteError, UsageError
 from cluster.launch import planning, startup, teardown
 from cluster.options.request import Request
@@ -138,6 +139,7 @@ COMMANDS = {
     "evaluate": {"run": "mine"},
     "export": {"run": "mine"},
     "predict": {"run": "mine", "image": "boot.png"},
+    "timeline": {"run": "mine"},
 }
 
 
@@ -154,7 +156,7 @@ def ready(
         run = started()
         monkeypatch.setattr(startup, "start", begin)
         monkeypatch.setattr(startup, "check_machine", begin)
-        monkeypatch.setattr(view, "plan", begin)
+        monkeypatch.setattr(runs, "plan_lines", begin)
         if command == "rerun":
             write_json(run.summary, {"state": "succeeded"})
         if command == "scale":

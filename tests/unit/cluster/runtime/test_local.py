@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import sys
@@ -79,15 +78,6 @@ def test_the_supervisor_ends_when_the_run_does(start_gang: StartGang) -> None:
     wait_for(lambda: not supervisor.running(gang.run), "the supervisor's end")
 
 
-def test_the_supervisor_brings_back_a_killed_agent(start_gang: StartGang) -> None:
-    gang = start_gang("train(2)\nif not GENERATION: work()\nfinish()", workers=0)
-    gang.await_step("chief", 2)
-    killed = gang.pid("chief", "agent")
-    os.kill(killed, signal.SIGKILL)
-    assert "succeeded" == gang.summary()["state"]
-    assert killed != gang.pid("chief", "agent")
-
-
 def test_killing_a_run_leaves_no_process(start_gang: StartGang) -> None:
     gang = start_gang("train(2), work()", workers=1)
     other = start_gang("train(2), work()", name="other", workers=0)
@@ -106,13 +96,6 @@ def test_everything_dies_with_the_supervisor(start_gang: StartGang) -> None:
         gang.await_step(task, 2)
     processes.kill(gang.keeper, signal.SIGKILL)
     wait_for(lambda: not supervisor.processes_left(gang.run), "the end of all processes", timeout_s=3)
-
-
-def test_sigterm_to_the_supervisor_stops_the_run(start_gang: StartGang) -> None:
-    gang = start_gang("train(2), work()", workers=0)
-    gang.await_step("chief", 2)
-    processes.kill(gang.keeper, signal.SIGTERM)
-    assert ("stopped", 2) == (gang.summary()["state"], gang.summary()["steps"])
 
 
 @pytest.mark.parametrize("end", ["exit 3", "kill -SEGV $$"])

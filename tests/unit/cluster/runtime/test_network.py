@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from cluster.control import view
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE
 from cluster.launch import manifest, planning, startup
 from cluster.launch.plan import Plan
@@ -19,6 +18,7 @@ from cluster.runtime.local import supervisor
 from cluster.system import namespaces
 from cluster.system.json_files import read_json, write_json
 from cluster.system.namespaces import Refusal
+from cluster.view.plan import plan_lines
 from tests.unit.launching import WORKING_ENGINE, Commands, refusal
 
 LOCAL = {"runtime": "local", "tensorboard_port": "0"}
@@ -67,7 +67,7 @@ def test_a_machine_that_gives_none_is_told_in_one_line(resolved: None, forbidden
     )
     assert ("host", [told]) == (planned.to_json()["network"], planned.to_json()["notes"])
     assert "host" == planned.compose["network"]
-    assert [told] == [line for line in view.plan(planned.to_json()) if "warning" in line]
+    assert [told] == [line for line in plan_lines(planned.to_json()) if "warning" in line]
 
 
 def test_a_machine_that_gives_none_refuses_tasks_that_must_have_one(resolved: None, forbidden: None) -> None:

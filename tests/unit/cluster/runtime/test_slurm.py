@@ -21,6 +21,7 @@ from cluster.runtime.network import Network
 from cluster.runtime.payload import Payload
 from cluster.runtime.slurm import runtime as slurm
 from cluster.runtime.slurm.batch import Job
+from cluster.system import processes
 from cluster.system.json_files import write_json
 
 
@@ -30,8 +31,10 @@ class Site:
     def __init__(self, run: RunFolder, *states: str) -> None:
         self.run, self.states = run, list(states)
         self.commands: list[str] = []
+        self.questions = 0
 
     def answer(self, command: list[str], timeout_s: float) -> tuple[int, str, str]:
+        self.questions += 1
         if command[0] == "sinfo":
             return 0, "3 idle\n", ""
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
@@ -56,8 +59,9 @@ def run(tmp_path: Path) -> RunFolder:
 
 def site(run: RunFolder, monkeypatch: pytest.MonkeyPatch, *states: str) -> Site:
     made = Site(run, *states)
-    monkeypatch.setattr(slurm.processes, "run", made.answer)
+    monkeypatch.setattr(processes, "run", made.answer)
     monkeypatch.setattr(slurm, "POLL_S", 0.0)
+    monkeypatch.setitem(registry.RUNTIMES, "slurm", slurm.Slurm())  # which remembers no answer
     return made
 
 
@@ -105,6 +109,26 @@ def test_what_is_left_is_found_by_the_name_of_its_job(run: RunFolder, monkeypatc
     site(run, monkeypatch, "down")
     assert runtime.remains(run.path.parent, ["a-run"]).unreachable
     assert not runtime.remains(run.path.parent, ["another"]).unreachable  # Slurm is not asked for nothing
+
+
+def test_a_controller_that_does_not_answer_is_asked_once_however_many_runs_there_are(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, runtime = site(run, monkeypatch, "down"), slurm.Slurm()
+    assert runtime.remains(run.path.parent, ["a-run"]).unreachable
+    assert all(runtime.alive(RunFolder(run.path.parent / name)) for name in ("a-run", "b-run", "c-run"))
+    with pytest.raises(PrerequisiteError):
+        runtime.remove(run, there.sh, 0)
+    assert 1 == there.questions
+
+
+def test_nobody_is_asked_for_a_run_whose_job_is_known_to_be_gone(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = site(run, monkeypatch, "down")
+    owner.forget(run)
+    assert not slurm.Slurm().remains(run.path.parent, ["a-run"]).unreachable
+    assert 0 == there.questions
 
 
 def test_the_job_is_queued_by_a_script_that_names_it(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,3 +187,11 @@ def test_each_gpu_is_a_replica(run: RunFolder, monkeypatch: pytest.MonkeyPatch) 
     assert "#SBATCH --gpus-per-task=2\n" in plan.compose["script"]
     assert "export CUDA_VISIBLE_DEVICES" not in plan.compose["script"]
     assert plan.network.warning == ""
+
+
+def test_a_task_has_as_many_threads_as_its_job_requests_processors(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site(run, monkeypatch, "")
+    plan = planning.plan(Request(runtime="slurm", cpus_per_task="5", tensorboard_port="0"))
+    assert 5 == plan.config["threads"]

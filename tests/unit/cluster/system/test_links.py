@@ -13,7 +13,6 @@ from invoke import Context, Exit
 
 import tasks
 from cluster import spec
-from cluster.control import view
 from cluster.launch import planning, startup
 from cluster.options.request import Request
 from cluster.run.folder import RunFolder
@@ -22,6 +21,7 @@ from cluster.runtime.compose import access, overlay
 from cluster.runtime.local import supervisor
 from cluster.runtime.local.faults import ProcessFaults
 from cluster.system import files, journal, json_files
+from cluster.view.logs import print_logs
 from tests.unit.launching import Commands
 
 MakeRun = Callable[..., RunFolder]
@@ -59,7 +59,7 @@ READS = {
     "summary": lambda run: run.ended,
     "events": lambda run: run.events(),
     "losses": lambda run: run.losses(),
-    "logs": lambda run: view.logs(run, ["chief"], follow=False),
+    "logs": lambda run: print_logs(run, ["chief"], follow=False),
     "hash": lambda run: files.sha256(run.checkpoints / "secret"),
 }
 AT = {

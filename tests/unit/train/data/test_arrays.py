@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -98,21 +97,6 @@ def test_outputs_are_classes_or_quantities(
     tmp_path: Path, labels: np.ndarray, classes: tuple[str, ...], outputs: int
 ) -> None:
     assert outputs == write(tmp_path, IMAGES[: len(labels)], labels, classes=classes).num_outputs
-
-
-def test_what_was_prepared_when_features_were_called_images_is_read(tmp_path: Path) -> None:
-    folder = write(tmp_path).train.features.path.parent
-    index = json.loads((folder / "arrays.json").read_text())
-    del index["num_outputs"]
-    for split in index["splits"]:
-        part = index["splits"][split].pop("features")
-        (folder / part["file"]).rename(folder / f"{split}_images.bin")
-        index["splits"][split]["images"] = {**part, "file": f"{split}_images.bin"}
-    (folder / "arrays.json").write_text(json.dumps(index))
-    found = arrays.find(tmp_path, "mnist")
-    assert (10, (5, 4, 4, 1)) == (found.num_outputs, found.train.features.shape)
-    assert folder / "train_images.bin" == found.train.features.path
-    arrays.verify(found, lambda line: None)
 
 
 def test_of_ones_own_datasets_the_newest_is_found_or_the_one_asked_for(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cluster.errors import ClusterError, PrerequisiteError, RunFailed
+from cluster.errors import ClusterError, RunFailed
 from cluster.run.folder import RunFolder
 from cluster.system.files import sha256
 from cluster.system.json_files import read_json
 from train import program
 from train.config import TrainConfig
 from train.data import arrays, blocks, memory, sources
-from train.data.__main__ import main
 from train.data.prepare import sharding, store
-from train.data.ready import ready
 from train.telemetry import environment
 
 ARRAYS = TrainConfig(dataset="mnist")
@@ -71,12 +68,6 @@ def flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 16
     path.write_bytes(data)
-
-
-def of_an_earlier_version(index: Path) -> None:
-    """Take what an earlier version did not record out of an index."""
-    index.write_text(re.sub(r',\s*"blocks": "[^"]*"', "", index.read_text()))
-    assert "blocks" not in index.read_text()
 
 
 def train_through(source: sources.Source) -> None:
@@ -145,44 +136,6 @@ def test_shards_are_not_made_of_damaged_arrays(data_dir: Path) -> None:
     with pytest.raises(RunFailed, match="damaged in block 5 "):
         sharding.shard("mnist", data_dir)
     assert not list(data_dir.glob("shards/mnist*"))
-
-
-# What an earlier version prepared
-
-
-@pytest.mark.parametrize("config", [ARRAYS, SHARDS], ids=["arrays", "shards"])
-def test_what_an_earlier_version_prepared_is_upgraded_by_preparing(data_dir: Path, config: TrainConfig) -> None:
-    index = next(data_dir.glob("*/mnist-3.0.1/arrays.json" if config is ARRAYS else "*/noise-1/shards.json"))
-    before = index.read_text()
-    of_an_earlier_version(index)
-    assert "" == ready(data_dir, config.dataset, config.source)  # so `up` prepares it
-    with pytest.raises(PrerequisiteError, match=f"--name {config.dataset}`"):
-        sources.find(config, data_dir)
-    if config is ARRAYS:
-        assert 0 == main(["prepare", "--name", "mnist", "--data-dir", str(data_dir)])
-    else:
-        sharding.shard("noise", data_dir, open_source=lambda *_: Noise())
-    assert before == index.read_text()
-    train_through(sources.find(config, data_dir))
-
-
-def test_damage_is_not_upgraded_to_what_is_right(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = arrays.find(data_dir, "mnist")
-    of_an_earlier_version(found.train.features.path.with_name("arrays.json"))
-    flip(found.train.features.path, 500)
-    assert 1 == main(["prepare", "--name", "mnist", "--data-dir", str(data_dir)])
-    assert "`invoke data.prepare --name mnist --fresh`" in capsys.readouterr().err
-    assert not arrays.find(data_dir, "mnist").checked
-
-
-def test_damaged_shards_are_written_again_instead_of_upgraded(data_dir: Path) -> None:
-    path = data_dir / "shards" / "noise-1" / "train-00000-of-00003.tfrecord"
-    good = path.read_bytes()
-    of_an_earlier_version(path.with_name("shards.json"))
-    flip(path, 150)
-    sharding.shard("noise", data_dir, open_source=lambda *_: Noise())
-    assert good == path.read_bytes()
-    train_through(sources.find(SHARDS, data_dir))
 
 
 def test_an_index_with_too_few_blocks_is_told(data_dir: Path) -> None:

@@ -297,10 +297,16 @@ def watching(*kill: int) -> list[keras.callbacks.Callback]:
     ]
 
 
-@pytest.mark.parametrize("kills", [[(1, 2)], [(2, 0)], [(4, 2), (4, 3)], [(1, 0), (2, 2), (3, 0), (5, 0)]])
-@pytest.mark.parametrize(("loop", "save"), [("custom", 3), ("custom", 9), ("fit", 3)])
+@pytest.mark.parametrize(
+    ("loop", "save", "kills"),
+    [
+        ("custom", 3, [(1, 2), (2, 0), (4, 2), (4, 3)]),
+        ("custom", 9, [(1, 0), (2, 2), (3, 0), (5, 0)]),
+        ("fit", 3, [(1, 2), (2, 0), (4, 2), (4, 3)]),
+    ],
+)
 def test_a_restart_changes_nothing_of_what_callbacks_do(
-    train: Train, kills: list[tuple[int, int]], loop: str, save: int
+    train: Train, loop: str, save: int, kills: list[tuple[int, int]]
 ) -> None:
     """The rate falls by the third worse epoch, and the training ends by the sixth."""
     options = {"loop": loop, "checkpoint_every": save, "steps_per_loop": 1}

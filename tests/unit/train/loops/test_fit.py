@@ -17,7 +17,7 @@ def test_batch_normalization_is_over_the_global_batch() -> None:
 
 
 def test_a_training_that_is_killed_inside_of_epochs_ends_with_the_same_bits() -> None:
-    """With dropout, BatchNormalization and Adam, three times over."""
+    """With dropout, BatchNormalization and Adam, twice over."""
     whole, killed = measured("fit")["resumed"]["whole"], measured("fit")["resumed"]["killed"]
     assert whole["weights_sha256"] == killed["weights_sha256"]
     assert whole["weights"] == killed["weights"]  # moving averages too

@@ -21,6 +21,10 @@ def test_a_slice_that_is_done_again_must_not_update_again() -> None:
     assert once == twice
 
 
+def test_decay_schedules_and_averages_must_go_on_with_the_same_bits_after_a_restore() -> None:
+    assert {"same": True, "moved": True} == found("restored")
+
+
 def test_damaged_data_must_be_told_of_by_the_worker_that_reads_it() -> None:
     told = found("damaged")
     assert told.startswith("RunFailed: ")

@@ -7,9 +7,10 @@ import pytest
 import tensorflow as tf
 
 from cluster.errors import UsageError
-from train.config import TrainConfig, Transformer, resolve
+from train.config import TrainConfig, Transformer
 from train.model import models, objectives
 from train.model.transformer import transformer_lm
+from train.overrides import resolve
 
 
 @pytest.mark.slow

@@ -5,12 +5,13 @@ import pytest
 import tensorflow as tf
 from tensorflow import keras
 
+from train.loops.train_step import never_inlined
 from train.model import keras_compat
 from train.model.transformer import transformer_lm
 from train.pipeline import blocks, schedule
 from train.pipeline.edges import LocalEdges
 from train.pipeline.partition import Plan, partition
-from train.pipeline.stage import NEVER_INLINED, Stage, add
+from train.pipeline.stage import Stage, add
 
 BATCH, CONTEXT, VOCABULARY, MICRO_BATCHES = 8, 6, 11, 4
 MICRO = BATCH // MICRO_BATCHES
@@ -71,7 +72,7 @@ def of_one_device(task, step=0):
     """Return the loss and the gradients of one device that takes the same micro-batches in order."""
     variables = [variable.value for variable in task.model.trainable_variables]
 
-    @tf.function(autograph=False, experimental_attributes=NEVER_INLINED)
+    @never_inlined
     def forward(features, step, at):
         with keras_compat.random_place(step, tf.zeros_like(at), at):
             return task.loss(task.model(features, training=True), step, at)
@@ -237,7 +238,7 @@ def simulated_pipedream(task, number):
                 outputs = models[at](values, training=True)
             return task.loss(outputs, step, number_of_batch) if at == number - 1 else outputs
 
-        return tf.function(forward, autograph=False, experimental_attributes=NEVER_INLINED)
+        return never_inlined(forward)
 
     forwards = [called(at) for at in range(number)]
 

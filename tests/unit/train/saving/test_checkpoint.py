@@ -16,8 +16,9 @@ from cluster.errors import RunFailed
 from cluster.system.json_files import read_json
 from train.model.gradients import FIRST_SCALE, LossScale
 from train.saving import checkpoint
-from train.saving.checkpoint import Checkpoint, Copy
+from train.saving.checkpoint import Checkpoint
 from train.saving.files import Saved, finished, newest_good
+from train.saving.mirror import Copy
 
 Parts = tuple[keras.Model, keras.optimizers.Optimizer, tf.Variable]
 

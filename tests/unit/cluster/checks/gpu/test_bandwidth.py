@@ -11,8 +11,9 @@ import pytest
 from invoke import Exit, MockContext
 
 import tasks
-from cluster.checks import bandwidth, doctor
-from cluster.checks.gpu_host import BUILD
+from cluster.checks import doctor
+from cluster.checks.gpu import bandwidth
+from cluster.checks.gpu.inside import BUILD
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE, PrerequisiteError, UsageError
 from cluster.findings import Finding
 from cluster.gpu import devices as gpus
@@ -91,14 +92,14 @@ def test_without_the_image_it_runs_in_an_environment_with_cuda(
     nvidia_smi("8-h100-nvswitch")
     python = tmp_path / "python"
     python.write_text(
-        f'#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES $CUDA_DEVICE_ORDER $GPUS_GIVEN $*" >{tmp_path}/told\n'
+        f'#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES $CUDA_DEVICE_ORDER $GPUS_GIVEN $*" >{tmp_path}/seen\n'
         f"echo '{measured(2)}'\n"
     )
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setattr(toolkit, "check_here", lambda: None)
     assert "ok" == bandwidth.examine("4,6").state
-    assert "4,6 PCI_BUS_ID 2 -m train.bandwidth --devices 2\n" == (tmp_path / "told").read_text()
+    assert "4,6 PCI_BUS_ID 2 -m train.bandwidth --devices 2\n" == (tmp_path / "seen").read_text()
     assert "\nrun " not in calls.read_text()
 
 
@@ -108,9 +109,9 @@ def test_without_the_image_it_runs_in_an_environment_with_cuda(
         (engine_that("exit 1", image="exit 1"), "tf-cluster/train:gpu is not built, and this environment has no"),
         (
             engine_that("exit 1").replace("nvidia", "other"),
-            "no engine hands over GPUs, and this environment has no",
+            "no engine provides GPUs to containers, and this environment has no",
         ),
-        ("exit 1", "no engine hands over GPUs, and this environment has no"),
+        ("exit 1", "no engine provides GPUs to containers, and this environment has no"),
     ],
 )
 def test_where_nothing_can_measure_it_the_image_is_the_fix(
@@ -145,7 +146,7 @@ def test_gpus_that_a_run_trains_on_are_left_alone(
 def test_a_machine_without_gpus_fails_what_was_asked_for(docker: Docker) -> None:
     docker("exit 1")
     found = bandwidth.examine()
-    assert ("failed", True) == (found.state, "--bandwidth: this machine tells of no GPU" in found.detail)
+    assert ("failed", True) == (found.state, "--bandwidth: no GPU was found on this machine" in found.detail)
 
 
 @pytest.mark.parametrize("asked", ["none", "some"])
@@ -167,7 +168,7 @@ def test_what_is_not_understood_is_refused(asked: str) -> None:
         (0, measured(1), "measured on GPU:0 instead of 2 GPUs"),
     ],
 )
-def test_an_answer_that_tells_of_no_bandwidth_is_a_failure(code: int, text: str, detail: str) -> None:
+def test_an_answer_without_a_bandwidth_is_a_failure(code: int, text: str, detail: str) -> None:
     found = bandwidth.judge(code, text, PAIR, ("0", "1"))
     assert "failed" == found.state
     assert detail in found.detail

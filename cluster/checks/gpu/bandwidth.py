@@ -1,4 +1,4 @@
-"""How fast a plan's GPUs sum a tensor among all of them: the program that measures it, and what it told."""
+"""How fast a plan's GPUs all-reduce a tensor: the program that measures it is started, and its output judged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from cluster import spec
-from cluster.checks import gpu_host
+from cluster.checks.gpu import inside
 from cluster.errors import ClusterError, PrerequisiteError, UsageError
 from cluster.findings import Finding
 from cluster.gpu import devices, placement
@@ -22,22 +22,22 @@ from cluster.runtime.local.processes import visible
 
 CHECK = "gpu bandwidth"
 TIMEOUT_S = 300.0
-"""Importing TensorFlow, connecting NCCL and 4 sizes take a minute, also on GPUs that must wake first."""
+"""Importing TensorFlow, connecting NCCL and measuring 4 sizes take a minute, on idle GPUs too."""
 
 
-def examine(asked: str = "") -> Finding:
-    """Measure the all-reduce between the GPUs that `up --workers 0 --gpus ASKED` would train on.
+def examine(gpus: str = "") -> Finding:
+    """Measure the all-reduce between the GPUs that `up --workers 0 --gpus GPUS` would train on.
 
     Raises:
-        UsageError: `asked` is not understood.
+        UsageError: `gpus` is not understood.
     """
-    requested = placement.parse(asked or "all", "")
+    requested = placement.parse(gpus or "all", "")
     if requested is None:
-        raise UsageError(f"--bandwidth with --gpus {asked}: nothing to measure; use --gpus all, or leave it out")
+        raise UsageError(f"--bandwidth with --gpus {gpus}: nothing to measure; use --gpus all, or leave it out")
     try:
         machine = devices.machine("--bandwidth", with_instances=any(name.startswith("MIG-") for name in requested.ids))
         placed = placement.place(requested, machine, spec.build(workers="0"), planning.busy())
-    except ClusterError as error:  # what it says holds the fix
+    except ClusterError as error:  # its message has the fix
         return Finding(CHECK, "failed", str(error))
     ids = placed.of("chief")
     if len(ids) == 1:
@@ -45,20 +45,20 @@ def examine(asked: str = "") -> Finding:
     try:
         code, text = _run(placed)
     except PrerequisiteError as error:
-        return Finding(CHECK, "failed", f"nothing here can measure it: {error}", gpu_host.BUILD)
+        return Finding(CHECK, "failed", f"nothing here can measure it: {error}", inside.BUILD)
     return judge(code, text, machine, ids)
 
 
 def judge(code: int, text: str, machine: Machine, ids: tuple[str, ...]) -> Finding:
-    """Judge what `train.bandwidth` told of these GPUs."""
+    """Return the finding about the output of `train.bandwidth` on these GPUs."""
     last = text.splitlines()[-1] if text else "no output"
-    fix = "see NCCL's own words: NCCL_DEBUG=INFO, and `nvidia-smi topo -m`"
+    fix = "see what NCCL logs with NCCL_DEBUG=INFO, and `nvidia-smi topo -m`"
     if code:
         return Finding(CHECK, "failed", f"all-reduce between GPU {','.join(ids)} fails: {last}", fix)
     try:
-        # NCCL warns on the same stream.
-        told = json.loads(next((line for line in reversed(text.splitlines()) if line.startswith("{")), last))
-        used, measured = told["devices"], [(size["mib"], size["bus_gb_s"]) for size in told["sizes"]]
+        # NCCL prints its warnings to the same stream.
+        report = json.loads(next((line for line in reversed(text.splitlines()) if line.startswith("{")), last))
+        used, measured = report["devices"], [(size["mib"], size["bus_gb_s"]) for size in report["sizes"]]
         shown = ", ".join(f"{speed:.1f} at {mib} MiB" for mib, speed in measured)
     except (ValueError, KeyError, TypeError):
         return Finding(CHECK, "failed", f"train.bandwidth printed {last[:100]!r} instead of what it measured", fix)
@@ -69,23 +69,23 @@ def judge(code: int, text: str, machine: Machine, ids: tuple[str, ...]) -> Findi
 
 
 def _farthest(machine: Machine, ids: tuple[str, ...]) -> str:
-    """Return how the two farthest of these are connected, which bounds all; empty where it is not known."""
+    """Return how the two farthest GPUs are connected, which limits all of them; empty if that is unknown."""
     pairs = [(one, other) for at, one in enumerate(ids) for other in ids[at + 1 :]]
     return machine.links.get(min(pairs, key=lambda pair: machine.closeness(*pair)), "")
 
 
 def _run(placed: Placement) -> tuple[int, str]:
-    """Run the program in the GPU image, or here where that is not to be had; return its exit code and output.
+    """Run the program in the GPU image, or in this environment without one; return its exit code and output.
 
     Raises:
-        PrerequisiteError: it can run nowhere.
+        PrerequisiteError: it can run in neither.
     """
     ids = placed.of("chief")
     words = ["-m", "train.bandwidth", "--devices", str(len(ids))]
-    ways = gpu_host.ways() if engine.probe().ready else []
-    if ways and gpu_host.has_image():
-        return gpu_host.run(ways[0], ids, placed.environment("chief"), *words, timeout_s=TIMEOUT_S)
-    missing = f"{images.train_image('gpu')} is not built" if ways else "no engine hands over GPUs"
+    ways = inside.ways() if engine.probe().ready else []
+    if ways and inside.has_image():
+        return inside.run(ways[0], ids, placed.environment("chief"), *words, timeout_s=TIMEOUT_S)
+    missing = f"{images.train_image('gpu')} is not built" if ways else "no engine provides GPUs to containers"
     try:
         toolkit.check_here()
     except PrerequisiteError as error:

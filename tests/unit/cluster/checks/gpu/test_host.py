@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.checks import doctor, gpu_host
-from cluster.checks.gpu_host import settings
+from cluster.checks import doctor
+from cluster.checks.gpu import host as gpu_host
+from cluster.checks.gpu import inside
+from cluster.checks.gpu.host import settings
 from cluster.findings import Finding
 from cluster.system.ports import free_ports
 from tests.conftest import NVIDIA
@@ -57,10 +59,10 @@ def recorded(host: str) -> gpu_host.Settings:
 
 def changed(setting: str, *values: str) -> gpu_host.Settings:
     """Return the settings of a good host, with these values on its first GPUs."""
-    told = [dict(gpu) for gpu in recorded("8-h100-nvswitch")]
-    for gpu, value in zip(told, values, strict=False):
+    report = [dict(gpu) for gpu in recorded("8-h100-nvswitch")]
+    for gpu, value in zip(report, values, strict=False):
         gpu[setting] = value
-    return told
+    return report
 
 
 def test_a_machine_without_gpus_lacks_nothing(docker: Docker) -> None:
@@ -88,11 +90,11 @@ def test_a_good_host_is_ok(
         "gpus": "8 NVIDIA H100 80GB HBM3",
         "gpu driver": "570.133.20: all of CUDA 12.5",
         "gpu persistence": "on",
-        "gpu mig": "no GPU is cut into instances",
+        "gpu mig": "no GPU is split into instances",
         "gpu ecc": "on, no uncorrected error",
-        "gpu clocks": "alike on GPUs of one model (highest clock 1980, application clock 1980, power limit 700.00)",
+        "gpu clocks": "the same on GPUs of one model (highest clock 1980, application clock 1980, power limit 700.00)",
         "shared memory": "/dev/shm has 8.0 GiB",
-        "gpu toolkit": "NVIDIA's container toolkit 1.17.8; the engine can do --gpu-runtime reserve, nvidia",
+        "gpu toolkit": "NVIDIA's container toolkit 1.17.8; the engine supports --gpu-runtime reserve, nvidia",
         "gpu image": "CUDA 12.9, cuDNN 9 and NCCL load; 8 GPUs seen, devices: "
         + ", ".join(SEEN["devices"])  # type: ignore[arg-type]
         + "; 1.0 GiB shared memory",
@@ -103,7 +105,7 @@ def test_a_good_host_is_ok(
     assert "--entrypoint=python tf-cluster/train:gpu -c" in run
 
 
-def test_a_mixed_host_is_told_with_what_to_use(docker: Docker, nvidia_smi: Host) -> None:
+def test_a_mixed_host_is_reported_with_what_to_use(docker: Docker, nvidia_smi: Host) -> None:
     docker("exit 1")
     nvidia_smi("3-mixed")
     found = examine()
@@ -119,12 +121,12 @@ def test_a_mixed_host_is_told_with_what_to_use(docker: Docker, nvidia_smi: Host)
     assert ("warning", "warning") == (found["gpu toolkit"].state, found["gpu image"].state)
 
 
-def test_instances_an_old_driver_and_memory_errors_are_told(docker: Docker, nvidia_smi: Host) -> None:
+def test_instances_an_old_driver_and_memory_errors_are_reported(docker: Docker, nvidia_smi: Host) -> None:
     docker("exit 1")
     nvidia_smi("2-a100-mig")
     found = examine()
     assert "warning" == found["gpu mig"].state
-    assert "GPU 0 is cut" in found["gpu mig"].detail
+    assert "GPU 0 is split" in found["gpu mig"].detail
     assert ("failed", "515.105.01: CUDA 12 needs 525.60.13") == (found["gpu driver"].state, found["gpu driver"].detail)
     assert "failed" == found["gpu ecc"].state
     assert "GPU 1 had" in found["gpu ecc"].detail
@@ -147,13 +149,13 @@ def test_the_driver_is_compared_by_its_numbers(version: str, state: str) -> None
 
 
 @pytest.mark.parametrize("none", ["[N/A]", "[Not Supported]", "N/A"])
-def test_what_a_gpu_does_not_tell_is_not_held_against_it(none: str) -> None:
-    told = [dict.fromkeys(gpu, none) | {"index": gpu["index"], "name": "L4"} for gpu in recorded("8-h100-nvswitch")]
+def test_what_a_gpu_does_not_report_is_no_problem(none: str) -> None:
+    report = [dict.fromkeys(gpu, none) | {"index": gpu["index"], "name": "L4"} for gpu in recorded("8-h100-nvswitch")]
     checks = (gpu_host.persistence, gpu_host.mig, gpu_host.memory_errors, gpu_host.clocks)
-    found = [check(told) for check in checks]
+    found = [check(report) for check in checks]
     assert {"ok"} == {finding.state for finding in found}
-    assert ["not told by these GPUs"] * 2 == [found[0].detail, found[2].detail]
-    assert "none told" in found[3].detail
+    assert ["not reported by these GPUs"] * 2 == [found[0].detail, found[2].detail]
+    assert "none reported" in found[3].detail
 
 
 def test_one_gpu_alone_of_its_model_is_named_as_a_list() -> None:
@@ -161,17 +163,17 @@ def test_one_gpu_alone_of_its_model_is_named_as_a_list() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "No devices were found", "a, b\n1, 2\nUnable to determine the device handle\n"])
-def test_what_is_no_table_tells_of_no_gpu(text: str) -> None:
+def test_output_that_is_no_table_reports_no_gpu(text: str) -> None:
     assert [] == settings(text)
 
 
-def test_nvidia_smi_without_a_gpu_is_told_and_nothing_else(docker: Docker, tmp_path: Path) -> None:
+def test_nvidia_smi_without_a_gpu_is_the_only_finding(docker: Docker, tmp_path: Path) -> None:
     docker("exit 1")
     program = tmp_path / "bin" / "nvidia-smi"
     program.write_text('#!/bin/sh\necho "No devices were found"\nexit 6\n')
     program.chmod(0o755)
     (found,) = gpu_host.examine()
-    assert ("warning", "nvidia-smi tells of none: No devices were found") == (found.state, found.detail)
+    assert ("warning", "nvidia-smi reports none: No devices were found") == (found.state, found.detail)
 
 
 def test_fields_that_a_driver_does_not_know_are_left_out(docker: Docker, tmp_path: Path) -> None:
@@ -199,7 +201,7 @@ def test_shared_memory_must_be_enough_for_nccl(size: int, state: str, detail: st
 @pytest.mark.parametrize(
     ("version", "ways", "state", "detail", "fix"),
     [
-        ("1.17.8", ["cdi"], "ok", "toolkit 1.17.8; the engine can do --gpu-runtime cdi", ""),
+        ("1.17.8", ["cdi"], "ok", "toolkit 1.17.8; the engine supports --gpu-runtime cdi", ""),
         ("1.17.8", [], "failed", "neither", "`nvidia-ctk runtime configure"),
         ("", [], "failed", "no nvidia-ctk", "install NVIDIA's container toolkit, then `nvidia-ctk runtime"),
         ("1.17.8", None, "warning", "no engine", "install Docker Engine"),
@@ -232,7 +234,7 @@ def test_an_engine_without_the_toolkit_starts_no_container(docker: Docker, nvidi
     assert "\nrun " not in calls.read_text()
 
 
-def test_an_image_that_is_not_built_is_told_with_its_command(docker: Docker, nvidia_smi: Host) -> None:
+def test_an_image_that_is_not_built_is_reported_with_its_command(docker: Docker, nvidia_smi: Host) -> None:
     calls = docker(engine_that(image="exit 1"))
     nvidia_smi("8-h100-nvswitch")
     found = examine()["gpu image"]
@@ -244,7 +246,7 @@ def test_an_image_that_is_not_built_is_told_with_its_command(docker: Docker, nvi
 def test_a_container_that_hangs_is_removed(docker: Docker, nvidia_smi: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = docker(engine_that(run="exec /bin/sleep 600"))
     nvidia_smi("8-h100-nvswitch")
-    monkeypatch.setattr(gpu_host, "INSIDE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(inside, "INSIDE_TIMEOUT_S", 0.5)
     found = examine()["gpu image"]
     assert ("failed", True) == (found.state, "docker run did not answer in 0.5 s" in found.detail)
     (run,) = (call for call in calls.read_text().splitlines() if call.startswith("run "))
@@ -253,7 +255,7 @@ def test_a_container_that_hangs_is_removed(docker: Docker, nvidia_smi: Host, mon
 
 
 @pytest.mark.parametrize(
-    ("code", "told", "state", "detail"),
+    ("code", "report", "state", "detail"),
     [
         (0, {}, "ok", "CUDA 12.9"),
         (0, {"missing": ["libnccl.so.2: cannot open"]}, "failed", "libraries do not load: libnccl.so.2: cannot open"),
@@ -264,8 +266,8 @@ def test_a_container_that_hangs_is_removed(docker: Docker, nvidia_smi: Host, mon
         (0, {"shared_bytes": 2**26}, "failed", "64 MiB"),
     ],
 )
-def test_what_a_container_sees_is_judged(code: int, told: dict[str, object], state: str, detail: str) -> None:
-    found = gpu_host.inside(code, "a warning\n" + json.dumps(SEEN | told), 8)
+def test_what_a_container_sees_is_judged(code: int, report: dict[str, object], state: str, detail: str) -> None:
+    found = inside.judge(code, "a warning\n" + json.dumps(SEEN | report), 8)
     assert state == found.state
     assert detail in found.detail
 
@@ -279,26 +281,26 @@ def test_what_a_container_sees_is_judged(code: int, told: dict[str, object], sta
         (0, "[1]", "'[1]'"),
     ],
 )
-def test_a_container_that_tells_nothing_is_a_failure(code: int, text: str, detail: str) -> None:
-    found = gpu_host.inside(code, text, 1)
+def test_a_container_without_a_report_is_a_failure(code: int, text: str, detail: str) -> None:
+    found = inside.judge(code, text, 1)
     assert "failed" == found.state
     assert detail in found.detail
 
 
-def test_an_engine_that_may_not_lift_limits_is_not_told_to_be_configured() -> None:
+def test_an_engine_that_may_not_lift_limits_is_not_to_be_configured() -> None:
     text = "docker: Error response from daemon: error setting rlimit type 8: operation not permitted: unknown"
-    assert "CAP_SYS_RESOURCE" in gpu_host.inside(125, text, 1).fix
-    assert "nvidia-ctk" in gpu_host.inside(125, "docker: no device driver", 1).fix
+    assert "CAP_SYS_RESOURCE" in inside.judge(125, text, 1).fix
+    assert "nvidia-ctk" in inside.judge(125, "docker: no device driver", 1).fix
 
 
-def test_what_runs_inside_tells_of_a_place_without_cuda_too() -> None:
-    done = subprocess.run([sys.executable, "-c", gpu_host.INSIDE], capture_output=True, text=True, check=True)
-    told = json.loads(done.stdout)
+def test_what_runs_inside_reports_a_place_without_cuda_too() -> None:
+    done = subprocess.run([sys.executable, "-c", inside.INSIDE], capture_output=True, text=True, check=True)
+    report = json.loads(done.stdout)
     lacking = [name for name in ("libcudart.so.12", "libcudnn.so.9", "libnccl.so.2") if not loads(name)]
-    assert lacking == [why.partition(":")[0] for why in told["missing"]]
-    assert told["shared_bytes"] > 0
+    assert lacking == [why.partition(":")[0] for why in report["missing"]]
+    assert report["shared_bytes"] > 0
     if lacking:
-        found = gpu_host.inside(0, done.stdout.strip(), 1)
+        found = inside.judge(0, done.stdout.strip(), 1)
         assert ("failed", True) == (found.state, "do not load" in found.detail)
 
 

@@ -1,9 +1,11 @@
-"""Text in columns."""
+"""Text for a terminal: aligned columns, and nothing that would steer it."""
 
 from __future__ import annotations
 
+import functools
 import io
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import ParamSpec
 
 from cluster.messages import plain
 
@@ -32,3 +34,16 @@ def columns(rows: Iterable[Sequence[object]], *, right: Collection[int] = ()) ->
     with console.capture() as captured:
         console.print(grid)
     return [line.rstrip() for line in captured.get().splitlines()]
+
+
+P = ParamSpec("P")
+
+
+def plain_lines(lines: Callable[P, list[str]]) -> Callable[P, list[str]]:
+    """Have the lines of a function made harmless: run folders hold what the tasks' programs wrote."""
+
+    @functools.wraps(lines)
+    def wrapped(*arguments: P.args, **options: P.kwargs) -> list[str]:
+        return [plain(line) for line in lines(*arguments, **options)]
+
+    return wrapped

@@ -1,0 +1,121 @@
+"""The table of all runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from cluster.messages import plain
+from cluster.run import launch_records, records
+from cluster.run.fields import anything
+from cluster.run.folder import LOST_AFTER_S, RunFolder
+from cluster.system.json_files import DamagedError
+from cluster.view.columns import columns
+
+COLUMNS = ("RUN", "RESULT", "STEPS", "DURATION", "ACCURACY", "STRATEGY", "TASKS", "COMMIT", "RESTARTS", "DISK")
+
+
+def rows(runs_dir: Path) -> list[dict[str, Any]]:
+    """Return what `invoke runs --json` shows of each run, the newest first."""
+    found = [row(RunFolder(path.parent)) for path in runs_dir.glob("*/cluster.json")]
+    return sorted(found, key=lambda each: (each["started"] or 0, each["run"]), reverse=True)
+
+
+def row(run: RunFolder) -> dict[str, Any]:
+    """Return what is shown of a run; of damaged records only that they are damaged."""
+    value: dict[str, Any] = {"run": run.name, "started": run.started.get("time"), "disk_bytes": disk_bytes(run.path)}
+    try:
+        spec, ended = run.load_cluster(), run.ended
+    except (DamagedError, OSError):
+        nothing = ("steps", "wall_s", "accuracy", "strategy", "tasks", "commit", "restarts")
+        return value | {"result": "damaged"} | dict.fromkeys(nothing)
+    summary = ended or {}
+    return value | {
+        "result": summary.get("state") or _state(run),
+        "steps": summary.get("steps", run.newest_step),
+        "wall_s": summary.get("wall_s"),
+        "accuracy": summary.get("metrics", {}).get("eval_accuracy"),
+        "strategy": spec.strategy_class,
+        "tasks": len(spec.tasks),
+        "commit": commit(run),
+        "restarts": len(summary["restarts"]) if summary else max(0, len(run.generations()) - 1),
+    }
+
+
+def _state(run: RunFolder) -> str:
+    """Return the state of a run without a summary, at a glance: `status` looks longer."""
+    beats = run.heartbeats()
+    newest = max((beat["updated_at"] for beat in beats.values()), default=0.0)
+    if abs(time.time() - newest) > LOST_AFTER_S:
+        return "lost" if beats else "not started"
+    return str(beats.get("chief", {}).get("state", "starting"))
+
+
+def manifest(run: RunFolder) -> dict[str, Any]:
+    """Return a run's manifest; empty without a valid one."""
+    return records.read(run.manifest, launch_records.manifest, {})
+
+
+def commit(run: RunFolder) -> str | None:
+    """Return the first digits of the commit that a run was made from, with `+` where files differed from it."""
+    try:
+        code = anything(manifest(run).get("code", {}))
+    except ValueError:
+        return None
+    known = code.get("commit")
+    return plain(known[:8]) + ("+" if code.get("changes_sha256") else "") if isinstance(known, str) else None
+
+
+def disk_bytes(folder: Path) -> int:
+    """Return what a folder takes on the disk. Links are not followed."""
+    total = 0
+    for at, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(at, name)).st_blocks * 512  # noqa: PTH118  # there are many
+    return total
+
+
+def size(num_bytes: float) -> str:
+    """Return a number of bytes as `12.3 MiB`."""
+    power = min(4, max(0, int(num_bytes).bit_length() - 1) // 10)
+    return f"{num_bytes / 2 ** (10 * power):.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def duration(wall_s: float | None) -> str:
+    """Return a time as `1 h 02 min`, `3 min 20 s` or `4.1 s`."""
+    if wall_s is None:
+        return "-"
+    minutes, seconds = divmod(round(wall_s), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60:02} min"
+    return f"{minutes} min {seconds:02} s" if minutes else f"{wall_s:.1f} s"
+
+
+def table(found: list[dict[str, Any]]) -> list[str]:
+    """Return the rows as lines of text."""
+    if not found:
+        return ["no runs yet; start one with `invoke up`"]
+    shown = [
+        (
+            each["run"],
+            each["result"],
+            _or_dash(each["steps"]),
+            duration(each["wall_s"]),
+            "-" if each["accuracy"] is None else f"{each['accuracy']:.4f}",
+            _or_dash(each["strategy"]),
+            _or_dash(each["tasks"]),
+            each["commit"] or "-",
+            _or_dash(each["restarts"]),
+            size(each["disk_bytes"]),
+        )
+        for each in found
+    ]
+    return columns([COLUMNS, *shown], right=(2, 3, 4, 6, 8, 9))
+
+
+def _or_dash(value: object) -> object:
+    return "-" if value is None else value

@@ -1,0 +1,63 @@
+"""What Slurm's controller says of this user's jobs and of its nodes.
+
+Slurm's clients wait about 9 s for a controller that does not answer. So a question that failed is not asked again for a
+while, however many runs a command looks at.
+"""
+
+from __future__ import annotations
+
+import time
+
+from cluster.errors import PrerequisiteError
+from cluster.system import processes
+
+ANSWER_S = 30.0
+RETRY_S = 60.0
+NOT_INSTALLED = (126, 127)
+"""Exit codes of a command that is not there."""
+IN_PROGRESS = frozenset(
+    {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SUSPENDED"}
+    | {"SIGNALING", "STAGE_OUT", "STOPPED", "SPECIAL_EXIT", "PREEMPTED", "NODE_FAIL"}
+)
+"""States of a job that runs, or is queued again at once, as after its preemption or the loss of a node."""
+
+
+class Queue:
+    """The queue of a Slurm site."""
+
+    def __init__(self) -> None:
+        self._failure: tuple[float, tuple[int, str, str]] | None = None
+        """When the controller failed to answer, and what its client returned."""
+
+    def jobs(self, name: str = "") -> dict[str, str]:
+        """Return the names of this user's jobs that are in progress, by their numbers.
+
+        Args:
+            name: only those of this name.
+
+        Raises:
+            PrerequisiteError: Slurm does not answer.
+        """
+        words = ["squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%j"]
+        code, printed, complained = self._ask([*words, *([f"--name={name}"] if name else [])])
+        if code:
+            raise PrerequisiteError(f"Slurm does not answer: {last_line(complained)}")
+        rows = (line.split("|", 2) for line in printed.splitlines() if line.count("|") >= 2)
+        return {number: called for number, state, called in rows if state in IN_PROGRESS}
+
+    def nodes(self) -> tuple[int, str, str]:
+        """Return the exit code of `sinfo`, a line for each state of nodes, and the errors that it printed."""
+        return self._ask(["sinfo", "--noheader", "--format=%D %T"])
+
+    def _ask(self, command: list[str]) -> tuple[int, str, str]:
+        if self._failure and time.monotonic() - self._failure[0] < RETRY_S:
+            return self._failure[1]
+        answer = processes.run(command, ANSWER_S)
+        self._failure = (time.monotonic(), answer) if answer[0] not in (0, *NOT_INSTALLED) else None
+        return answer
+
+
+def last_line(text: str) -> str:
+    """Return the last line of an error, shortened."""
+    lines = text.strip().splitlines()
+    return lines[-1][:200] if lines else "no output"

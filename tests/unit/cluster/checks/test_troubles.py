@@ -1,0 +1,212 @@
+"""Every row of the troubleshooting table, provoked: the line says what the table promises, with its exit code."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from cluster import spec
+from cluster.agent import diagnosis
+from cluster.checks import documents, troubles
+from cluster.checks.troubles import TROUBLES, Trouble
+from cluster.cli.tasks import docs
+from cluster.errors import EXIT_FAILED, ClusterError
+from cluster.gpu import devices
+from cluster.image import engine
+from cluster.launch import configuration, folders, packages, startup
+from cluster.options.request import Request
+from cluster.paths import ROOT
+from cluster.run.folder import RunFolder
+from cluster.runtime import memory, tensorboard
+from cluster.system import memory as system_memory
+
+Provoked = tuple[str, int]
+PROVOKE: dict[str, Callable[..., Provoked]] = {}
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """Puts a program of this name and text on the PATH."""
+
+    def put(name: str, text: str) -> Path:
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/bash\n{text}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{path.parent}:/usr/bin:/bin")
+        return path
+
+    return put
+
+
+def provokes(name: str) -> Callable[[Callable[..., Provoked]], Callable[..., Provoked]]:
+    def register(function: Callable[..., Provoked]) -> Callable[..., Provoked]:
+        PROVOKE[name] = function
+        return function
+
+    return register
+
+
+def refused(call: Callable[[], object]) -> Provoked:
+    with pytest.raises(ClusterError) as caught:
+        call()
+    return str(caught.value), caught.value.exit_code
+
+
+def make(folder: Path, *words: str) -> Provoked:
+    """Run make in another folder; return the last error and the exit code of the recipe."""
+    command = ["make", "--no-print-directory", "-f", str(ROOT / "Makefile"), "-C", str(folder), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    printed = done.stdout + done.stderr
+    (line,) = re.findall(r"^error: .*$", printed, re.MULTILINE)
+    (code,) = re.findall(r"Error (\d+)", printed)
+    return line, int(code)
+
+
+@provokes("no venv module")
+def _(tmp_path: Path, program: Callable[[str, str], Path]) -> Provoked:
+    python = program("python3", '[ "$1" = -c ] && exit 0\necho "No module named venv" >&2\nexit 1')
+    return make(tmp_path, f"PYTHON={python}", ".venv/bin/python")
+
+
+@provokes("wrong Python")
+def _(tmp_path: Path, program: Callable[[str, str], Path]) -> Provoked:
+    old = "import sys; sys.version_info = (3, 9, 18); sys.version = '3.9.18 (main)'; exec(sys.argv[1])"
+    python = program("python3", f'exec {sys.executable} -c {shlex.quote(old)} "$2"')
+    line, code = make(tmp_path, f"PYTHON={python}", ".venv/bin/python")
+    return line, code
+
+
+@provokes("no network for pip")
+def _(tmp_path: Path, program: Callable[[str, str], Path]) -> Provoked:
+    python = program("python3", 'echo "ERROR: ProxyError(Cannot connect to proxy., NewConnectionError(...))"; exit 1')
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").symlink_to(python)
+    (tmp_path / "requirements").symlink_to(ROOT / "requirements")
+    return make(tmp_path, ".venv/.host")
+
+
+@provokes("no network for own packages")
+def _(program: Callable[[str, str], Path]) -> Provoked:
+    pip = program("pip", "echo 'WARNING: Retrying after connection broken by ProxyError(...)'; exit 1")
+    return refused(lambda: packages._run([str(pip)], Path("mine.txt")))
+
+
+@provokes("port taken")
+def _(tmp_path: Path) -> Provoked:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return refused(lambda: tensorboard.check_port(tmp_path, taken.getsockname()[1]))
+
+
+@provokes("no disk")
+def _(monkeypatch: pytest.MonkeyPatch) -> Provoked:
+    monkeypatch.setattr(startup.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+    plan = SimpleNamespace(runtime=SimpleNamespace(preflight=lambda plan, ending: None), tensorboard_port=0)
+    return refused(lambda: startup.check_machine(plan))  # type: ignore[arg-type]
+
+
+@provokes("engine without Compose")
+def _(program: Callable[[str, str], Path]) -> Provoked:
+    program("docker", """[ "$1" = info ] && echo '"26.1"' && exit 0\necho "'compose' is no command" >&2; exit 1""")
+    return refused(lambda: engine.demand("--runtime docker"))
+
+
+@provokes("no permission on the socket")
+def _(program: Callable[[str, str], Path]) -> Provoked:
+    program("docker", 'echo "permission denied while trying to connect to the Docker daemon socket" >&2; exit 1')
+    return refused(lambda: engine.demand("--runtime docker"))
+
+
+@provokes("no engine running")
+def _(program: Callable[[str, str], Path]) -> Provoked:
+    program("docker", 'echo "Cannot connect to the Docker daemon. Is the docker daemon running?" >&2; exit 1')
+    return refused(lambda: engine.demand("--runtime docker"))
+
+
+@provokes("run name that exists")
+def _(make_run: Callable[..., RunFolder]) -> Provoked:
+    run = make_run("mine")
+    return refused(lambda: folders.check_folder(run, resumes=False, replaces=False))
+
+
+@provokes("batch that does not divide")
+def _() -> Provoked:
+    return refused(lambda: spec.check_global_batch(192, 5))
+
+
+@provokes("unknown option of the training")
+def _(tmp_path: Path) -> Provoked:
+    request = Request(overrides=("--optimizer.learning-rat", "1"))
+    return refused(lambda: configuration.resolve(request, None, None, tmp_path))
+
+
+@provokes("preset with an error")
+def _(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Provoked:
+    (tmp_path / "broken_preset.py").write_text("def preset():\n    return 1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    request = Request(preset="broken_preset:preset")
+    return refused(lambda: configuration.resolve(request, None, None, tmp_path))
+
+
+@provokes("too little memory")
+def _(monkeypatch: pytest.MonkeyPatch) -> Provoked:
+    monkeypatch.setattr(system_memory, "available_bytes", lambda: 2**30)
+    return refused(lambda: memory.check_free(3))
+
+
+@provokes("killed for memory")
+def _(monkeypatch: pytest.MonkeyPatch) -> Provoked:
+    monkeypatch.setattr(system_memory, "limit_bytes", lambda: 2**31)
+    return diagnosis.describe(-signal.SIGKILL, out_of_memory=True), EXIT_FAILED
+
+
+@provokes("no GPU")
+def _(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Provoked:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return refused(lambda: devices.machine("--gpus 1"))
+
+
+@provokes("GPU image without a GPU")
+def _(monkeypatch: pytest.MonkeyPatch) -> Provoked:
+    from train import strategy
+
+    monkeypatch.setattr(strategy.tf.config, "list_physical_devices", lambda kind: [])
+    monkeypatch.setenv("GPUS_GIVEN", "1")
+    return refused(strategy.check_gpus)
+
+
+# The table
+
+
+def pattern(sees: str) -> str:
+    """Return what a line must match: `...` stands for anything."""
+    return ".*".join(map(re.escape, sees.split("...")))
+
+
+@pytest.mark.parametrize("trouble", TROUBLES, ids=lambda trouble: trouble.name)
+def test_a_trouble_is_seen_as_the_table_says(trouble: Trouble, request: pytest.FixtureRequest) -> None:
+    provoke = PROVOKE[trouble.name]
+    wanted = provoke.__code__.co_varnames[: provoke.__code__.co_argcount]
+    line, code = provoke(**{name: request.getfixturevalue(name) for name in wanted})
+    assert re.search(pattern(trouble.sees), line), line
+    assert trouble.next in line
+    assert trouble.exit_code == code
+    assert "\n" not in line
+
+
+def test_every_row_is_provoked_and_says_what_to_do() -> None:
+    assert {trouble.name for trouble in TROUBLES} == PROVOKE.keys()
+    assert all(trouble.why and trouble.fix and trouble.next in trouble.sees + ".py:" for trouble in TROUBLES)
+
+
+def test_the_document_has_the_table() -> None:
+    assert troubles.table() == documents.written(docs.TROUBLES_PAGE, docs.TROUBLES_BEGIN)

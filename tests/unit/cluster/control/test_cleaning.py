@@ -1,0 +1,111 @@
+"""`invoke clean`: what goes is said and agreed to, and no run in progress is ever deleted."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from invoke import Exit, MockContext
+
+import tasks
+from cluster.control import cleaning
+from cluster.errors import EXIT_USAGE, UsageError
+from cluster.run import claim
+from cluster.run.folder import RunFolder
+from cluster.system.json_files import write_json
+
+MakeRun = Callable[..., RunFolder]
+
+
+@pytest.fixture
+def old(make_run: MakeRun) -> MakeRun:
+    """Makes a run that ended some days ago."""
+
+    def make(name: str, days: float = 10) -> RunFolder:
+        run = make_run(name, workers=0)
+        write_json(run.summary, {"state": "succeeded"})
+        moment = time.time() - days * 86400
+        for path in [*run.path.rglob("*"), run.path]:
+            os.utime(path, (moment, moment))
+        return run
+
+    return make
+
+
+def clean(**options: object) -> int:
+    """Run the task; return its exit code."""
+    try:
+        tasks.ns["clean"](MockContext(), **options)
+    except Exit as ended:
+        return int(ended.code)
+    return 0
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("7d", 604800), ("12h", 43200), ("30m", 1800), (" 2w ", 1209600)])
+def test_ages(text: str, seconds: float) -> None:
+    assert seconds == cleaning.parse_age(text)
+
+
+@pytest.mark.parametrize("text", ["", "7", "d", "-1d", "1.5d", "7y", "7d7d", "99999999d"])
+def test_what_is_no_age_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="--older"):
+        cleaning.parse_age(text)
+
+
+def test_only_old_runs_go_and_it_is_said_which(
+    old: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    gone, stays = old("gone"), old("stays", days=1)
+    assert 0 == clean(older="7d", yes=True)
+    assert (False, True) == (gone.path.exists(), stays.path.exists())
+    shown = capsys.readouterr().out
+    assert "gone" in shown
+    assert "stays" not in shown
+
+
+def test_nothing_goes_without_being_agreed_to(old: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = old("one")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
+    assert EXIT_USAGE == clean(older="7d")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: "no")
+    assert EXIT_USAGE == clean(older="7d")
+    assert run.path.exists()
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    assert 0 == clean(older="7d")
+    assert not run.path.exists()
+
+
+def test_an_age_must_be_given(old: MakeRun) -> None:
+    run = old("one")
+    assert EXIT_USAGE == clean(yes=True)
+    assert run.path.exists()
+
+
+def test_a_run_in_progress_stays(old: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = old("one")
+    monkeypatch.setattr(cleaning, "in_progress", lambda run: True)
+    assert [] == cleaning.find(run.path.parent, 0)
+    with pytest.raises(UsageError, match="in progress"):
+        cleaning.delete(cleaning.Old(run, 0.0))
+    assert run.path.exists()
+
+
+def test_a_run_that_another_command_holds_stays(old: MakeRun) -> None:
+    run = old("one")
+    with claim.hold(run, "resumed"):
+        assert 1 == clean(older="7d", yes=True)
+    assert run.path.exists()
+
+
+def test_no_link_is_followed(old: MakeRun, tmp_path: Path) -> None:
+    runs_dir = old("one").path.parent
+    elsewhere = tmp_path / "elsewhere"
+    (runs_dir / "one").rename(elsewhere)
+    (runs_dir / "linked").symlink_to(elsewhere)
+    assert 0 == clean(older="0m", yes=True)
+    assert (elsewhere / "cluster.json").exists()

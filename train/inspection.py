@@ -1,0 +1,169 @@
+"""What a report says of trained weights: the classes that an export confuses, and how far two runs' weights are apart.
+
+python -m train.inspection classify --run-dir runs/RUN [--data-dir data]
+python -m train.inspection distance --run-dir runs/ONE --run-dir runs/OTHER
+
+Prints JSON. `cluster/reports/inspection.py` runs it and checks what it prints.
+
+Shapes: N examples, K classes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import contextlib
+import io
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cluster.errors import ClusterError, PrerequisiteError
+from cluster.messages import plain
+from cluster.run.folder import RunFolder
+from cluster.system.json_files import read_json
+from train.config import TrainConfig
+from train.startup import quiet
+
+BATCH = 500
+SHOWN_EXAMPLES = 24
+NOT_WEIGHTS = re.compile(r"optimizer/_(variables|iterations|learning_rate)|OPTIMIZER_SLOT|save_counter|^step/|^_")
+EXPORTED = re.compile(r"^variables/")
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command line; return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m train.inspection", description="What trained weights do.")
+    parser.add_argument("command", choices=("classify", "distance"))
+    parser.add_argument("--run-dir", type=Path, action="append", required=True, help="run folder; distance takes two")
+    parser.add_argument("--data-dir", type=Path, default=Path("data"), help="prepared data (%(default)s)")
+    options = parser.parse_args(arguments)
+    os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1", KERAS_BACKEND="tensorflow")
+    runs = [RunFolder(path) for path in options.run_dir]
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # whatever a model prints
+            value = classify(runs[0], options.data_dir) if options.command == "classify" else distance(*runs[:2])
+    except ClusterError as error:
+        print(f"error: {plain(str(error))}", file=sys.stderr)
+        return error.exit_code
+    print(json.dumps(value))
+    return 0
+
+
+def classify(run: RunFolder, data_dir: Path) -> dict[str, Any]:
+    """Return what a run's export makes of the test split: a row of counts for each true class, and its worst mistakes.
+
+    Raises:
+        PrerequisiteError: there is no export, or its data is not that of a classification in memory.
+    """
+    if not (run.export / "saved_model.pb").exists():
+        raise PrerequisiteError(f"run {run.name} has no export")
+    with quiet.imports():
+        import tensorflow as tf
+
+        from train.data import memory, sources
+        from train.model import export as exporting
+
+    source = sources.find(TrainConfig.from_json(read_json(run.config)), data_dir, run)
+    if source.arrays is None or not source.classifies or source.is_text:
+        raise PrerequisiteError(f"run {run.name} does not classify examples that are in memory")
+    examples = memory.load(source.arrays.test)
+    features_N, labels_N = examples.features.numpy(), examples.labels.numpy()
+    serve = tf.saved_model.load(str(run.export)).signatures["serving_default"]
+    (name,) = serve.structured_input_signature[1]
+    shares_NK = np.concatenate(
+        [
+            tf.nn.softmax(next(iter(serve(**{name: tf.constant(part, tf.float32)}).values()))).numpy()
+            for part in (features_N[at : at + BATCH] for at in range(0, len(features_N), BATCH))
+        ]
+    )
+    said_N = shares_NK.argmax(axis=1)
+    counts_KK = np.zeros((source.num_outputs, source.num_outputs), int)
+    np.add.at(counts_KK, (labels_N, said_N), 1)
+    wrong = np.flatnonzero(said_N != labels_N)
+    worst = wrong[np.argsort(-shares_NK[wrong, said_N[wrong]], kind="stable")][:SHOWN_EXAMPLES]
+    classes = read_json(run.export / exporting.CLASSES, []) or [str(k) for k in range(source.num_outputs)]
+    return {
+        "classes": classes,
+        "confusion": counts_KK.tolist(),
+        "wrong": [
+            {
+                "truth": classes[labels_N[at]],
+                "said": classes[said_N[at]],
+                "share": round(float(shares_NK[at, said_N[at]]), 4),
+                "png": _png(features_N[at]),
+            }
+            for at in worst
+        ],
+    }
+
+
+def _png(pixels_HWC: np.ndarray) -> str | None:
+    """Return an image as a PNG in base64; None where the example is none."""
+    from PIL import Image
+
+    if pixels_HWC.dtype != np.uint8 or pixels_HWC.ndim != 3 or pixels_HWC.shape[-1] not in (1, 3):
+        return None
+    file = io.BytesIO()
+    Image.fromarray(pixels_HWC[..., 0] if pixels_HWC.shape[-1] == 1 else pixels_HWC).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def distance(one: RunFolder, other: RunFolder) -> dict[str, Any]:
+    """Return how far the final weights of two runs are apart: of their exports, or else of their newest checkpoints.
+
+    Raises:
+        PrerequisiteError: not both have either.
+    """
+    with quiet.imports():
+        import tensorflow as tf
+
+        from train.saving import files
+
+    def checkpoint(run: RunFolder) -> str:
+        newest = files.newest_good(run.checkpoints, lambda _: None)
+        return newest.prefix if newest else ""
+
+    def exported(run: RunFolder) -> str:
+        prefix = run.export / "variables" / "variables"
+        return str(prefix) if prefix.with_suffix(".index").exists() else ""
+
+    for kind, find in (("export", exported), ("checkpoint", checkpoint)):
+        if all(prefixes := [find(run) for run in (one, other)]):
+            return {"of": kind} | _apart(*(_weights(tf.train.load_checkpoint(prefix)) for prefix in prefixes))
+    raise PrerequisiteError(f"runs {one.name} and {other.name} have no export and no good checkpoint both")
+
+
+def _weights(reader: Any) -> dict[str, np.ndarray]:
+    """Return the model's weights of a checkpoint or an export by their names there, without the optimizer's state."""
+    names = [name for name in reader.get_variable_to_shape_map() if not NOT_WEIGHTS.search(name)]
+    chosen = [name for name in names if EXPORTED.match(name)] or names
+    values = {name.removesuffix("/.ATTRIBUTES/VARIABLE_VALUE"): np.asarray(reader.get_tensor(name)) for name in chosen}
+    return {name: value for name, value in values.items() if np.issubdtype(value.dtype, np.floating)}
+
+
+def _apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> dict[str, Any]:
+    shapes, other_shapes = ({name: value.shape for name, value in each.items()} for each in (one, other))
+    if shapes != other_shapes or not shapes:
+        return {"comparable": False}
+    differences = {name: one[name].astype(np.float64) - other[name] for name in one}
+    norm = np.sqrt(sum(float((value.astype(np.float64) ** 2).sum()) for value in one.values()))
+    apart = np.sqrt(sum(float((value**2).sum()) for value in differences.values()))
+    worst = max(differences, key=lambda name: float(np.abs(differences[name]).max(initial=0)))
+    return {
+        "comparable": True,
+        "identical": all(np.array_equal(one[name], other[name]) for name in one),
+        "weights": sum(value.size for value in one.values()),
+        "largest": float(np.abs(differences[worst]).max(initial=0)),
+        "where": f"{worst} {list(shapes[worst])}",
+        "relative": float(apart / norm) if norm else None,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

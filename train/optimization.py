@@ -1,0 +1,149 @@
+"""The settings of the optimizer and of its step size, apart from what they become in `train/model/optimizers.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster import spec
+from cluster.errors import UsageError
+from train.field_types import check_choice, check_number, check_range
+
+OPTIMIZERS = ("adam", "adamw", "lamb", "lion", "sgd")
+SCHEDULES = ("constant", "cosine", "linear", "polynomial", "piecewise")
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """How gradients become updates."""
+
+    name: str = "adam"
+    """`adam`, `adamw`, `lamb`, `lion`, `sgd`, or `package.module:function`: (step size) -> Keras optimizer."""
+
+    learning_rate: float = 2e-3
+    """Step size, above 0."""
+
+    warmup_steps: int = 100
+    """Steps over which the step size grows from near 0: 0 or more. The first steps of Adam are large otherwise, and
+    magnify how sums were rounded: runs on 1 and on 3 tasks would drift apart at once. With callbacks and the schedule
+    `constant` there is no warm-up: they may set the step size themselves."""
+
+    schedule: str = "constant"
+    """Of the step size after the warm-up: `constant`; `cosine`, `linear` or `polynomial`: down to `end_share` of it
+    over `decay_steps`; `piecewise`: by `boundaries`."""
+
+    decay_steps: int = 0
+    """Steps after the warm-up in which the step size falls; 0: all that the training has left."""
+
+    end_share: float = 0.0
+    """Share of the step size that `cosine`, `linear` and `polynomial` end at, 0 to 1."""
+
+    power: float = 2.0
+    """Exponent of `polynomial`, above 0."""
+
+    boundaries: str = ""
+    """For `piecewise`: steps and the share of the step size from there on, such as `2000:0.1,4000:0.01`."""
+
+    momentum: float = 0.9
+    """For `sgd`: share of the last update that is kept, 0 to 1."""
+
+    nesterov: bool = False
+    """For `sgd`: whether momentum is Nesterov's."""
+
+    weight_decay: float | None = None
+    """Share of each weight, times the step size, that every step takes off, apart from its gradient: 0 or more. None:
+    Keras's default, which is 0.004 for `adamw` and no decay for the others."""
+
+    no_decay: str = ""
+    """Weights without decay: regular expressions, separated by commas, searched for in their paths, such as
+    `bias,norm`. Empty: as in Keras all weights decay."""
+
+    ema: float = 0.0
+    """Share that an exponential moving average of the weights keeps in every step, 0 to below 1, such as 0.999; 0: no
+    averages."""
+
+    ema_evaluate: bool = True
+    """Whether evaluations and exports use the averages instead of the weights."""
+
+    scaling: str = "none"
+    """How `learning_rate`, which is meant for `base_batch` examples, follows the global batch: `none`: not at all;
+    `linear`: by their ratio (Goyal et al. 2017, arXiv:1706.02677); `sqrt`: by its root (Krizhevsky 2014,
+    arXiv:1404.5997)."""
+
+    base_batch: int = 256
+    """The global batch that `learning_rate` was found for, where `scaling` is not `none`; at least 1."""
+
+    clip_norm: float = 0.0
+    """Largest norm of the gradient of the whole global batch, over all weights together: a longer one is shortened to
+    it after the sum over replicas. 0: no bound."""
+
+    @property
+    def own(self) -> bool:
+        """Whether a function of the user's own makes it."""
+        return ":" in self.name
+
+    @property
+    def excluded(self) -> Sequence[str]:
+        """The regular expressions of `no_decay`."""
+        return [part.strip() for part in self.no_decay.split(",") if part.strip()]
+
+    @property
+    def shares(self) -> Sequence[tuple[int, float]]:
+        """The steps of `boundaries`, and the share of the step size from each on.
+
+        Raises:
+            ValueError: they are not such as `2000:0.1,4000:0.01`.
+        """
+        pairs = [part.split(":") for part in self.boundaries.split(",")] if self.boundaries else []
+        found = [(int(step), float(share)) for step, share in pairs]
+        steps = [step for step, _ in found]
+        if steps != sorted({*steps}) or not all(step > 0 and 0 <= share < math.inf for step, share in found):
+            raise ValueError
+        return found
+
+    def check(self) -> None:
+        """Check that every value is in its range.
+
+        Raises:
+            UsageError: one is not; the message names it, its value and its range.
+        """
+        if not self.own:
+            check_choice("optimizer.name", self.name, OPTIMIZERS)
+        check_choice("optimizer.schedule", self.schedule, SCHEDULES)
+        check_choice("optimizer.scaling", self.scaling, spec.SCALINGS)
+        for name, low, high in (("warmup_steps", 0, 10**9), ("decay_steps", 0, 10**12), ("base_batch", 1, 2**31 - 1)):
+            check_range(f"optimizer.{name}", getattr(self, name), low, high)
+        for name in ("learning_rate", "power"):
+            check_number(f"optimizer.{name}", getattr(self, name), "a number above 0", above=0)
+        for name in ("momentum", "end_share"):
+            check_number(f"optimizer.{name}", getattr(self, name), "a number from 0 to 1", least=0, most=1)
+        check_number("optimizer.clip_norm", self.clip_norm, "0, or a number above 0", least=0)
+        check_number("optimizer.weight_decay", self.weight_decay or 0.0, "0, or a number above 0", least=0)
+        check_number("optimizer.ema", self.ema, "a number from 0 to below 1, such as 0.999", least=0, below=1)
+        self._check_boundaries()
+        self._check_own()
+
+    def _check_boundaries(self) -> None:
+        given = f"--optimizer.boundaries {self.boundaries!r}"
+        try:
+            shares = self.shares
+        except ValueError:
+            raise UsageError(
+                f"{given}: expected rising steps and the share of the step size from there on, such as "
+                "2000:0.1,4000:0.01"
+            ) from None
+        if bool(shares) != (self.schedule == "piecewise"):
+            raise UsageError(
+                f"{given} with --optimizer.schedule {self.schedule}: boundaries are for piecewise, and it needs some, "
+                "such as 2000:0.1,4000:0.01"
+            )
+
+    def _check_own(self) -> None:
+        for name in ("weight_decay", "no_decay", "ema", "nesterov"):
+            value = getattr(self, name)
+            option = f"--optimizer.{name.replace('_', '-')}"
+            if value and self.own:
+                raise UsageError(f"{option} {value} with --optimizer.name {self.name}: set it in that function")
+        if self.nesterov and self.name != "sgd":
+            raise UsageError(f"--optimizer.nesterov with --optimizer.name {self.name}: it is for sgd; leave it out")

@@ -1,0 +1,118 @@
+"""What each task holds of a model in stages: the variables of its own stage, and of the others' their names and shapes.
+
+The whole model is described on every task: Keras builds it without giving its variables memory. Then those of the own
+stage are initialised, in the order in which they were created and from the seeds that were drawn for all of them, so
+that their first values are those of one device. The others stay handles without a value, which checkpoints leave out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common import global_state  # has no public name
+from tensorflow.python.ops.resource_variable_ops import UninitializedVariable  # has no public name
+
+from cluster.run.folder import RunFolder
+from cluster.spec import ClusterSpec, Task
+from train.config import TrainConfig
+from train.pipeline import blocks
+from train.pipeline.cut import cut
+from train.saving.joint import Joint
+
+
+class Division:
+    """The stages of a model, and which of them this task has."""
+
+    def __init__(self, spec: ClusterSpec, task: Task, config: TrainConfig, run: RunFolder) -> None:
+        self._config, self._run = config, run
+        self.stages = spec.stages
+        self.tasks = max(1, len(spec.members))
+        """Of all pipelines."""
+        self.task = spec.members.index(task) if spec.members else 0
+        self.pipelines = spec.replicas
+        self.pipeline = self.task // self.stages if self.tasks > 1 else 0
+        """This task's, from 0."""
+        self.own = (
+            range(self.stages) if self.tasks == 1 else range(self.task % self.stages, self.task % self.stages + 1)
+        )
+        """The stages that this task has."""
+        self.models: list[keras.Model] = []
+        """Of each stage; their layers and variables are those of the whole model."""
+        self._stage_of: dict[int, int] = {}
+        self._owned: set[int] = set()
+
+    @property
+    def whole(self) -> bool:
+        """Whether this task has all stages."""
+        return len(self.own) == self.stages
+
+    def build(self, new_model: Callable[[], keras.Model]) -> keras.Model:
+        """Return the model, with values for the variables of this task's stages alone.
+
+        Raises:
+            UsageError: the model cannot be cut so.
+        """
+        with keras.StatelessScope(initialize_variables=False):
+            model = new_model()
+        created = _take_uninitialized()
+        parts = cut(model, self._config, self.stages, self._run, self.pipelines)
+        self.models = [blocks.stage_model(part, number) for number, part in enumerate(parts)]
+        for number, part in enumerate(self.models):
+            self._stage_of |= {id(variable): number for variable in part.variables}
+        self._give_values(created)
+        return model
+
+    def build_optimizer(self, optimizer: keras.optimizers.Optimizer, model: keras.Model) -> None:
+        """Build an optimizer of the whole model, with values for what it keeps of this task's weights alone."""
+        with keras.StatelessScope(initialize_variables=False):
+            optimizer.build(model.trainable_variables)
+        weights = model.trainable_variables
+        for name, slots in vars(optimizer).items():
+            # One for each weight: `_momentums` and the like. `_variables` are all of them.
+            if isinstance(slots, list) and len(slots) == len(weights) and name != "_variables":
+                for slot, weight in zip(slots, weights, strict=True):
+                    if isinstance(slot, keras.Variable):
+                        self._stage_of[id(slot)] = self._stage_of[id(weight)]
+        self._give_values(_take_uninitialized())
+
+    def device(self, stage: int) -> str | None:
+        """Return the device of a stage where this task has several; None: wherever TensorFlow places it."""
+        if not self.whole or self.stages == 1:
+            return None
+        kind = "GPU" if len(tf.config.list_physical_devices("GPU")) >= self.stages else "CPU"
+        return f"/device:{kind}:{stage}"
+
+    def joint(self) -> Joint:
+        """Return this task's part in writing checkpoints: that of the tasks of the first pipeline."""
+        return Joint(self.task, self.stages, lambda variable: id(variable) in self._owned)
+
+    def _give_values(self, variables: Iterable[keras.Variable]) -> None:
+        for variable in variables:
+            stage = self._stage_of.get(id(variable))
+            if stage is None or stage in self.own:
+                with tf.device(self.device(stage or 0)):
+                    variable._deferred_initialize()
+                if stage is not None:
+                    self._owned.add(id(variable.value))
+            else:
+                _leave_without_value(variable)
+
+
+def _take_uninitialized() -> list[keras.Variable]:
+    """Return the variables that Keras has created without a value, in order; from now on they are ours."""
+    variables = global_state.get_global_attribute("uninitialized_variables") or []
+    global_state.set_global_attribute("uninitialized_variables", [])
+    return variables
+
+
+def _leave_without_value(variable: keras.Variable) -> None:
+    if not type(variable._initializer).__module__.startswith("keras."):
+        # It may draw from a generator that all variables share: Keras's own initialisers have a seed each.
+        variable._initializer(variable.shape, dtype=variable.dtype)
+    handle = UninitializedVariable(
+        trainable=variable.trainable, name=variable.name, shape=variable.shape, dtype=variable.dtype
+    )
+    variable._initialize(handle)
+    variable._initializer = None

@@ -1,0 +1,153 @@
+"""When each stage of a pipeline computed what, of some steps: recorded by its tasks, read together, drawn as a picture.
+
+Every task records the same steps, with its machine's clock: stages on several machines are as far apart in the picture
+as their clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from cluster.errors import PrerequisiteError
+from cluster.run import records
+from cluster.run.fields import count, listing, mapping, one_of, record, seconds
+from cluster.run.folder import RunFolder
+from cluster.system.json_files import write_json
+from train.pipeline.schedule import Action, Instruction, Span
+
+KEPT = 4
+"""Newest steps in a task's record: tasks are not at the same step when they are read."""
+COLOURS = {Action.FORWARD: "#4e79a7", Action.BACKWARD: "#e1812c", Action.UPDATE: "#6b8e4e"}
+WIDTH, ROW, MARGIN, TOP, LEFT = 1200, 56, 10, 52, 150
+
+_span = record(
+    {
+        "stage": count,
+        "action": one_of(*(action.value for action in COLOURS)),
+        "micro_batch": count,
+        "begin_s": seconds,
+        "end_s": seconds,
+    }
+)
+_timeline = mapping(listing(_span))
+
+
+def computing(spans: Sequence[Span]) -> float:
+    """Return the seconds in which stages computed, of all of them together."""
+    return sum(span.end_s - span.begin_s for span in spans)
+
+
+class Recorder:
+    """Records the steps of a task's stages in the run folder."""
+
+    def __init__(self, run: RunFolder, task: str) -> None:
+        self._path = run.timeline(task)
+        self._steps: dict[str, list[dict[str, Any]]] = {}
+        self._path.parent.mkdir(exist_ok=True)
+
+    def add(self, step: int, spans: Sequence[Span]) -> None:
+        """Record a step, the first of which is 1."""
+        self._steps[str(step)] = [_to_json(span) for span in spans]
+        self._steps = dict(list(self._steps.items())[-KEPT:])
+        write_json(self._path, self._steps)
+
+
+def read(run: RunFolder) -> tuple[int, list[Span]]:
+    """Return the newest step that every task of a run has recorded, and when its stages computed in it.
+
+    Raises:
+        PrerequisiteError: there is none.
+    """
+    names = [task.name for task in run.load_cluster().members] or ["chief"]
+    recorded = [records.read(run.timeline(name), _timeline, {}) for name in names]
+    common = set(recorded[0]).intersection(*recorded[1:])
+    steps = [int(step) for step in common if step.isdecimal()]
+    if not steps:
+        raise PrerequisiteError(
+            f"run {run.name!r} has no timeline: it is no run with --strategy pipeline, or has done too few steps"
+        )
+    spans = [_from_json(value) for each in recorded for value in each[str(max(steps))]]
+    return max(steps), spans
+
+
+def draw(spans: Sequence[Span], title: str) -> np.ndarray:
+    """Return the picture of a step, `[H, W, 3] uint8`: a row a stage, a box for each computation."""
+    stages = 1 + max(span.stage for span in spans)
+    begin, end = min(span.begin_s for span in spans), max(span.end_s for span in spans)
+    scale = (WIDTH - LEFT - MARGIN) / max(end - begin, 1e-9)
+    picture = Image.new("RGB", (WIDTH, TOP + stages * (ROW + MARGIN) + 30), "white")
+    pen = ImageDraw.Draw(picture)
+    pen.text((MARGIN, 8), f"{title}: {(end - begin) * 1000:.1f} ms", fill="black")
+    for at, (action, colour) in enumerate(COLOURS.items()):
+        pen.rectangle((MARGIN + 110 * at, 28, MARGIN + 110 * at + 12, 40), fill=colour)
+        pen.text((MARGIN + 110 * at + 18, 28), action.value, fill="black")
+    for stage in range(stages):
+        own = [span for span in spans if span.stage == stage]
+        top = TOP + stage * (ROW + MARGIN)
+        share = computing(own) / max(end - begin, 1e-9)
+        pen.text((MARGIN, top + ROW // 2 - 6), f"stage {stage}: {share:.0%} busy", fill="black")
+        pen.rectangle((LEFT, top, WIDTH - MARGIN, top + ROW), fill="#ececec")
+        for span in own:
+            _box(pen, span, LEFT + (span.begin_s - begin) * scale, LEFT + (span.end_s - begin) * scale, top)
+    _axis(pen, end - begin, scale, TOP + stages * (ROW + MARGIN))
+    return np.asarray(picture)
+
+
+def save(run: RunFolder, path: Path) -> int:
+    """Write the picture of a run's newest recorded step as PNG; return the step.
+
+    Raises:
+        PrerequisiteError: no step is recorded, or the file cannot be written.
+    """
+    step, picture = picture_of(run)
+    try:
+        Image.fromarray(picture).save(path, "PNG")
+    except OSError as error:
+        raise PrerequisiteError(f"{path}: {error.strerror}; name another file") from error
+    return step
+
+
+def picture_of(run: RunFolder) -> tuple[int, np.ndarray]:
+    """Return the newest step that every task of a run has recorded, and its picture.
+
+    Raises:
+        PrerequisiteError: there is none.
+    """
+    step, spans = read(run)
+    config = run.load_config()
+    schedule, micro_batches = config.get("pipeline", {}).get("schedule", ""), config.get("micro_batches", 1)
+    return step, draw(spans, f"{schedule}, {micro_batches} micro-batches, step {step}")
+
+
+def _box(pen: ImageDraw.ImageDraw, span: Span, left: float, right: float, top: int) -> None:
+    pen.rectangle((left, top, max(right - 1, left), top + ROW), fill=COLOURS[span.instruction.action])
+    text = str(span.instruction.micro_batch)
+    if span.instruction.action is not Action.UPDATE and right - left > 7 * len(text) + 4:
+        pen.text((left + 4, top + ROW // 2 - 6), text, fill="white")
+
+
+def _axis(pen: ImageDraw.ImageDraw, seconds: float, scale: float, top: int) -> None:
+    for part in range(6):
+        place = LEFT + scale * seconds * part / 5
+        pen.line((place, top, place, top + 5), fill="black")
+        pen.text((min(place, WIDTH - 60), top + 8), f"{seconds * 200 * part:.0f} ms", fill="black")
+
+
+def _to_json(span: Span) -> dict[str, Any]:
+    return {
+        "stage": span.stage,
+        "action": span.instruction.action.value,
+        "micro_batch": span.instruction.micro_batch,
+        "begin_s": span.begin_s,
+        "end_s": span.end_s,
+    }
+
+
+def _from_json(value: dict[str, Any]) -> Span:
+    instruction = Instruction(Action(value["action"]), value["micro_batch"])
+    return Span(value["stage"], instruction, value["begin_s"], value["end_s"])

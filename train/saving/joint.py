@@ -1,0 +1,141 @@
+"""Checkpoints that several tasks write together, each the variables that it alone holds.
+
+    checkpoints/.ckpt-<generation>-joint-<save>/2.index  2.data-00000-of-00001   what task 2 has written
+    checkpoints/.ckpt-<generation>-joint-<save>/2.json                           that it is done; written last
+
+The first task waits for the others and joins all files, which TensorFlow does without copying them. The result does not
+differ from a checkpoint that one task wrote: any number of tasks can restore it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tensorflow as tf
+from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
+from tensorflow.python.ops.resource_variable_ops import UninitializedVariable  # has no public name
+
+from cluster.errors import RunFailed
+from cluster.system.json_files import read_json, write_json
+from train.saving.files import Writer
+from train.saving.mirror import Copy, Mirror
+
+LIMIT_S = 600.0
+"""Longest wait for the others: one that failed to write ends, and the agents end the others."""
+PAUSE_S = 0.01
+
+
+@dataclass
+class Joint:
+    """This task's part in the checkpoints that several tasks write together.
+
+    Attributes:
+        number: of this task; 0 joins the files, and writes what all tasks hold.
+        count: of tasks that write.
+        owns: whether a variable is one that this task alone holds.
+    """
+
+    number: int
+    count: int
+    owns: Callable[[tf.Variable], bool]
+    _saves: int = 0
+    _keys: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this task writes: of equal tasks one does."""
+        return self.number < self.count
+
+    def save(self, copy: Copy, folder: Path, generation: int, problem: str) -> Writer | None:
+        """Write this task's files; on the first task return what joins all, once it is called to write.
+
+        All tasks call it for the same checkpoints in the same order.
+
+        Args:
+            copy: of the variables.
+            folder: of the checkpoints.
+            generation: of the run.
+            problem: why this task's variables must not be saved; empty where they may.
+        """
+        self._saves += 1
+        parts = folder / f".ckpt-{generation}-joint-{self._saves}"
+        if self.number == 0:
+            return _Joining(copy.checkpoint, parts, self.count)
+        parts.mkdir(parents=True, exist_ok=True)
+        if not problem:
+            self._write(copy, parts)
+        write_json(parts / f"{self.number}.json", {"problem": problem})
+        return None
+
+    def _write(self, copy: Copy, parts: Path) -> None:
+        own = [copied for original, copied in copy.pairs if self.owns(original)]
+        if not self._keys:
+            self._keys = keys(copy.checkpoint, str(parts / f"keys-{self.number}"))
+        tf.raw_ops.SaveV2(
+            prefix=str(parts / str(self.number)),
+            tensor_names=[self._keys[id(variable)] for variable in own],
+            shape_and_slices=[""] * len(own),
+            tensors=[variable.read_value() for variable in own],
+        )
+
+
+@dataclass(frozen=True)
+class _Joining:
+    checkpoint: tf.train.Checkpoint
+    parts: Path
+    count: int
+
+    def write(self, prefix: str) -> None:
+        """Write the first task's files, and join those of the others to them once they are there."""
+        self.parts.mkdir(parents=True, exist_ok=True)
+        self.checkpoint.write(str(self.parts / "0"))
+        deadline = time.monotonic() + LIMIT_S
+        for number in range(1, self.count):
+            done = self.parts / f"{number}.json"
+            while not done.exists():
+                if time.monotonic() > deadline:
+                    raise RunFailed(f"stage {number} has not written its part of a checkpoint within {LIMIT_S:g} s")
+                time.sleep(PAUSE_S)
+            if problem := read_json(done)["problem"]:
+                raise RunFailed(problem)
+        tf.raw_ops.MergeV2Checkpoints(
+            checkpoint_prefixes=[str(self.parts / str(number)) for number in range(self.count)],
+            destination_prefix=prefix,
+            delete_old_dirs=False,
+        )
+        shutil.rmtree(self.parts, ignore_errors=True)
+
+
+def keys(checkpoint: tf.train.Checkpoint, scratch: str) -> dict[int, str]:
+    """Return by what name TensorFlow saves each variable of a checkpoint's tree of plain modules, by its `id`.
+
+    Args:
+        checkpoint: whose tree it is.
+        scratch: prefix of files that are written to learn the names: the tree with no values.
+    """
+    variables: dict[int, tf.Variable] = {}
+
+    def without_value(variable: tf.Variable) -> tf.Variable:
+        handle = UninitializedVariable(trainable=False, shape=variable.shape, dtype=variable.dtype)
+        variables[id(handle)] = variable
+        return handle
+
+    mirror = Mirror(checkpoint, without_value).checkpoint
+    mirror.write(scratch)
+    graph = tf.train.load_checkpoint(scratch).get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH")
+    nodes = TrackableObjectGraph.FromString(graph).nodes
+    view, found, todo, seen = tf.train.TrackableView(mirror), {}, [(0, mirror)], {0}
+    while todo:
+        number, thing = todo.pop()
+        if id(thing) in variables:
+            found[id(variables[id(thing)])] = nodes[number].attributes[0].checkpoint_key
+        children = view.children(thing)
+        for child in nodes[number].children:
+            if child.node_id not in seen and child.local_name in children:
+                seen.add(child.node_id)
+                todo.append((child.node_id, children[child.local_name]))
+    return found

@@ -1,0 +1,32 @@
+"""The weights of a checkpoint, as a model is evaluated and exported with."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+from tensorflow import keras
+
+from train.config import TrainConfig
+from train.model import optimizers
+
+
+def read(config: TrainConfig, model: keras.Model, prefix: str) -> None:
+    """Give a model the weights of a checkpoint, or their averages if the run evaluates by these.
+
+    Args:
+        config: of the run.
+        model: of the run, with plain variables.
+        prefix: of the checkpoint's files.
+
+    Raises:
+        tf.errors.OpError, OSError: they cannot be read.
+    """
+    tf.train.Checkpoint(model=model).read(prefix).assert_existing_objects_matched().expect_partial()
+    if not config.optimizer.ema_evaluate:
+        return
+    if not (config.optimizer.ema or config.optimizer.own):
+        return
+    optimizer = optimizers.build_for(config, model)
+    if means := optimizers.averages(optimizer):
+        tf.train.Checkpoint(optimizer=optimizer).read(prefix).assert_existing_objects_matched().expect_partial()
+        for variable, mean in zip(model.trainable_variables, means, strict=True):
+            variable.assign(mean)

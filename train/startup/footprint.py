@@ -1,0 +1,98 @@
+"""What a run's model holds in memory: parameters, optimizer state and activations, without training anything.
+
+    python -m train.startup.footprint --config JSON --strategy NAME --data-dir DIR
+
+It takes TensorFlow's import; `cluster/launch/footprint.py` runs it and keeps the answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from cluster.spec import precision_of
+from cluster.system import user_code
+from train.config import TrainConfig
+from train.model import variables
+
+NO_OUTPUT_OF_ITS_OWN = ("InputLayer", "Flatten", "Reshape", "Dropout")
+"""Layers that pass on what they get, in the same memory or in none while nothing trains."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command line; return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m train.startup.footprint", description="Sizes of a run's model.")
+    parser.add_argument("--config", type=json.loads, required=True, help="the run's configuration as JSON")
+    parser.add_argument("--strategy", required=True, help="a key of cluster.strategies.STRATEGIES")
+    parser.add_argument("--data-dir", type=Path, required=True, help="prepared data")
+    options = parser.parse_args(arguments)
+    config = TrainConfig.from_json(options.config)
+    os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1")
+    variables.set_defaults(config.onednn)
+    if config.needs_tf_keras(options.strategy):
+        os.environ["TF_USE_LEGACY_KERAS"] = "1"  # before TensorFlow is imported
+    return user_code.reply(lambda: measure(config, options.strategy, options.data_dir))
+
+
+def measure(config: TrainConfig, strategy: str, data_dir: Path) -> dict[str, Any]:
+    """Return the model's sizes.
+
+    Returns:
+        `parameters`; `weights_bytes`; `gradients_bytes`, of the trainable ones; `optimizer_bytes`, its state;
+        `activation_bytes` of one example: the outputs of all layers, which the backward needs; None for a model whose
+        layers do not say theirs.
+
+    Raises:
+        UsageError: the model or its data is wrong.
+    """
+    from train.data import sources
+    from train.model import models, optimizers
+    from train.strategy import policy
+
+    source = sources.find(config, data_dir)
+    with policy(precision_of(strategy, config.precision)):
+        model = models.of(config, source.feature_shape, source.num_outputs)
+        optimizer = optimizers.build(config)
+        optimizer.build(model.trainable_variables)
+    state = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
+    return {
+        "parameters": sum(math.prod(each.shape) for each in model.weights),
+        "weights_bytes": _bytes(model.weights),
+        "gradients_bytes": _bytes(model.trainable_variables),
+        "optimizer_bytes": _bytes(state),
+        "activation_bytes": _activation_bytes(model),
+    }
+
+
+def _bytes(held: Any) -> int:
+    import tensorflow as tf
+
+    return sum(math.prod(each.shape) * tf.as_dtype(each.dtype).size for each in held)
+
+
+def _activation_bytes(model: Any) -> int | None:
+    """Return the bytes of all layers' outputs for one example."""
+    import tensorflow as tf
+
+    total = 0
+    for layer in model.layers:
+        if type(layer).__name__ in NO_OUTPUT_OF_ITS_OWN:
+            continue
+        try:
+            outputs = tf.nest.flatten(layer.output)
+            sizes = [math.prod(int(size) for size in each.shape[1:]) for each in outputs]
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            return None
+        total += sum(size * tf.as_dtype(layer.compute_dtype).size for size in sizes)
+    return total
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code)  # without TensorFlow's teardown, which can wait for the user's threads
