@@ -48,7 +48,7 @@ def _is_chief(model: Any) -> bool | None:
     if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         return None
     extended = strategy.extended
-    return bool(extended.should_save_checkpoint) if extended._in_multi_worker_mode() else None
+    return bool(extended.should_checkpoint) if extended._in_multi_worker_mode() else None
 
 
 def _in_own_folder(path: str) -> Path | None:

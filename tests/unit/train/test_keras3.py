@@ -22,7 +22,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         config = json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}})
         result = folder / f"{index}.json"
         tasks[result] = start("fit_of_keras", result, TF_CONFIG=config)
-    several = [finish(process, result) for result, process in tasks.items()]
+    try:
+        several = [finish(process, result) for result, process in tasks.items()]
+    finally:
+        for process in tasks.values():
+            process.kill()  # one that waits for another that failed
     alone = folder / "alone.json"
     return [*several, finish(start("fit_of_keras", alone), alone)]
 
