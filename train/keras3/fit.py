@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,26 +118,23 @@ def _reduce_per_replica(original: Any) -> Any:
 def _make_function(original: Any) -> Any:
     def make_function(model: Any, step_function: Any) -> Any:
         """Return a function that calls a step as often as `steps_per_execution` says, or until the data ends."""
-        steps = model.steps_per_execution
-        if steps == 1 or model.distribute_strategy.num_replicas_in_sync == 1:
-            return original(model, step_function)
-        one_step = original(model, step_function)  # reads the number whenever it is traced
+        execute = original(model, step_function)
+        if model.steps_per_execution == 1 or model.distribute_strategy.num_replicas_in_sync == 1:
+            return execute
 
         def function(iterator: Any) -> Any:
-            if not isinstance(iterator, tf.distribute.DistributedIterator):  # of `train_on_batch`
-                return one_step(iterator)
-            outputs = None
-            model.steps_per_execution = 1
-            try:
-                for _ in range(steps):
-                    outputs = one_step(iterator)
-            except (StopIteration, tf.errors.OutOfRangeError):
-                if outputs is None:
-                    raise
-            finally:
-                model.steps_per_execution = steps
-            return outputs
+            if isinstance(iterator, tf.distribute.DistributedIterator):
+                iterator = _batches(iterator)
+                first = next(iterator)  # ends the epoch if there is none
+                iterator = itertools.chain([first], iterator)
+            return execute(iterator)  # with what is no iterator of TensorFlow's it calls step after step
 
         return function
 
     return make_function
+
+
+def _batches(iterator: Any) -> Iterator[Any]:
+    """Yield batches: to ask for one too many inside of a step would count a step without examples."""
+    while (batch := iterator.get_next_as_optional()).has_value():
+        yield batch.get_value()

@@ -151,10 +151,8 @@ def main(result: Path) -> None:
     found |= {
         "callbacks": with_callbacks(scope, folder),
         "sample_weights": trained(scope, data(WEIGHTS), epochs=2),
-        "class_weights": trained(
-            scope, X, Y, batch_size=BATCH, shuffle=False, epochs=2, class_weight={0: 0.5, 1: 1.0, 2: 2.0}
-        ),
-        "execution": [trained(scope, data(), epochs=2, compiled={"steps_per_execution": steps}) for steps in (1, 2)],
+        "execution": trained(scope, data(WEIGHTS), epochs=2, compiled={"steps_per_execution": 2}),
+        "class_weights": trained(scope, X, Y, batch_size=BATCH, shuffle=False, class_weight={0: 0.5, 1: 1.0, 2: 2.0}),
     }
     with scope():
         model = new_model()
