@@ -98,7 +98,7 @@ def lines(found: Sequence[Row]) -> list[str]:
 
 def result(row: Row) -> str:
     """Return a row's value in words."""
-    return _told(row["value"], row["form"], row["unit"])
+    return _formatted(row["value"], row["form"], row["unit"])
 
 
 def goal(row: Row) -> str:
@@ -107,10 +107,10 @@ def goal(row: Row) -> str:
         return "-"
     how = "at least" if row["goal"]["at_least"] else "under"
     bound = row["goal"]["bound"]
-    return f"{how} {_told(bound, row['form'], row['unit'], exact=True)}"
+    return f"{how} {_formatted(bound, row['form'], row['unit'], exact=True)}"
 
 
-def _told(value: float, form: str, unit: str, *, exact: bool = False) -> str:
+def _formatted(value: float, form: str, unit: str, *, exact: bool = False) -> str:
     if form == "times":
         return f"{value:g} times" if exact else f"{value:.2f} times"
     if form == "cost":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -244,8 +244,13 @@ def check_shards(cluster: ClusterSpec, shards: int) -> None:
         )
 
 
-def check_stages(cluster: ClusterSpec, config: dict[str, Any]) -> None:
+def check_stages(cluster: ClusterSpec, config: dict[str, Any], previous: Mapping[str, Any] | None = None) -> None:
     """Check that what a configuration says of stages goes with the cluster, and the rest with stages.
+
+    Args:
+        cluster: that trains.
+        config: of the run.
+        previous: of the run that goes on, which may have had stages; None: it is a new one.
 
     Raises:
         UsageError: it does not; the message says why.
@@ -253,7 +258,8 @@ def check_stages(cluster: ClusterSpec, config: dict[str, Any]) -> None:
     pipeline = config.get("pipeline", {})
     if not cluster.kind.staged:
         changed = pipeline.get("schedule", "gpipe") != "gpipe" or pipeline.get("partition_by", "flops") != "flops"
-        if changed or pipeline.get("remat") or pipeline.get("cut"):
+        new = previous is None or previous.get("pipeline") != pipeline
+        if new and (changed or pipeline.get("remat") or pipeline.get("cut")):
             raise UsageError(
                 "--schedule, --remat, --partition-by and --cut are for --strategy pipeline: add that, or leave them out"
             )

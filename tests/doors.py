@@ -15,7 +15,7 @@ from pathlib import Path
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """What a gRPC client says first."""
 OWN_SETTING = b"\xfe\x03\0\0\0\1"
-"""What tells gRPC's servers, so TensorFlow's, from others: some gateways answer in the name of any address."""
+"""What distinguishes gRPC's servers, so TensorFlow's, from others: some gateways answer in the name of any address."""
 GREETING = bytes([0, 0, len(OWN_SETTING), 4, 0, 0, 0, 0, 0]) + OWN_SETTING
 """What such a server says first, all else left out."""
 SIOCGIFADDR = 0x8915

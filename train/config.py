@@ -25,7 +25,7 @@ __all__ = ["Optimizer", "Pipeline", "TrainConfig", "Transformer"]
 LOOPS = ("custom", "fit")
 ONEDNN = ("auto", "on", "off")
 SOURCES = ("memory", "stream")
-DATASETS = ("fashion_mnist", "mnist", "jargon_file")
+DATASETS = ("fashion_mnist", "mnist", "jargon_file", "tiny_shakespeare")
 MODELS = ("two_conv_cnn", "resnet50", "transformer_lm")
 REPEATABLE = ("two_conv_cnn",)
 """Those whose bits were seen to repeat with oneDNN's kernels. A ResNet's 1x1 convolutions with stride 2 do not."""

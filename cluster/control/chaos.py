@@ -1,4 +1,4 @@
-"""A real fault on a real run, and what it cost: `invoke chaos KIND TASK`.
+"""Inject a fault into a run and measure its cost: `invoke chaos KIND TASK`.
 
 A fault is an event in the run folder, so that the run's own summary counts from it; results go to `chaos.jsonl` there.
 """
@@ -29,14 +29,14 @@ WORKING = ("training", "saving", "evaluating", "done", "stopped")
 
 @dataclass(frozen=True)
 class Fault:
-    """What is done, to whom, and when."""
+    """A kind of fault, the task, and the earliest step."""
 
     kind: str
     task: str
     at_step: int = 0
-    """Not before the run has done so many steps."""
+    """The fault is injected once the run has done this many steps."""
     whole: bool = False
-    """For `kill`: the task's agent too, as when its container or its machine dies."""
+    """For `kill`: kill the task's agent, too, as when its container or machine dies."""
 
     def __str__(self) -> str:
         return f"{self.kind}{' --whole' if self.whole else ''} {self.task}"
@@ -49,9 +49,9 @@ class Result:
     kind: str
     task: str
     step: int
-    """The newest step when it was inflicted."""
+    """The newest step when the fault was injected."""
     detected_s: float | None
-    """Until an agent acted on it; None where nothing had to be started again."""
+    """Until an agent acted on it; None if nothing had to be restarted."""
     resumed_s: float | None
     """Until the next new step, or the run's end."""
     steps_lost: int | None
@@ -60,7 +60,7 @@ class Result:
 
     @property
     def as_it_should(self) -> bool:
-        """Whether the run went on, or ended as it must from this fault."""
+        """Whether the run continued, or ended as this fault requires."""
         return self.ended in KINDS[self.kind].ends
 
     @property
@@ -77,7 +77,7 @@ class Result:
 
 
 def check(run: RunFolder, fault: Fault) -> None:
-    """Check that a fault can be inflicted on a run.
+    """Check that a fault can be injected into a run.
 
     Raises:
         UsageError: it cannot.
@@ -96,10 +96,10 @@ def check(run: RunFolder, fault: Fault) -> None:
 
 
 def inflict(run: RunFolder, fault: Fault, timeout_s: float = RECOVERY_TIMEOUT_S) -> Result:
-    """Inflict a fault and return once the run has recovered or ended.
+    """Inject a fault, and return once the run has recovered or ended.
 
     Raises:
-        UsageError: this run does not allow it.
+        UsageError: the run does not allow it.
         TimedOut: the run neither recovered nor ended.
     """
     injector = registry.of(run).faults(run)
@@ -125,7 +125,7 @@ def inflict(run: RunFolder, fault: Fault, timeout_s: float = RECOVERY_TIMEOUT_S)
 
 
 class _Before:
-    """How a run was when a fault was inflicted, and what has become of it since."""
+    """The state of a run when a fault was injected, and what has happened since."""
 
     def __init__(self, run: RunFolder) -> None:
         self._run = run
@@ -134,7 +134,7 @@ class _Before:
         self.generation = run.generation
 
     def nobody_acts_on(self, fault: Fault) -> bool:
-        """Whether a lasting fault is one that nobody restarts the task for."""
+        """Whether a lasting fault is one for which no agent restarts the task."""
         alone = len(self._run.load_cluster().tasks) == 1
         return KINDS[fault.kind].unnoticed or (KINDS[fault.kind].lasts and alone)
 
@@ -145,11 +145,11 @@ class _Before:
         return self._run.generation > self.generation or any(e["task"] == task for e in recent)
 
     def costs(self) -> list[dict[str, Any]]:
-        """Return what the restarts since have cost."""
+        """Return the cost of the restarts since then."""
         return restarts.costs(self._run, self.time, (Role.WORKER, Role.EVALUATOR))
 
     def recovered(self, fault: Fault) -> bool:
-        """Whether the run does new steps again, or has ended."""
+        """Whether the run makes new steps again, or has ended."""
         if self._run.summary.exists():
             return True
         if costs := self.costs():
@@ -163,7 +163,7 @@ class _Before:
         return min(times, default=None)
 
     def result(self, fault: Fault) -> Result:
-        """Return what the fault cost."""
+        """Return the cost of the fault."""
         costs, ended = self.costs(), self._run.ended
         if ended:
             resumed_s = self._run.outcome["time"] - self.time if self._run.outcome else 0.0
@@ -183,14 +183,14 @@ class _Before:
 
 
 def _ready(run: RunFolder, fault: Fault) -> bool:
-    """Whether the task works in the newest generation, and the step has come."""
+    """Whether the task works in the newest generation, and the step has been reached."""
     beat = run.heartbeats().get(fault.task, {"state": "starting", "generation": -1})
     begun = beat["state"] in WORKING and beat["generation"] == run.generation
     return begun and run.programs(fault.task).exists() and run.newest_step >= fault.at_step
 
 
 def _inject(run: RunFolder, injector: FaultInjector, fault: Fault) -> None:
-    """Inject the fault; it is an event first, from which everything is counted."""
+    """Inject the fault, after recording the event from which all times are measured."""
     if KINDS[fault.kind].recorded:
         run.event(fault.task, "fault", step=run.newest_step, kind=fault.kind, whole=fault.whole)
     injector.inject(fault.kind, fault.task, whole=fault.whole)

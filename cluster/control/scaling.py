@@ -1,4 +1,4 @@
-"""`invoke scale`: a run goes on with other workers or parameter servers, at the step where it was stopped for that.
+"""`invoke scale`: a run continues with other workers or parameter servers, from the step where it was stopped.
 
 The request to stop says what follows (`control/stop.json`). So the chief's agent writes no summary, and whoever watches
 the run waits for its next generation, which this module begins: at most `runs.SCALE_PATIENCE_S`, should it die.
@@ -27,26 +27,26 @@ from cluster.view.ended import ended_lines
 
 BY = "invoke scale"
 SHOWN_COUNTS = 3
-"""How many numbers of workers that would fit are named."""
+"""How many suitable numbers of workers an error names."""
 
 
 def scale(run: RunFolder, workers: str, ps: str, sh: Shell, *, trust: bool = False) -> int:
-    """Bring a run to another size and return once every task trains again, or with how the run ended instead.
+    """Scale a run, and return once every task trains again, or the run has ended instead.
 
     Args:
         run: in progress.
         workers: worker tasks beside the chief, as typed; empty: as many as now.
         ps: parameter servers, as typed; empty: as many as now.
         sh: runs commands.
-        trust: whether the run's records may be other than this user left them.
+        trust: whether the run's records may have been changed since this user started it.
 
     Returns:
         The exit code.
 
     Raises:
-        UsageError: the run cannot be brought to that size. It goes on undisturbed.
-        PrerequisiteError: this machine has no room for that. It goes on undisturbed.
-        TimedOut: it did not stop, and goes on as it was.
+        UsageError: the run cannot be scaled to that size. It continues undisturbed.
+        PrerequisiteError: this machine has no room for that. It continues undisturbed.
+        TimedOut: it did not stop, and continues as it was.
     """
     before = run.load_cluster()
     with claim.hold(run, "scaled"):
@@ -69,7 +69,7 @@ def scale(run: RunFolder, workers: str, ps: str, sh: Shell, *, trust: bool = Fal
 
 
 def plan(run: RunFolder, workers: str, ps: str, *, trust: bool = False) -> Plan:
-    """Check that a run can be brought to a size and return what would be started. Changes nothing.
+    """Check that a run can be scaled to a size, and return what would be started. Changes nothing.
 
     Raises:
         UsageError: it cannot.
@@ -88,6 +88,11 @@ def plan(run: RunFolder, workers: str, ps: str, *, trust: bool = False) -> Plan:
             f"run {run.name!r} is not in progress; `invoke up --resume {run.name}{options}` goes on with it"
         )
     previous = run.load_cluster()
+    if previous.kind.staged:
+        raise UsageError(
+            f"run {run.name!r} is a pipeline, whose model is cut for its {previous.stages} stages; `invoke stop "
+            f"{run.name}`, then `invoke up --resume {run.name} --stages N` cuts it again"
+        )
     requested = Request(
         resume=run.name,
         workers=workers,
@@ -101,11 +106,11 @@ def plan(run: RunFolder, workers: str, ps: str, *, trust: bool = False) -> Plan:
 
 
 def stop(run: RunFolder) -> bool:
-    """Have every task save and end, to go on elsewhere; return False where the run has come to its end instead.
+    """Have every task save and end; return False if the run has finished instead.
 
     Raises:
         UsageError: somebody else is stopping it.
-        TimedOut: it did not stop, and goes on.
+        TimedOut: it did not stop, and continues.
     """
     if not run.request_stop(BY, then=SCALE):
         what = "scaled" if run.scaling else "stopped"
@@ -119,7 +124,7 @@ def stop(run: RunFolder) -> bool:
 
 
 def _swap(planned: Plan, sh: Shell) -> bool:
-    """Take down the cluster that has ended and start the planned one; return False where the run was ended instead."""
+    """Remove the cluster that has ended and start the planned one; return False if the run was ended instead."""
     run = planned.run
     try:
         summary.await_last_heartbeats(run, summary.SETTLE_S)
@@ -147,10 +152,10 @@ def _await_outcome(run: RunFolder) -> None:
 
 
 def _check_size(run: RunFolder, previous: ClusterSpec, requested: ClusterSpec) -> None:
-    """Check that the run can go on from its checkpoint on this cluster.
+    """Check that the run can continue from its checkpoint on this cluster.
 
     Raises:
-        UsageError: it cannot, or is that large already.
+        UsageError: it cannot, or already has that size.
     """
     if previous.kind.hardware:
         raise UsageError(
@@ -164,7 +169,7 @@ def _check_size(run: RunFolder, previous: ClusterSpec, requested: ClusterSpec) -
 
 
 def _check_batch(batch: int, previous: ClusterSpec, requested: ClusterSpec) -> None:
-    """Check that the global batch, which stays, can be shared out.
+    """Check that the global batch, which does not change, can be divided evenly.
 
     Raises:
         UsageError: it cannot; the message names the nearest numbers of workers with which it can.
@@ -183,7 +188,7 @@ def _check_batch(batch: int, previous: ClusterSpec, requested: ClusterSpec) -> N
 
 
 def _reached(run: RunFolder) -> tuple[int, str]:
-    """Return the step to go on from, and what is printed of it."""
+    """Return the step from which the run continues, and that in words."""
     step, done = max(run.saved_steps, default=0), run.newest_step  # an evaluator reports only steps that were saved
     if done <= step:
         return step, f"step {step}"
@@ -191,7 +196,7 @@ def _reached(run: RunFolder) -> tuple[int, str]:
 
 
 def _end_here(run: RunFolder) -> None:
-    """Record that a run has stopped which could not be started again, for whoever watches it."""
+    """Record that a run has stopped and could not be started again, for those who watch it."""
     with contextlib.suppress(Exception):  # what went wrong first is what is reported
         run.end("stopped", task="chief")
         summary.write(run, settle_s=0)
@@ -199,7 +204,7 @@ def _end_here(run: RunFolder) -> None:
 
 
 def _report_end(run: RunFolder, sh: Shell, how: str) -> int:
-    """Tell of a run that ended while it was being scaled; return the exit code."""
+    """Report a run that ended while it was being scaled; return the exit code."""
     ended = watch.follow(run, lambda value: None)
     left = teardown.finish(run, sh)
     print("\n".join([f"{run.name} {how}", *ended_lines(run, short_path(run.path))]))

@@ -1,4 +1,4 @@
-"""One fault after the other until the run ends: `invoke chaos storm`."""
+"""Inject one fault after the other until the run ends: `invoke chaos storm`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS_BETWEEN = (5, 40)
 
 
 def main(run: RunFolder, count: int, seed: int, kinds: Sequence[str]) -> int:
-    """Deal the faults, wait for the run's end, report how it went; return the exit code.
+    """Inject the faults, wait for the end of the run, report the result; return the exit code.
 
     Raises:
         UsageError: this run cannot have such a storm.
@@ -41,13 +41,13 @@ def main(run: RunFolder, count: int, seed: int, kinds: Sequence[str]) -> int:
 
 
 def deal(run: RunFolder, count: int, seed: int, kinds: Sequence[str], log: Callable[[str], None]) -> list[chaos.Result]:
-    """Inflict one fault after the other, some steps apart, until there were enough or the run has no room for more.
+    """Inject faults, some steps apart, until there were enough or the run has no room for more.
 
     Args:
         run: in progress, and long enough.
-        count: of the faults.
-        seed: the same faults come again with the same seed; when, is up to the run.
-        kinds: to draw from; none: those that fit the run.
+        count: the number of faults.
+        seed: determines the faults; when they are injected depends on the run.
+        kinds: to draw from; empty: all that fit the run.
         log: called with a line for each.
     """
     draw = random.Random(seed)  # noqa: S311  # chaos needs to be repeated, not to be secret

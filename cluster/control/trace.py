@@ -53,7 +53,7 @@ def trace(run: RunFolder, name: str, steps: int, timeout_s: float = PATIENCE_S) 
 
 
 def check(run: RunFolder, name: str) -> None:
-    """Check that a task is one that trains, in a run that goes on.
+    """Check that a task trains, in a run that is in progress.
 
     Raises:
         UsageError: it is not.

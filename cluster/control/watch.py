@@ -135,7 +135,7 @@ def up(request: Request, sh: Shell, *, began: float) -> int:
         return attend(plan.run, plan.runtime.board, plan.tensorboard_port, request.detach, sh)
     except KeyboardInterrupt:  # after the tasks were started and before `attend` looks after them
         if plans:
-            _tell_that_it_goes_on(plans[-1].run)
+            _announce_that_it_goes_on(plans[-1].run)
         raise
 
 
@@ -159,7 +159,7 @@ def attend(run: RunFolder, board: str, port: int, detach: bool, sh: Shell) -> in
         print(f"the terminal is gone; {_goes_on(run)}", flush=True)
         return EXIT_HUNG_UP
     except BaseException:
-        _tell_that_it_goes_on(run)
+        _announce_that_it_goes_on(run)
         raise
     if ended is None:
         return EXIT_DONE
@@ -215,7 +215,7 @@ def kill(run: RunFolder, sh: Shell) -> dict[str, Any]:
     return ended
 
 
-def _tell_that_it_goes_on(run: RunFolder) -> None:
+def _announce_that_it_goes_on(run: RunFolder) -> None:
     """Say that a run is not over because nobody watches it any more; what went wrong is reported besides."""
     with contextlib.suppress(Exception):
         if teardown.in_progress(run):

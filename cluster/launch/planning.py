@@ -75,7 +75,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
     config, payload, data = _resolve(request, previous, runtime, int(job.cpus_per_task or 0), installs=installs)
     about_resuming: list[str] = []
     if payload.script is None:
-        check_sharing(config, cluster)
+        check_sharing(config, cluster, previous.run.load_config() if previous.run else None)
         if request.resume:
             about_resuming = resuming.check(run, request.preset, config, cluster)
 
@@ -235,14 +235,14 @@ def busy(run: RunFolder | None = None) -> dict[str, str]:
     return {gpu: other.name for other, ids in used.items() if ids and in_progress(other) for gpu in ids}
 
 
-def check_sharing(config: dict[str, Any], cluster: ClusterSpec) -> None:
+def check_sharing(config: dict[str, Any], cluster: ClusterSpec, previous: Mapping[str, Any] | None = None) -> None:
     """Check that the cluster's replicas can share the configuration's global batch, and compute in its precision.
 
     Raises:
         UsageError: they cannot.
     """
     spec.check_precision(cluster, config.get("precision", "fp32"))
-    spec.check_stages(cluster, config)
+    spec.check_stages(cluster, config, previous)
     if shards := config.get("bitwise_elastic", 0):  # the training program has checked that they cut the batch evenly
         spec.check_shards(cluster, shards)
     else:

@@ -1,7 +1,7 @@
-"""What tasks take over from the environment in which `up` is called: what is listed here, and nothing else.
+"""The environment variables that tasks inherit from the caller of `up`: those listed here, and no others.
 
-So a run does not depend on whatever happens to be set, such as the TF_CONFIG of another cluster, and no secret reaches
-a task that nobody meant to give it. `--env` adds to the list.
+So a run does not depend on variables that happen to be set, such as the TF_CONFIG of another cluster, and no secret
+reaches a task by accident. `--env` adds to the list.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROCESS = frozenset(
         *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "GOOGLE_APPLICATION_CREDENTIALS"),
     }
 )
-"""What a process of this machine needs besides, or finds this machine's files with: for local tasks."""
+"""What local tasks need besides, or locate this machine's files with."""
 
 OWN = frozenset(
     {
@@ -38,16 +38,16 @@ OWN = frozenset(
         *("GPUS_GIVEN", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES", "TF_CLUSTER_TOKEN"),
     }
 )
-"""What is set for each task, or must not be set: never taken over."""
+"""What is set for each task, or must not be set: never inherited."""
 
 UNSUITED = OWN | {"PYTHONPATH", "RUNS_DIR"}
-"""What `--env` cannot set: whoever sets these sets them where `up` is called."""
+"""What `--env` cannot set: these are set where `up` is called."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
 def for_process(names: Collection[str] = ()) -> dict[str, str]:
-    """Return what local tasks take over.
+    """Return the variables that local tasks inherit.
 
     Args:
         names: variables that `--env` adds.
@@ -59,7 +59,7 @@ def for_process(names: Collection[str] = ()) -> dict[str, str]:
 
 
 def for_container(*, way_out: bool) -> dict[str, str | None]:
-    """Return what containers take over, by name: what has no value here is passed on when they are started.
+    """Return the variables that containers inherit; those without a value here get the caller's when they are started.
 
     Args:
         way_out: whether they may reach the network.
@@ -79,7 +79,7 @@ def _for_process(name: str) -> bool:
 
 
 def python_path() -> list[str]:
-    """Return the caller's PYTHONPATH, its folders absolute: commands of ours run in another folder than the caller."""
+    """Return the caller's PYTHONPATH with absolute folders: our commands run in another folder than the caller."""
     return [str(Path(folder).absolute()) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
 
 

@@ -1,7 +1,7 @@
-"""Memory of tasks: the limit of each container, so that one that grows ends alone, and what processes need free.
+"""Memory of tasks: the limit of each container, so that a growing one fails alone, and what processes need free.
 
-Without `--memory` the tasks of a run share nine tenths of the machine's memory evenly: their limits together leave room
-for the engine and for whoever calls it. Swap is off: a task that swaps would slow down all that wait for it.
+Without `--memory` the tasks of a run share nine tenths of the machine's memory evenly, which leaves room for the engine
+and its callers. Swap is off: a task that swaps would slow down all tasks that wait for it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cluster.messages import counted
 from cluster.system import memory
 
 TASK_MEMORY_BYTES = 600 * 2**20
-"""What a TensorFlow process holds before it trains anything."""
+"""What a TensorFlow process uses before it trains anything."""
 SHARED = 0.9
 """The part of the machine's memory that the tasks of a run share."""
 UNITS = {"mib": 2**20, "gib": 2**30, "tib": 2**40}

@@ -1,6 +1,6 @@
-"""What a run's tasks bring along beside this checkout's own code: a script, folders of modules, extra packages.
+"""The user's own code in a run: a script, folders of modules, extra packages.
 
-Local processes use these where they lie; containers have them mounted, read-only.
+Local processes use these in place; containers get them mounted, read-only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
 
 @dataclass(frozen=True)
 class Payload:
-    """What the tasks bring along; nothing of it for the built-in trainer with a preset of ours."""
+    """The user's own code; empty for the built-in trainer with a built-in preset."""
 
     script: Path | None = None
     arguments: tuple[str, ...] = ()
@@ -36,7 +36,7 @@ class Payload:
     """`--env` as typed: variables that the tasks get besides."""
 
     def mounted(self) -> Payload:
-        """Return it as tasks see it that have it mounted: see `mounts`."""
+        """Return it with the paths at which it is mounted, see `mounts`."""
         return replace(
             self,
             script=self.script and Path(SCRIPT_MOUNT) / self.script.name,
@@ -45,7 +45,7 @@ class Payload:
         )
 
     def mounts(self) -> list[tuple[Path, str]]:
-        """Return each folder to be mounted, and where."""
+        """Return each folder that is mounted, and its path in the task."""
         found = [(folder, f"{CODE_MOUNT}/{at}") for at, folder in enumerate(self.code_dirs)]
         if self.packages:
             found.append((self.packages, PACKAGES_MOUNT))
@@ -76,11 +76,11 @@ class Payload:
 
     @property
     def path(self) -> list[str]:
-        """The folders in which its modules are found."""
+        """The folders that contain its modules."""
         return [*map(str, self.code_dirs), *([str(self.packages)] if self.packages else [])]
 
     def local_path(self) -> list[str]:
-        """Return PYTHONPATH for processes of this machine; empty where the caller's own serves."""
+        """Return PYTHONPATH for processes of this machine; empty if the caller's own is enough."""
         return list(dict.fromkeys([*self.path, *inherited.python_path()])) if self.path else []
 
     def needs_legacy_keras(self, spec: ClusterSpec) -> bool:

@@ -1,4 +1,4 @@
-"""What hands GPUs to tasks: NVIDIA's container toolkit for containers, and a TensorFlow with CUDA for processes."""
+"""What tasks need to use GPUs: NVIDIA's container toolkit in containers, a TensorFlow with CUDA in processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_engine(way: str) -> None:
 
 
 def _specified(info: dict[str, Any]) -> bool:
-    """Whether a CDI specification of NVIDIA's devices is where the engine looks for such."""
+    """Whether the engine finds a CDI specification of NVIDIA's devices."""
     if any("nvidia.com/gpu" in str(device.get("ID")) for device in info.get("DiscoveredDevices") or []):
         return True
     folders = [Path(folder) for folder in info.get("CDISpecDirs") or []]

@@ -33,7 +33,7 @@ class Live:
         self._line = ""
         self._losses: deque[float] = deque(maxlen=MAX_LOSSES)
         self._logged: tuple[int, float] | None = None
-        self._told_at = 0.0
+        self._printed_at = 0.0
         if sys.stdout.isatty():
             from rich.console import Console
 
@@ -60,10 +60,10 @@ class Live:
         if any(self._states.get(name) != state for name, state in settled.items()):
             print(plain("  ".join(f"{name} {state}" for name, state in states.items())), flush=True)
             self._states |= settled
-        if value["step"] and time.monotonic() - self._told_at > self.LINE_EVERY_S:
+        if value["step"] and time.monotonic() - self._printed_at > self.LINE_EVERY_S:
             if (line := plain(progress(value))) != self._line:
                 print(line, flush=True)
-            self._line, self._told_at = line, time.monotonic()
+            self._line, self._printed_at = line, time.monotonic()
         sys.stdout.flush()
 
     def _draw(self, console: Console, lines: list[str]) -> None:

@@ -39,10 +39,12 @@ def plan_lines(value: dict[str, Any]) -> list[str]:
 
 def _stages(pipeline: dict[str, Any]) -> list[str]:
     """Return the stages of a pipeline, a line each, after what they have in common."""
+    count = pipeline["pipelines"]
+    pipelines = "pipeline" if count == 1 else f"{count} pipelines"
     remat = ", activations computed again" if pipeline["remat"] else ""
     limit = f"{pipeline['memory_bytes'] / 1e6:,.0f} MB a stage" if pipeline["memory_bytes"] else "any memory"
     head = (
-        f"pipeline {pipeline['schedule']}, {pipeline['micro_batches']} micro-batches{remat}: stages of equal time "
+        f"{pipelines} {pipeline['schedule']}, {pipeline['micro_batches']} micro-batches{remat}: stages of equal time "
         f"would idle {pipeline['bubble']:.0%}; the cut is limited by {pipeline['limited_by']} ({limit})"
     )
     by = "FLOPS" if pipeline["partition_by"] == "flops" else "MS/MICRO-BATCH"

@@ -278,7 +278,7 @@ def test_a_task_reserves_its_own_gpus(config: Config, way: str, driver: str, ids
     assert not {"NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"} & set(task["environment"])
 
 
-def test_the_older_runtime_is_told_which_gpus(config: Config) -> None:
+def test_the_older_runtime_gets_the_list_of_gpus(config: Config) -> None:
     services = config(brought=with_gpus("nvidia"), workers=1)["services"]
     for name, ids in (("chief", "0,1"), ("worker-0", "2,3")):
         assert "nvidia" == services[name]["runtime"]

@@ -138,6 +138,6 @@ def test_the_doctor_s_container_must_ask_for_the_gpus_that_it_looks_at(
     assert (0, {way: expected}) == (code, asked(noted, name))
 
 
-def test_the_doctor_must_tell_why_its_container_does_not_start(noted: Path, host: Context) -> None:
+def test_the_doctor_must_report_why_its_container_does_not_start(noted: Path, host: Context) -> None:
     finding = inside.judge(*inside.run("cdi", ("9",), {}, "-c", "", timeout_s=60), count=1)
     assert "unresolvable CDI devices nvidia.com/gpu=9" in finding.detail

@@ -151,7 +151,7 @@ def test_no_port_must_be_reached_from_the_host(ports: list[tuple[str, int]]) -> 
     assert [] == [port for port in [*ports, *here] if doors.speaks(*port)]
 
 
-def test_local_tasks_in_a_container_must_be_told_why_they_have_no_network_of_their_own() -> None:
+def test_local_tasks_in_a_container_must_get_the_reason_why_they_have_no_network_of_their_own() -> None:
     program = Path(namespaces.__file__).read_text() + "\nprint(refusal().why)"
     run = ("run", "--rm", "--network=none", "--entrypoint=python", TRAIN_IMAGE)
     assert (0, "system calls are filtered") == engine.ask(*run, "-c", program, timeout_s=60)

@@ -55,7 +55,7 @@ def test_a_task_must_start_the_agent_and_stop_on_sigterm() -> None:
 
 
 @pytest.mark.parametrize("image", [TRAIN, BOARD])
-def test_labels_must_tell_what_is_inside(image: str) -> None:
+def test_labels_must_report_what_is_inside(image: str) -> None:
     config = json.loads(docker(f"image inspect --format='{{{{json .Config}}}}' {image}"))
     labels = {name.removeprefix("org.opencontainers.image."): text for name, text in config["Labels"].items()}
     assert {"title", "description", "base.name"} <= labels.keys()
@@ -127,7 +127,7 @@ def run(command: str) -> None:
 def test_only_the_layer_on_the_base_may_depend_on_the_order_of_its_files(
     image: str, held: Callable[[str], contents.Image]
 ) -> None:
-    """An engine packs a layer either folder by folder or sorted by path, as docs/decisions/0011 tells."""
+    """An engine packs a layer either folder by folder or sorted by path, see docs/decisions/0011."""
     base = json.loads(docker(f"image inspect --format='{{{{json .RootFS.Layers}}}}' {images.inspect(image)['base']}"))
     built = held(image).layers[len(base) :]
     assert "/opt/venv/bin/python" in built[0].entries

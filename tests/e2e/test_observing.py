@@ -41,7 +41,7 @@ def test_profiling_worker_0_must_leave_a_trace_and_not_change_the_bits(
     assert "run 'seen' has ended, so nothing trains in it" in refused
 
 
-def test_every_task_must_tell_its_pace_and_the_chief_where_the_time_went(unseen: RunFolder) -> None:
+def test_every_task_must_report_its_pace_and_the_chief_where_the_time_went(unseen: RunFolder) -> None:
     ended = summary(unseen)
     assert {"chief", "worker-0"} == set(ended["pace"]["tasks"])
     for pace in ended["pace"]["tasks"].values():

@@ -106,7 +106,7 @@ def test_bfloat16_must_give_the_same_bits_again(own: Clusters, half: RunFolder) 
     assert summary(half)["weights_sha256"] == summary(again)["weights_sha256"]
 
 
-def test_a_typo_in_a_users_function_must_be_told_before_anything_starts(own: Clusters) -> None:
+def test_a_typo_in_a_users_function_must_be_reported_before_anything_starts(own: Clusters) -> None:
     output = own.invoke("up", "--name=typo", "--preset=plants:preset", "--", "--model", "plants:modle", expect=2)
     assert "did you mean 'model'?" in output
     assert not own.run("typo").path.exists()

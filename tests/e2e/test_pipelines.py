@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cluster.run.folder import RunFolder
 from cluster.system.json_files import read_json
 from tests.e2e.scenario import Clusters, summary
 from tests.waiting import wait_for
@@ -32,31 +33,72 @@ def one_device(clusters: Clusters) -> dict[str, Any]:
     return summary(clusters.run("one-device"))
 
 
-def test_a_killed_stage_and_going_on_with_one_device_must_not_change_the_weights(
+def test_a_killed_middle_stage_and_going_on_with_one_device_must_not_change_the_weights(
     clusters: Clusters, one_device: dict[str, Any]
 ) -> None:
-    process = clusters.popen(*words("killed-stage", *PIPELINE, "--stages=2", steps=STEPS - 5))
+    options = ("--stages=3", "--schedule=1f1b", "--partition-by=measured")
+    process = clusters.popen(*words("killed-stage", *PIPELINE, *options, steps=STEPS - 5))
     run = clusters.run("killed-stage")
 
     def trains() -> bool:
         beat = run.heartbeats().get("worker-0", {})
         return beat.get("state") == "training" and beat["step"] >= EVERY and run.programs("worker-0").exists()
 
-    wait_for(trains, "the second stage to train", pause_s=0.001)
+    wait_for(trains, "the middle stage to train", pause_s=0.001)
     os.kill(read_json(run.programs("worker-0"))["program"]["pid"], signal.SIGKILL)
     output, _ = process.communicate(timeout=200)
     assert 0 == process.returncode, output
     assert ["worker-0"] == [restart["task"] for restart in summary(run)["restarts"]]
-    words_after = ("up", f"--resume={run.name}", "--strategy=one", "--tensorboard-port=0")
+    assert all(seconds > 0 for seconds in read_json(run.stages)["seconds"])
+    _check_timeline(clusters, run)
+    words_after = ("up", f"--resume={run.name}", "--strategy=one", "--runtime=local", "--tensorboard-port=0")
     clusters.invoke(*words_after, "--", f"--max-steps={STEPS}")
     found = summary(run)
     assert one_device["weights_sha256"] == found["weights_sha256"]
     assert one_device["metrics"] == found["metrics"]
 
 
+def _check_timeline(clusters: Clusters, run: RunFolder) -> None:
+    assert all(0 < beat["busy_share"] <= 1 for beat in run.heartbeats().values())
+    clusters.invoke("timeline", run.name, f"--output={run.path / 'own.png'}")
+    assert (run.path / "own.png").read_bytes().startswith(b"\x89PNG")
+    assert any(b"stages/timeline" in file.read_bytes() for file in run.tensorboard("chief").glob("events.*"))
+
+
 def test_the_devices_of_one_task_must_give_the_same_weights(clusters: Clusters, one_device: dict[str, Any]) -> None:
     clusters.invoke(*words("devices", *PIPELINE, "--workers=0", "--stages=2"))
     assert one_device["weights_sha256"] == summary(clusters.run("devices"))["weights_sha256"]
+
+
+TEXT = ("--transformer.layers=2", "--transformer.width=32", "--transformer.context=16", "--global-batch=8")
+
+
+def trained_on_text(clusters: Clusters, name: str, *options: str, training: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the summary of a small Transformer that was trained with these options."""
+    preset = ("--preset=transformer_lm", *options)
+    clusters.invoke(*words(name, *preset, steps=6), *TEXT, *training, timeout_s=500)
+    return summary(clusters.run(name))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_stages_of_a_transformer_must_have_the_weights_of_one_device(clusters: Clusters, precision: str) -> None:
+    training = (f"--precision={precision}",)
+    alone = trained_on_text(clusters, f"alone-{precision}", "--workers=0", training=training)
+    cases = [("2", "gpipe"), ("4", "1f1b")] if precision == "fp32" else [("2", "1f1b")]
+    for stages, schedule in cases:
+        options = (*PIPELINE, f"--stages={stages}", f"--schedule={schedule}")
+        found = trained_on_text(clusters, f"text-{precision}-{stages}", *options, training=training)
+        assert alone["weights_sha256"] == found["weights_sha256"]
+        assert alone["metrics"]["eval_loss"] == pytest.approx(found["metrics"]["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.long
+def test_two_pipelines_of_two_stages_must_have_the_weights_of_two_of_one(clusters: Clusters) -> None:
+    two = trained_on_text(clusters, "two-by-two", *PIPELINE, "--stages=2", "--workers=3")
+    one = trained_on_text(clusters, "two-by-one", *PIPELINE, "--stages=1", "--workers=1")
+    assert one["weights_sha256"] == two["weights_sha256"]
+    assert one["metrics"]["eval_loss"] == pytest.approx(two["metrics"]["eval_loss"], rel=1e-5)
 
 
 @pytest.mark.long

@@ -122,7 +122,9 @@ class Training:
             self._hooks.end(step, self._report.results, stopped=stopped)
             if not stopped:
                 self._save(step)  # with what callbacks did at the end, such as to take the best weights
-        self._checkpoint.wait()
+        self._checkpoint.release()
+        if context.division and not context.division.whole:
+            context.division.release()  # the chief needs room for the whole model
         self._report.end(step, stopped=stopped)
 
     @functools.cached_property
@@ -173,7 +175,7 @@ class Training:
         self._report.evaluate(step, self._evaluation)
         if self._pipeline and self._context.chief:
             with contextlib.suppress(PrerequisiteError):  # no step is recorded yet
-                self._report.metrics.picture(step, "pipeline", timeline.picture_of(self._context.run)[1])
+                self._report.metrics.picture(step, "stages/timeline", timeline.picture_of(self._context.run)[1])
         self._evaluated_at = step
         return self._report.results
 

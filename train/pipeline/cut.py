@@ -97,7 +97,9 @@ def cut(
     planned = records.read(run.stages, launch_records.stages, None) if run else None
     if planned is None and config.pipeline.partition_by == "measured":
         raise UsageError("--partition-by measured: no times of the blocks are recorded; start the run with `invoke up`")
-    found = find(model, config, stages, layers=planned["cut"] if planned else None, pipelines=pipelines)
+    planned = planned or {"cut": [], "seconds": []}
+    layers = planned["cut"] if len(planned["cut"]) == stages - 1 else None  # it may go on with more stages or fewer
+    found = find(model, config, stages, layers=layers, seconds=planned["seconds"], pipelines=pipelines)
     return [found.of(number) for number in range(stages)]
 
 
@@ -124,7 +126,7 @@ def describe(
         UsageError: as `find`.
     """
     measured = config.pipeline.partition_by == "measured"
-    conditions = measure.conditions(config)
+    conditions = measure.conditions(config) | {"pipelines": str(pipelines)}
     seconds: list[float] = []
     if measured:
         find(model, config, stages, pipelines=pipelines)  # what cannot be cut is not measured

@@ -25,7 +25,7 @@ from train.saving.joint import Joint
 class Division:
     """The stages of a model, and which of them this task has."""
 
-    def __init__(self, spec: ClusterSpec, task: Task, config: TrainConfig, run: RunFolder) -> None:
+    def __init__(self, spec: ClusterSpec, task: Task, config: TrainConfig, run: RunFolder | None) -> None:
         self._config, self._run = config, run
         self.stages = spec.stages
         self.tasks = max(1, len(spec.members))
@@ -41,7 +41,7 @@ class Division:
         self.models: list[keras.Model] = []
         """Of each stage; their layers and variables are those of the whole model."""
         self._stage_of: dict[int, int] = {}
-        self._owned: set[int] = set()
+        self._owned: dict[int, tf.Variable] = {}
 
     @property
     def whole(self) -> bool:
@@ -88,6 +88,11 @@ class Division:
         """Return this task's part in writing checkpoints: that of the tasks of the first pipeline."""
         return Joint(self.task, self.stages, lambda variable: id(variable) in self._owned)
 
+    def release(self) -> None:
+        """Free the memory of this task's variables, which must not be used any more: all that is needed is saved."""
+        for variable in self._owned.values():
+            tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros([0], variable.dtype))
+
     def _give_values(self, variables: Iterable[keras.Variable]) -> None:
         for variable in variables:
             stage = self._stage_of.get(id(variable))
@@ -95,7 +100,7 @@ class Division:
                 with tf.device(self.device(stage or 0)):
                     variable._deferred_initialize()
                 if stage is not None:
-                    self._owned.add(id(variable.value))
+                    self._owned[id(variable.value)] = variable.value
             else:
                 _leave_without_value(variable)
 

@@ -17,6 +17,7 @@ from cluster.errors import PrerequisiteError
 from cluster.run import records
 from cluster.run.fields import count, listing, mapping, one_of, record, seconds
 from cluster.run.folder import RunFolder
+from cluster.system.files import make_folder, open_file
 from cluster.system.json_files import write_json
 from train.pipeline.schedule import Action, Instruction, Span
 
@@ -48,7 +49,7 @@ class Recorder:
     def __init__(self, run: RunFolder, task: str) -> None:
         self._path = run.timeline(task)
         self._steps: dict[str, list[dict[str, Any]]] = {}
-        self._path.parent.mkdir(exist_ok=True)
+        make_folder(self._path.parent)
 
     def add(self, step: int, spans: Sequence[Span]) -> None:
         """Record a step, the first of which is 1."""
@@ -106,7 +107,8 @@ def save(run: RunFolder, path: Path) -> int:
     """
     step, picture = picture_of(run)
     try:
-        Image.fromarray(picture).save(path, "PNG")
+        with open_file(path, "wb") as file:
+            Image.fromarray(picture).save(file, "PNG")
     except OSError as error:
         raise PrerequisiteError(f"{path}: {error.strerror}; name another file") from error
     return step

@@ -133,6 +133,11 @@ class Checkpoint:
             self._writing = threading.Thread(target=self._write, args=(step,), name="checkpoint")
             self._writing.start()
 
+    def release(self) -> None:
+        """Free the memory of what a save copies to, once nothing is being written any more."""
+        self.wait()
+        self._copy = None
+
     @property
     def writing(self) -> bool:
         """Whether one is being written now."""

@@ -1,1 +1,1 @@
-"""Local processes: `runtime.py` is the runtime, `supervisor.py` starts the tasks and brings them back."""
+"""Local processes: `runtime.py` is the runtime, `supervisor.py` starts and restarts the tasks."""

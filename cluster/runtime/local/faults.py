@@ -16,7 +16,7 @@ SLICE_S = 0.5
 
 
 class ProcessFaults(FaultInjector):
-    """Disturbs local processes, by signals and limits."""
+    """Injects faults into local processes, by signals and limits."""
 
     refusals = MappingProxyType({"partition": "local tasks share one network; use a run of --runtime docker"})
 
@@ -33,13 +33,13 @@ class ProcessFaults(FaultInjector):
             processes.kill(found[which], number)
 
     def pause(self, task: str) -> None:
-        """Stop the agent first: it would end a program that it sees frozen."""
+        """Stop the agent first: otherwise it would end the frozen program."""
         self._frozen = [self.processes(task)[which] for which in ("agent", "program")]
         for process in self._frozen:
             processes.kill(process, signal.SIGSTOP)
 
     def slow(self, task: str) -> None:
-        """Stop the program again and again."""
+        """Stop and continue the program, again and again."""
         self._undone.clear()
         self._slowing = threading.Thread(target=self._stop_and_go, args=(self.processes(task)["program"],), daemon=True)
         self._slowing.start()
@@ -58,7 +58,7 @@ class ProcessFaults(FaultInjector):
         resource.prlimit(program, resource.RLIMIT_AS, (size, size))
 
     def undo(self, task: str) -> None:
-        """Undo what lasts."""
+        """Undo lasting faults."""
         self._undone.set()
         if self._slowing:
             self._slowing.join()

@@ -1,8 +1,8 @@
-"""The first process of a local run: it does nothing but see to it that the run leaves no process behind.
+"""The first process of a local run, which only makes sure that the run leaves no process behind.
 
-The kernel gives it every descendant whose own parent has ended, also a daemon that began a session of its own and
-emptied its environment. When the supervisor, its only child at first, ends, however that comes, it kills what is left.
-So one process is enough to end everything; what survives is what somebody starts after killing this one with SIGKILL.
+The kernel makes it the parent of every descendant whose own parent has ended, including daemons that began a session
+of their own and cleared their environment. When the supervisor, at first its only child, ends for whatever reason, it
+kills all that is left. Only what is started after this process was killed with SIGKILL can survive.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ KILL_TIMEOUT_S = 10.0
 
 
 def keep(work: Callable[[], None], on_terminate: Callable[[], object]) -> None:
-    """Do some work in a child process and return when that has ended and nothing that it started is left.
+    """Run a function in a child process, and return when that has ended and nothing that it started is left.
 
     Only the child comes back from `work`, and never from here.
 
     Args:
-        work: what the child does.
+        work: what the child runs.
         on_terminate: what SIGTERM to this process does.
 
     Raises:
@@ -47,7 +47,7 @@ def keep(work: Callable[[], None], on_terminate: Callable[[], object]) -> None:
 
 
 def _reap_until(child: int) -> int:
-    """Return the exit code of the child; until then what was adopted and ends is taken note of."""
+    """Return the exit code of the child; reap adopted processes until then."""
     while True:
         pid, status = os.waitpid(-1, 0)
         if pid == child:

@@ -25,7 +25,7 @@ def processes_of(
     gpus: Placement | None = None,
     network: str = HOST,
 ) -> dict[str, Any]:
-    """Return the local form of `compose.json`: each task's command and the environment that it gets on top.
+    """Return the local form of `compose.json`: each task's command and additional environment.
 
     Args:
         spec: the cluster.
@@ -59,7 +59,7 @@ def processes_of(
 
 
 def visible(gpus: Placement, task: str) -> dict[str, str]:
-    """Return the variables by which a process sees its GPUs and no other, whatever its caller sees."""
+    """Return the variables that make a process see its own GPUs and no others, whatever its caller sees."""
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus.of(task)) or NO_DEVICE}
     if not gpus.of(task):
         return visible

@@ -1,4 +1,4 @@
-"""The cluster as processes of this machine, which one supervisor starts and brings back: see `supervisor.py`."""
+"""The cluster as processes of this machine, which a supervisor starts and restarts, see `supervisor.py`."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ SRUN_S = 60.0
 
 
 class SlurmFaults(FaultInjector):
-    """Disturbs the tasks of a job, by signals on their nodes."""
+    """Injects faults into the tasks of a job, by signals on their nodes."""
 
     storm = frozenset({"kill", "pause", "corrupt"})
     refusals = MappingProxyType(
@@ -46,12 +46,12 @@ class SlurmFaults(FaultInjector):
         return records.read(attempts[-1], records.place)["node"] if attempts else ""
 
     def pause(self, task: str) -> None:
-        """Stop the agent first: it would end a program that it sees frozen."""
+        """Stop the agent first: otherwise it would end the frozen program."""
         self._frozen.add(task)
         self.signal(task, signal.SIGSTOP, "agent", "program")
 
     def undo(self, task: str) -> None:
-        """Undo what lasts; the program may have been ended meanwhile."""
+        """Undo lasting faults; the program may have ended meanwhile."""
         if task in self._frozen:
             self._frozen.discard(task)
             with contextlib.suppress(ClusterError):

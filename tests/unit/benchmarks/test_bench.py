@@ -162,13 +162,13 @@ def test_what_was_measured_again_must_replace_itself_and_nothing_else(tmp_path: 
     assert ["2030-01-02", "2030-02-03"] == [row["date"] for row in kept[:2]]
 
 
-def test_a_damaged_file_of_results_must_be_told(tmp_path: Path) -> None:
+def test_a_damaged_file_of_results_must_be_reported(tmp_path: Path) -> None:
     (path := tmp_path / "results.json").write_text("{")
     with pytest.raises(ClusterError, match=r"results\.json cannot be read"):
         results.read(path)
 
 
-def test_the_table_must_tell_figures_goals_and_what_they_were_measured_on() -> None:
+def test_the_table_must_report_figures_goals_and_what_they_were_measured_on() -> None:
     assert [
         "| figure | measured | against | result | goal | reached |",
         "|---|---|---|---|---|---|",
@@ -181,7 +181,7 @@ def test_the_table_must_tell_figures_goals_and_what_they_were_measured_on() -> N
     ] == results.table(rows())
 
 
-def test_the_terminal_must_tell_what_was_reached() -> None:
+def test_the_terminal_must_report_what_was_reached() -> None:
     assert [
         "start: 5.50 s (goal under 6 s: reached)  `up` to the first step: up 5.50 s, by hand 6.50 s",
         "telemetry: 3.0% (goal under 2%: missed)  cost of it all: with 10.3 s for 400 steps, without 10.0 s for 400 "
@@ -331,7 +331,9 @@ def test_all_must_be_chosen_where_none_is_named_and_none_twice() -> None:
         command.chosen("xyz")
 
 
-def test_a_missing_matplotlib_must_be_told_in_one_line(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_matplotlib_must_be_reported_in_one_line(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     code, told = invoked(only="start")
     assert EXIT_PREREQUISITE == code

@@ -54,7 +54,7 @@ def told(body: Callable[[Context], object]) -> tuple[int, str]:
     return ended.value.code, str(ended.value.message)
 
 
-def test_a_full_disk_without_a_name_is_told_with_what_can_be_done() -> None:
+def test_a_full_disk_without_a_name_is_reported_with_what_can_be_done() -> None:
     def body(_c: Context) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -94,7 +94,7 @@ def test_an_error_of_the_user_s_own_is_one_line_that_only_shows(error: BaseExcep
     assert described(error).isprintable()
 
 
-def test_a_folder_that_was_removed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_was_removed_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()

@@ -70,7 +70,7 @@ def test_a_user_may_have_no_home_folder(value: str | None, monkeypatch: pytest.M
         provenance.prepare()
 
 
-def test_a_home_folder_that_nobody_knows_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_home_folder_that_nobody_knows_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--script '~nobody-here/s.py'"):
         check_script("~nobody-here/s.py", tmp_path / "runs")
     assert settings.home() == Path(os.environ["HOME"])

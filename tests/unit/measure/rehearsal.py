@@ -22,7 +22,7 @@ from train.startup import rehearsal
 
 
 def main(result: Path, rehearses: bool) -> None:
-    """Train, and tell what came out."""
+    """Train, and print the result."""
     if rehearses:
         rehearsal.rehearse()
     (port,) = free_ports(1)

@@ -1,4 +1,4 @@
-"""What a TPU would be given, as far as a CPU can tell: no TPU, static shapes, a step that XLA compiles, bfloat16."""
+"""What a TPU would be given, as far as a CPU can show it: no TPU, static shapes, a step that XLA compiles, bfloat16."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from train.overrides import resolve
 
 
 def refusal(*overrides: str, preset: str = "fashion_mnist") -> str:
-    """Return what a refused configuration is told."""
+    """Return the error of a refused configuration."""
     with pytest.raises(UsageError) as refused:
         resolve(preset, overrides)
     assert 1 == len(str(refused.value).splitlines())

@@ -38,7 +38,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 
 def refusal(reference: str, of: Callable[[str], object] | None = None) -> str:
-    """Return what a reference that is refused is told."""
+    """Return the error of a reference that is refused."""
     with pytest.raises(UsageError) as refused:
         of(reference) if of else references.check("--model", reference, BUILT_IN)
     assert 1 == len(str(refused.value).splitlines())
@@ -106,7 +106,7 @@ def test_names_inside_of_functions_and_classes_are_not_the_modules(write: Callab
         "try:\n    pass\nexcept ImportError:\n    pass\nelse:\n    def model(): pass",
         "if True:\n    model = 1",
         "model: int = 1",
-        "from math import *",  # what that brings cannot be told without running it
+        "from math import *",  # what that brings is not known without running it
         "def __getattr__(name): return 1",
     ],
 )
@@ -120,7 +120,7 @@ def test_an_empty_module_has_no_name(write: Callable[..., Path]) -> None:
     assert refusal("own_nets:model").endswith("own_nets.py has no 'model'")
 
 
-def test_a_missing_module_is_told_with_the_path_that_was_searched(write: Callable[..., Path]) -> None:
+def test_a_missing_module_is_reported_with_the_path_that_was_searched(write: Callable[..., Path]) -> None:
     folder = write({})
     told = refusal("no_such_module:model")
     assert told.startswith(

@@ -182,6 +182,6 @@ def _dataset_class(name: str) -> Callable[[str, str, Path], Dataset]:
     if name in text.TEXTS:
         return text.TextDataset
     with quiet.imports():  # TensorFlow, only once there is something to prepare
-        from train.data.prepare.tfds_dataset import TfdsDataset
+        from train.data.prepare.tfds_dataset import TfdsDataset, TfdsText
 
-    return TfdsDataset
+    return TfdsText if name in text.TFDS_TEXTS else TfdsDataset

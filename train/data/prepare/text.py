@@ -1,6 +1,7 @@
 """A text as examples of the next byte: windows of bytes, and for each byte the one that follows it.
 
-The Jargon File 4.4.7 (in the public domain): 1.4 MB of English, from Debian's package `dict-jargon`.
+The Jargon File 4.4.7 (in the public domain): 1.4 MB of English, from Debian's package `dict-jargon`. A text of TFDS,
+such as `tiny_shakespeare`, comes through TFDS's own builder, see `tfds_dataset.TfdsText`.
 
 Shapes: N windows, L bytes of each, V values of a byte.
 """
@@ -23,9 +24,12 @@ TEXTS = {
     )
 }
 """The file of each text that is known here."""
+TFDS_TEXTS = ("tiny_shakespeare",)
+"""Datasets of TFDS whose examples are texts."""
 TEST_SHARE = 0.1
 """Of the windows, the last of the text."""
-VOCABULARY = 256
+BYTES = tuple(f"byte {value}" for value in range(256))
+"""The names of the classes."""
 
 
 class TextDataset:
@@ -55,7 +59,7 @@ class TextDataset:
             raise PrerequisiteError("none there") from None
         if len(text) != self._file.size_bytes:
             raise PrerequisiteError(f"{self._path} has {len(text)} bytes, not {self._file.size_bytes}")
-        return tuple(f"byte {value}" for value in range(VOCABULARY)), split(text)
+        return BYTES, split(text)
 
     def files(self) -> tuple[Path, ...]:
         return (self._path,)
@@ -63,9 +67,14 @@ class TextDataset:
 
 def split(text: bytes, window: int = WINDOW) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return windows to train on and, of the last part of the text, to test on; the rest after the last is left out."""
+    features_NL, labels_NL = windows(text, window)
+    train = len(features_NL) - max(1, round(TEST_SHARE * len(features_NL)))
+    return {"train": (features_NL[:train], labels_NL[:train]), "test": (features_NL[train:], labels_NL[train:])}
+
+
+def windows(text: bytes, window: int = WINDOW) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bytes of a text and those that follow each, uint8 and int64 `[N, L]`."""
     values = np.frombuffer(text, np.uint8)
     count = (len(values) - 1) // window
     features_NL = values[: count * window].reshape(count, window)
-    labels_NL = values[1 : count * window + 1].reshape(count, window).astype(np.int64)
-    train = count - max(1, round(TEST_SHARE * count))
-    return {"train": (features_NL[:train], labels_NL[:train]), "test": (features_NL[train:], labels_NL[train:])}
+    return features_NL, values[1 : count * window + 1].reshape(count, window).astype(np.int64)

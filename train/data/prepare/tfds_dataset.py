@@ -14,6 +14,7 @@ import tensorflow_datasets as tfds
 from absl import logging
 
 from cluster.errors import PrerequisiteError
+from train.data.prepare import text
 from train.data.prepare.download import SourceFile
 
 logging.set_verbosity(logging.ERROR)  # TFDS warns of every folder that is not there yet
@@ -54,15 +55,10 @@ class TfdsDataset:
         Raises:
             PrerequisiteError: it is not built yet, or its files are damaged.
         """
-        builder = self._builder(self._data_dir)
-        if not builder.is_prepared():
-            raise PrerequisiteError("none there")
+        builder = self._built()
         splits = {}
         for split in ("train", "test"):
-            try:
-                examples = builder.as_dataset(split=split, batch_size=-1, shuffle_files=False)
-            except tf.errors.OpError as error:
-                raise PrerequisiteError(f"{self._folder} is damaged ({type(error).__name__})") from None
+            examples = self._read(builder, split)
             expected = builder.info.splits[split].num_examples
             if len(examples["label"]) != expected:
                 raise PrerequisiteError(f"{self._folder} has {len(examples['label'])} {split} examples, not {expected}")
@@ -73,6 +69,32 @@ class TfdsDataset:
         """Return the files of the built dataset that hold its examples."""
         return tuple(sorted(self._folder.glob("*.tfrecord*")))
 
+    def _built(self) -> tfds.core.DatasetBuilder:
+        builder = self._builder(self._data_dir)
+        if not builder.is_prepared():
+            raise PrerequisiteError("none there")
+        return builder
+
+    def _read(self, builder: tfds.core.DatasetBuilder, split: str) -> dict[str, tf.Tensor]:
+        try:
+            return builder.as_dataset(split=split, batch_size=-1, shuffle_files=False)
+        except tf.errors.OpError as error:
+            raise PrerequisiteError(f"{self._folder} is damaged ({type(error).__name__})") from None
+
     def _builder(self, data_dir: Path) -> tfds.core.DatasetBuilder:
         # By class: `tfds.builder` reads a dataset in place by its files alone and then knows no addresses.
         return tfds.builder_cls(self._name)(version=self._version, data_dir=data_dir)
+
+
+class TfdsText(TfdsDataset):
+    """A dataset of TFDS whose examples are texts, as windows of bytes."""
+
+    def decode(self) -> tuple[tuple[str, ...], dict[str, tuple[np.ndarray, np.ndarray]]]:
+        """Return the names of the bytes and, for "train" and "test", bytes and those after: uint8 and int64 `[N, L]`.
+
+        Raises:
+            PrerequisiteError: it is not built yet, or its files are damaged.
+        """
+        builder = self._built()
+        texts = {split: b"".join(self._read(builder, split)["text"].numpy()) for split in ("train", "test")}
+        return text.BYTES, {split: text.windows(each) for split, each in texts.items()}

@@ -106,7 +106,7 @@ def test_a_missing_task_is_named_with_what_else_is_known(three: ClusterSpec) -> 
         assert f"the cluster was not complete after 0.5 s: missing worker-1 ({reason})" == str(error)
 
 
-def test_a_name_that_does_not_resolve_is_told_apart(three: ClusterSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_does_not_resolve_is_distinguished(three: ClusterSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     moved = tuple(replace(task, host="gone") if task.name == "worker-1" else task for task in three.tasks)
     connect = socket.create_connection
 
@@ -255,7 +255,7 @@ def test_a_task_that_has_not_its_address_yet_tries_again(three: ClusterSpec, mon
     assert 2 == len(tries)
 
 
-def test_a_task_that_never_gets_its_address_is_told_in_time(three: ClusterSpec) -> None:
+def test_a_task_that_never_gets_its_address_is_reported_in_time(three: ClusterSpec) -> None:
     lost = replace(three, tasks=(replace(three.task("chief"), host="192.0.2.1"), *three.tasks[1:]))
     error = arrive(lost, "chief", timeout_s=0.3).end()
     assert isinstance(error, TimedOut)

@@ -1,4 +1,4 @@
-"""Tasks that live but do nothing: found by their heartbeat or their step, told, and started again."""
+"""Tasks that live but do nothing: found by their heartbeat or their step, reported, and started again."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_a_machine_that_lacks_nothing_is_ok() -> None:
         ),
     ],
 )
-def test_what_is_missing_is_told_with_its_fix(
+def test_what_is_missing_is_reported_with_its_fix(
     monkeypatch: pytest.MonkeyPatch,
     check: str,
     state: str,

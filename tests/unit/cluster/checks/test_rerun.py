@@ -48,7 +48,7 @@ def test_the_same_losses_and_weights_are_identical(made: Callable[..., RunFolder
 
 
 @pytest.mark.parametrize(("tolerance", "expected", "code"), [(0.0, "different", 1), (0.2, "within tolerance", 0)])
-def test_how_far_apart_and_from_which_step_is_told(
+def test_how_far_apart_and_from_which_step_is_reported(
     made: Callable[..., RunFolder], tolerance: float, expected: str, code: int
 ) -> None:
     second = made("two", {1: 2.3, 2: 2.2 * 1.01, 3: 1.8}, "bb", environment={"cpu": {"model": "B"}})

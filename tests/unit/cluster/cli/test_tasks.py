@@ -217,7 +217,7 @@ def test_an_error_is_one_line_with_its_exit_code(tmp_path: Path, words: list[str
     [
         ("plan --runtime local --json", "", (141, 0)),
         ("plan --runtime local --json", "1", (141, 0)),
-        ("status", "1", (2, 1)),  # what is wrong is told all the same
+        ("status", "1", (2, 1)),  # what is wrong is reported all the same
     ],
 )
 def test_a_command_whose_output_nobody_reads_ends_quietly(words: str, unbuffered: str, ends: tuple[int, int]) -> None:
@@ -285,7 +285,7 @@ def test_waiting_too_long_ends_with_4(make_run: MakeRun) -> None:
 
 
 @pytest.mark.parametrize(("state", "code"), [("succeeded", 0), ("stopped", 130)])
-def test_waiting_tells_how_the_run_ended(
+def test_waiting_reports_how_the_run_ended(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str], state: str, code: int
 ) -> None:
     run = current(make_run(workers=0))
@@ -433,7 +433,7 @@ def test_all_and_fast_exclude_each_other() -> None:
 @pytest.mark.parametrize(
     ("exited", "expected"), [((1, 0), 1), ((0, 1), 1), ((-9, 0), -9), ((5, 0), 0), ((1, 5), 1), ((5, 5), 5)]
 )
-def test_a_failure_in_either_part_of_the_tests_is_told_after_both(exited: tuple[int, int], expected: int) -> None:
+def test_a_failure_in_either_part_of_the_tests_is_reported_after_both(exited: tuple[int, int], expected: int) -> None:
     """5: none of the part's tests was selected, which is wrong only where the other has none either."""
     code, parts = what_test_runs(*exited, all=True)
     assert (expected, 2) == (code, len(parts))

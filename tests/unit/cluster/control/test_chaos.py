@@ -69,7 +69,7 @@ def slowing() -> list[threading.Thread]:
 # What a fault costs
 
 
-def test_a_killed_worker_is_noticed_at_once_and_its_cost_told_from_the_fault(start_gang: StartGang) -> None:
+def test_a_killed_worker_is_noticed_at_once_and_its_cost_reported_from_the_fault(start_gang: StartGang) -> None:
     gang = begin(start_gang)
     program = gang.pid("worker-0")
     result = chaos.inflict(gang.run, Fault("kill", "worker-0", at_step=5))
@@ -255,7 +255,7 @@ def test_what_still_lasts_is_undone_when_nothing_recovers(
     gang.await_step("worker-0", gang.beat("worker-0")["step"] + 20)
 
 
-# How it is told
+# How it is reported
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_a_fault_must_end_the_run_only_where_it_should(kind: str, ended: str | N
         (Result("stop", "chief", 5, None, 1.26, 0, "stopped"), "the run stopped 1.3 s later"),
     ],
 )
-def test_a_result_is_told_in_one_line(result: Result, line: str) -> None:
+def test_a_result_is_reported_in_one_line(result: Result, line: str) -> None:
     assert line == result.description
 
 
@@ -394,7 +394,7 @@ def test_a_kind_that_this_machine_has_no_means_for_ends_with_2(run: RunFolder) -
 
 
 @pytest.mark.parametrize(("kind", "code"), [("kill", 1), ("stop", 0)])
-def test_the_exit_code_tells_whether_the_run_did_as_it_should(
+def test_the_exit_code_reports_whether_the_run_did_as_it_should(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str, code: int
 ) -> None:
     inflicted = []

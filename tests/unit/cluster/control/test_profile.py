@@ -49,7 +49,7 @@ def answer(run: RunFolder, **answer: Any) -> threading.Thread:
     return thread
 
 
-def test_a_task_that_trains_is_asked_and_its_trace_told(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_trains_is_asked_and_its_trace_reported(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensorboard, "running", lambda runs_dir: 6007)
     thread = answer(run, first=41, last=45)
     assert [

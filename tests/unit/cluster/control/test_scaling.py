@@ -147,6 +147,12 @@ def test_a_run_that_has_ended_is_not_scaled(training: Callable[..., RunFolder]) 
     assert told == str(refusal(run, "1"))
 
 
+def test_a_pipeline_is_cut_for_its_stages(training: Callable[..., RunFolder]) -> None:
+    error = refusal(training(workers=1, strategy="pipeline"), "3")
+    assert isinstance(error, UsageError)
+    assert "--resume run --stages" in str(error)
+
+
 def test_a_script_keeps_its_own_state(training: Callable[..., RunFolder]) -> None:
     run = training({"script": "/its/train.py"}, workers=2)
     assert str(refusal(run, "1")).startswith(
@@ -180,7 +186,7 @@ def test_the_plan_keeps_what_was_not_asked_for(training: Callable[..., RunFolder
     assert "OneDeviceStrategy" == scaling.plan(run, "0", "").cluster.strategy_class
 
 
-def test_the_command_passes_on_what_it_was_told(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_passes_on_what_it_was_given(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run, asked = make_run("named"), []
     monkeypatch.setattr(scaling, "scale", lambda *words, trust: asked.append((*words[:3], trust)) or 130)
     with pytest.raises(Exit) as ended:
@@ -280,7 +286,7 @@ def test_the_step_is_that_of_the_newest_checkpoint(
     assert [3] == [event["step"] for event in gang.events("scaled")]
 
 
-def test_parameter_servers_are_told_of(
+def test_parameter_servers_are_mentioned(
     start_gang: StartGang, scale: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = "if NAME.startswith(('worker', 'ps')): serve()\n" + LASTING
@@ -300,7 +306,7 @@ def test_a_stop_for_another_size_is_not_the_end(start_gang: StartGang) -> None:
     assert {"chief": "stopped", "worker-0": "stopped"} == {n: b["state"] for n, b in gang.run.heartbeats().items()}
 
 
-def test_a_run_that_ends_by_itself_first_tells_so(
+def test_a_run_that_ends_by_itself_first_says_so(
     start_gang: StartGang, scale: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     gang = start_gang("train(3), until(lambda: run.stop_requested), finish()", workers=1)

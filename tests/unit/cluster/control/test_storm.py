@@ -100,7 +100,7 @@ def test_the_kinds_that_were_asked_for_are_all_that_is_drawn(
     assert {("pause", False), ("slow", False)} == {(fault.kind, fault.whole) for _, fault in inflicted}
 
 
-def test_each_fault_is_told_before_and_after(run: RunFolder, inflicted: list[tuple[int, Fault]]) -> None:
+def test_each_fault_is_reported_before_and_after(run: RunFolder, inflicted: list[tuple[int, Fault]]) -> None:
     told: list[str] = []
     storm.deal(run, 2, 0, ["kill"], told.append)
     (_, first), (_, second) = inflicted
@@ -133,7 +133,7 @@ def test_a_run_without_room_gets_no_fault(run: RunFolder, inflicted: list[tuple[
     assert 1 == len(deal(run, count=1))
 
 
-def test_a_run_whose_end_no_task_has_told_yet_has_room(run: RunFolder, inflicted: list[tuple[int, Fault]]) -> None:
+def test_a_run_whose_end_no_task_has_reported_yet_has_room(run: RunFolder, inflicted: list[tuple[int, Fault]]) -> None:
     beat(run, 100, steps_total=0)
     assert 3 == len(deal(run, count=3))
 

@@ -147,15 +147,12 @@ def test_and_calls_lost_what_does_not_change(make_run: Callable[..., RunFolder])
     assert "done" == look_once(run)["chief"]["state"]
 
 
-def test_watching_asks_no_engine_and_reads_no_event(
-    make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_watching_asks_no_engine(make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(workers=0)
     write_json(run.path.parent / ".tensorboard.json", {"runtime": "docker", "port": 6006})
     beat(run, "chief", age_s=0)
     looks: list[int] = []
     monkeypatch.setattr(engine, "ask", lambda *words, **_: pytest.fail(f"asked: docker {words}"))
-    monkeypatch.setattr(RunFolder, "events", lambda run: pytest.fail("read all events"))
 
     def end_after_three(value: dict[str, Any]) -> None:
         looks.append(value["step"])

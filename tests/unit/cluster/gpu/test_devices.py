@@ -38,7 +38,7 @@ def test_every_gpu_of_a_host_is_found(nvidia_smi: NvidiaSmi, host: str) -> None:
             "8-v100-cube-mesh",
             "03",
             (2, devices.PATHS["NODE"]),
-        ),  # told by the processors: there is no column of NUMA nodes
+        ),  # from the processors: there is no column of NUMA nodes
         ("8-v100-cube-mesh", "04", (2, devices.PATHS["SYS"])),
         ("8-v100-cube-mesh", "05", (0, devices.PATHS["SYS"])),
         ("8-a100-pcie-bridges", "01", (12, devices.PATHS["NODE"])),
@@ -47,7 +47,7 @@ def test_every_gpu_of_a_host_is_found(nvidia_smi: NvidiaSmi, host: str) -> None:
         ("2-l4-no-topology", "01", (0, 0)),
     ],
 )
-def test_neighbours_are_told_apart(nvidia_smi: NvidiaSmi, host: str, pair: str, near: tuple[int, int]) -> None:
+def test_neighbours_are_distinguished(nvidia_smi: NvidiaSmi, host: str, pair: str, near: tuple[int, int]) -> None:
     nvidia_smi(host)
     machine = devices.machine("--gpus all")
     assert near == machine.closeness(*pair) == machine.closeness(*reversed(pair))
@@ -78,7 +78,7 @@ def test_what_is_not_known_is_no_neighbourhood() -> None:
     assert ({}, {}) == devices.neighbours("Not supported\n")
 
 
-def test_mig_is_told_and_instances_only_where_they_are_asked_for(nvidia_smi: NvidiaSmi) -> None:
+def test_mig_is_reported_and_instances_only_where_they_are_asked_for(nvidia_smi: NvidiaSmi) -> None:
     nvidia_smi("2-a100-mig")
     assert [True, False] == [gpu.mig for gpu in devices.machine("--gpus all").gpus]
     assert () == devices.machine("--gpus all").instances

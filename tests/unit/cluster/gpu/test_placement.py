@@ -22,7 +22,7 @@ OTHER_MIG = "MIG-d4c28c2e-7c26-847f-0316-909e3bbbe9ea"
 
 
 def placed(words: str, per_task: str = "", **topology: object) -> Placement:
-    """Return who gets what on the host that `nvidia-smi` tells of."""
+    """Return who gets what on the host that `nvidia-smi` reports."""
     requested = placement.parse(words, per_task)
     assert requested
     return placement.place(requested, devices.machine(requested.text, with_instances=True), spec.build(**topology))
@@ -272,7 +272,7 @@ def test_mixed_models_that_were_named_are_noted(nvidia_smi: NvidiaSmi) -> None:
     assert () == placed("2", workers=1).notes
 
 
-def test_a_topology_that_is_not_told_is_noted(nvidia_smi: NvidiaSmi) -> None:
+def test_a_topology_that_is_not_reported_is_noted(nvidia_smi: NvidiaSmi) -> None:
     nvidia_smi("2-l4-no-topology")
     (note,) = placed("2", workers=1).notes
     assert note.startswith("`nvidia-smi topo -m` gave no answer")

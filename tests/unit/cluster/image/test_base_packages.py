@@ -55,7 +55,7 @@ def test_other_packages_are_refused_until_they_are_recorded(record: Path, docker
     assert f"run --rm --network=none --entrypoint=dpkg-query {images.DEBIAN_BASE} --show " in calls.read_text()
 
 
-def test_a_base_that_cannot_be_read_is_told(record: Path, docker: Callable[[str], Path]) -> None:
+def test_a_base_that_cannot_be_read_is_reported(record: Path, docker: Callable[[str], Path]) -> None:
     docker("echo no such image >&2; exit 1")
     with pytest.raises(PrerequisiteError, match="no such image"):
         base_packages.renew()

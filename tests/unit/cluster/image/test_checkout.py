@@ -34,7 +34,7 @@ def committed(folder: Path) -> Path:
     return file
 
 
-def test_the_commit_and_its_time_are_told_and_whether_files_differ(committed: Path) -> None:
+def test_the_commit_and_its_time_are_reported_and_whether_files_differ(committed: Path) -> None:
     commit = checkout.commit()
     assert (40, commit, 86400) == (len(commit), checkout.revision(), checkout.commit_time_s())
     committed.write_text("2")
@@ -42,7 +42,7 @@ def test_the_commit_and_its_time_are_told_and_whether_files_differ(committed: Pa
     assert (commit, f"{commit}-dirty") == (checkout.revision("train"), checkout.revision("train/other.py"))
 
 
-def test_what_differs_from_the_commit_is_told_by_a_hash(folder: Path, committed: Path) -> None:
+def test_what_differs_from_the_commit_is_reported_by_a_hash(folder: Path, committed: Path) -> None:
     clean = checkout.commit()
     assert checkout.changes_sha256(*CODE) is None
     committed.write_text("2")
@@ -67,7 +67,7 @@ def test_a_link_to_nothing_is_not_a_change(folder: Path, committed: Path) -> Non
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_outside_of_a_git_checkout_there_is_nothing_to_tell(
+def test_outside_of_a_git_checkout_there_is_nothing_to_report(
     folder: Path, monkeypatch: pytest.MonkeyPatch, installed: bool
 ) -> None:
     if not installed:

@@ -35,7 +35,7 @@ def no_base_image(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answering(local: dict[str, Any], registry: tuple[int, str] = NO_REGISTRY) -> Ask:
-    """Return an engine that has these images (name: what it tells of them) and a registry that gives this answer."""
+    """Return an engine that has these images (name: what it reports of them) and a registry that gives this answer."""
 
     def ask(*words: str, timeout_s: float = 0) -> tuple[int, str]:
         if words[0] == "buildx":
@@ -104,7 +104,7 @@ def test_without_a_registry_a_base_must_be_made(monkeypatch: pytest.MonkeyPatch)
     assert not set(made) & set(images.build_commands("cpu", BASE))
 
 
-def test_without_registry_and_bootstrapper_the_fix_must_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_registry_and_bootstrapper_the_fix_must_be_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "ask", answering({}))
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(PrerequisiteError, match=r"no such host.*mmdebstrap.*install it, or set BASE_IMAGE"):
@@ -167,7 +167,7 @@ def test_a_proxys_address_must_not_be_printed(monkeypatch: pytest.MonkeyPatch) -
     assert "secret@proxy" not in command
 
 
-def test_inspecting_a_missing_image_must_tell_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspecting_a_missing_image_must_report_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "ask", answering({}))
     with pytest.raises(PrerequisiteError, match=r"No such image.*invoke image\.build"):
         images.inspect(images.tensorboard_image())
@@ -177,7 +177,7 @@ def test_inspecting_a_missing_image_must_tell_how_to_build_it(monkeypatch: pytes
 
 
 def labels(base: images.Base, accelerator: str = "cpu") -> dict[str, dict[str, str]]:
-    """Return what an engine tells of the images that were built from a base."""
+    """Return what an engine reports of the images that were built from a base."""
     built = [shlex.split(command) for command in images.build_commands(accelerator, base)]
     names = [next(word[6:] for word in words if word.startswith("--tag=")) for words in built]
     given = [dict(word[8:].split("=", 1) for word in words if word.startswith("--label=")) for words in built]

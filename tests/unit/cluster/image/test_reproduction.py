@@ -1,4 +1,4 @@
-"""What an image holds, in what two differ, and what is told of it: on small archives made here."""
+"""What an image holds, how two differ, and how that is reported: on small archives made here."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def run(monkeypatch: pytest.MonkeyPatch, second: list[Layer], **options: Any) ->
 
 
 @pytest.mark.usefixtures("engine_ready")
-def test_the_exit_code_must_tell_whether_they_are_identical(
+def test_the_exit_code_must_report_whether_they_are_identical(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert EXIT_DONE == run(monkeypatch, [ENTRIES])
@@ -254,7 +254,7 @@ def test_wrong_words_must_be_refused_before_any_engine_is_asked(
     assert EXIT_USAGE == ended.value.code
 
 
-def test_without_an_engine_the_prerequisite_must_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_engine_the_prerequisite_must_be_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "ask", lambda *words, **_: (127, "docker is not installed"))
     with pytest.raises(Exit, match="docker is not installed.*install and start Docker") as ended:
         tasks.ns["image.reproduce"](MockContext())

@@ -31,7 +31,7 @@ FILES = {
 
 
 def package(kind: str, name: str, *paths: str, layer: str = "") -> Json:
-    """Return a package as syft tells it, found in these files."""
+    """Return a package as syft lists it, found in these files."""
     properties = {"syft:package:type": kind, "syft:package:foundBy": "a cataloger"}
     for number, path in enumerate(paths):
         properties |= {f"syft:location:{number}:layerID": layer, f"syft:location:{number}:path": path}
@@ -124,7 +124,7 @@ def test_wrong_words_must_be_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert "\n" not in message
 
 
-def test_what_is_missing_must_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_must_be_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> str:
         code, message = refused(output=str(tmp_path / "x"))
         assert EXIT_PREREQUISITE == code

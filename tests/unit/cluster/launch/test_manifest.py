@@ -57,7 +57,7 @@ def test_a_manifest_holds_no_path_of_this_machine(started: Callable[..., RunFold
     assert before != manifest.read(started("changed", workers="0", script=str(script)))["config"]["script_sha256"]
 
 
-def test_outside_of_a_git_checkout_the_files_themselves_are_told(
+def test_outside_of_a_git_checkout_the_files_themselves_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (checkout, manifest):
@@ -75,7 +75,7 @@ def test_outside_of_a_git_checkout_the_files_themselves_are_told(
     )
 
 
-def test_a_folder_of_the_user_s_is_told_by_its_own_modules_alone(tmp_path: Path) -> None:
+def test_a_folder_of_the_user_s_is_identified_by_its_own_modules_alone(tmp_path: Path) -> None:
     first, second = (tmp_path / name / "code" for name in ("one", "two"))
     for path in (first / "package" / "model.py", second / "model.py"):
         path.parent.mkdir(parents=True)

@@ -167,14 +167,14 @@ def test_another_tensorflow_is_refused(tmp_path: Path) -> None:
         ("not a requirement", "Invalid requirement: 'not a requirement'"),
     ],
 )
-def test_what_pip_cannot_find_or_read_is_told_in_one_line(tmp_path: Path, line: str, told: str) -> None:
+def test_what_pip_cannot_find_or_read_is_reported_in_one_line(tmp_path: Path, line: str, told: str) -> None:
     with pytest.raises(UsageError) as refused:
         packages.prepare(requirements(tmp_path, line), PYTHON)
     assert str(refused.value).startswith(f"--requirements '{tmp_path}/theirs.txt': {told}")
     assert 1 == len(str(refused.value).splitlines())
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--requirements '.*absent.txt': No such file or directory; expected a file"):
         packages.prepare(tmp_path / "absent.txt", PYTHON)
 

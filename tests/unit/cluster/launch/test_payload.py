@@ -101,7 +101,7 @@ def test_a_script_that_cannot_be_run_is_refused(
     assert 1 == len(str(refused.value).splitlines())
 
 
-def test_what_containers_could_not_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_containers_could_not_read_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "theirs" / "s.py"
     script.parent.mkdir()
     script.touch()

@@ -112,7 +112,7 @@ def test_a_configuration_that_makes_no_sense_is_refused(tmp_path: Path, request_
 # What the machine lacks
 
 
-def test_a_tpu_that_is_not_there_is_told_before_anything_else(
+def test_a_tpu_that_is_not_there_is_reported_before_anything_else(
     resolved: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("TPU_NAME", raising=False)
@@ -430,7 +430,7 @@ def test_leftovers_are_the_runs_of_this_folder_that_live(make_run: MakeRun, monk
     )
 
 
-def test_no_current_run_is_told(tmp_path: Path, make_run: MakeRun) -> None:
+def test_no_current_run_is_reported(tmp_path: Path, make_run: MakeRun) -> None:
     with pytest.raises(ClusterError, match="there is no current run; start one with `invoke up`"):
         folders.find_run()
     run = make_run("gone")

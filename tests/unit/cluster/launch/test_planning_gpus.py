@@ -42,7 +42,7 @@ def show_plan(**options: Any) -> None:
 
 
 def ids_of(planned: Plan) -> list[list[int]]:
-    """Return each task's ids as programs are told."""
+    """Return each task's ids as programs get them."""
     return [task["gpus"] for task in planned.to_json()["tasks"]]
 
 
@@ -271,7 +271,7 @@ def engine_says(info: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("way", placement.DEVICE_REQUESTS)
-def test_an_engine_that_cannot_hand_over_gpus_is_told(docker: Callable[[str], Path], way: str) -> None:
+def test_an_engine_that_cannot_hand_over_gpus_is_reported(docker: Callable[[str], Path], way: str) -> None:
     docker(engine_says({"Runtimes": {"runc": {}}, "CDISpecDirs": None}))
     with pytest.raises(PrerequisiteError) as refused:
         toolkit.check_engine(way)

@@ -104,6 +104,7 @@ def test_what_only_a_pipeline_has_is_refused_without(config: dict[str, Any]) -> 
     spec.check_stages(alone, {"global_batch": 192})
     with pytest.raises(UsageError):
         spec.check_stages(alone, {"global_batch": 192} | config)
+    spec.check_stages(alone, {"global_batch": 192} | config, previous=config)  # it goes on without stages
 
 
 def test_options_of_a_pipeline_reach_the_training() -> None:

@@ -37,7 +37,7 @@ def trained(make_run: MakeRun) -> Callable[..., RunFolder]:
 
 
 def notes(run: RunFolder, preset: str = "", topology: dict[str, Any] | None = None, **config: Any) -> list[str]:
-    """Return what is told of a run that goes on with these changes."""
+    """Return the notes about a run that goes on with these changes."""
     changed = {**read_json(run.config), **config}
     cluster = spec.build(**topology) if topology else run.load_cluster()
     return check(run, preset, changed, cluster)

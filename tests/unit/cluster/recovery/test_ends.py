@@ -94,7 +94,7 @@ def test_lines_that_tensorflow_logs_behind_an_error_are_no_part_of_it() -> None:
     assert "ValueError: a b" == ends.error_in(lines, 70)
 
 
-def test_a_long_error_is_told_by_its_begin_and_its_end() -> None:
+def test_a_long_error_is_reported_by_its_begin_and_its_end() -> None:
     message = ["ValueError: begin", *["in between"] * 500, "end"]
     told = ends.error_in(["Traceback (most recent call last):", "  File", *message], 70)
     assert told is not None
@@ -122,7 +122,7 @@ def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path) -> None:
         ("6,1,900000000,-;usb 1-1: new device 77", False),
     ],
 )
-def test_memory_is_told_where_the_kernel_log_says_so(
+def test_memory_is_reported_where_the_kernel_log_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, record: str, said: bool
 ) -> None:
     log = tmp_path / "kmsg"

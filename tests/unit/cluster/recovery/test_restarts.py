@@ -161,7 +161,7 @@ def test_a_fault_counts_for_one_restart_alone(run: RunFolder) -> None:
     assert [2.0, 0.0] == [restart["detected_s"] for restart in end(run, "succeeded")["restarts"]]
 
 
-def test_an_evaluator_s_restart_is_told_to_whoever_asks(make_run: MakeRun) -> None:
+def test_an_evaluator_s_restart_is_reported_to_whoever_asks(make_run: MakeRun) -> None:
     run = make_run("demo", workers=1, evaluator=True)
     fault, killed = {"kind": "kill"}, {"cause": "killed"}
     began = tell(run, (0.0, "evaluator", "fault", fault), (3.0, "evaluator", "restarted", killed))

@@ -105,7 +105,7 @@ def test_the_line_begins_with_the_largest_and_leaves_out_what_is_next_to_nothing
 
 def test_the_interval_between_checkpoints_is_that_of_the_newest_ledger_with_a_save() -> None:
     ledgers = [
-        ledger(3, 5.0, 6.0, 20.0),  # from before it was told
+        ledger(3, 5.0, 6.0, 20.0),  # from before it was recorded
         ledger(2, 5.0, 6.0, 20.0, saves={}),
         ledger(1, 5.0, 6.0, 20.0, saves={"every_s": 9.5, "cost_s": 0.1}),
         ledger(0, 5.0, 6.0, 20.0, saves={"every_s": None, "cost_s": 0.1}),  # by steps

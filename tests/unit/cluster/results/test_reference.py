@@ -165,7 +165,7 @@ def test_a_script_s_weights_are_not_known_and_not_compared(ended: EndedRun) -> N
     assert ["faults       1 inflicted"] == reference.fault_lines(run)
 
 
-# What is told
+# What is reported
 
 
 def test_a_run_without_faults_says_nothing_of_them(ended: EndedRun) -> None:
@@ -174,7 +174,7 @@ def test_a_run_without_faults_says_nothing_of_them(ended: EndedRun) -> None:
 
 
 @pytest.mark.parametrize(("weights", "told"), [("abc", "the same bits as"), ("def", "NOT those of")])
-def test_a_run_with_faults_tells_their_cost_and_whether_its_bits_are_the_same(
+def test_a_run_with_faults_reports_their_cost_and_whether_its_bits_are_the_same(
     ended: EndedRun, weights: str, told: str
 ) -> None:
     ended("calm")

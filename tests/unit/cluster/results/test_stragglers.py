@@ -25,7 +25,7 @@ def lines(**paces: dict[str, Any]) -> list[str]:
     return stragglers.lines(stragglers.findings({name.replace("_", "-"): each for name, each in paces.items()}))
 
 
-def test_a_slow_task_is_told_with_the_part_that_is_input() -> None:
+def test_a_slow_task_is_reported_with_the_part_that_is_input() -> None:
     others = {"chief": told(100, 2), "worker_0": told(104, 2)}
     assert ["worker-1 is 1.8x slower, 71 % of it in input"] == lines(**others, worker_1=told(182, 59))
 
@@ -34,8 +34,8 @@ def test_a_task_that_computes_slowly_is_not_starved() -> None:
     assert ["worker-0 is 1.9x slower, 0 % of it in input"] == lines(chief=told(100, 10), worker_0=told(190, 10))
 
 
-def test_all_tasks_that_wait_for_input_are_told_where_none_is_slower() -> None:
-    """The hungriest first; whoever is told as slow because of its input is told once."""
+def test_all_tasks_that_wait_for_input_are_reported_where_none_is_slower() -> None:
+    """The hungriest first; a task that is slow because of its input is named once."""
     assert ["worker-0 waits 25 % of the time for input", "chief waits 20 % of the time for input"] == lines(
         chief=told(100, 40), worker_0=told(105, 50), worker_1=told(100, 19)
     )
@@ -44,7 +44,7 @@ def test_all_tasks_that_wait_for_input_are_told_where_none_is_slower() -> None:
 
 
 @pytest.mark.parametrize(("busy_ms", "slow"), [(124, False), (126, True)])
-def test_small_differences_are_not_told(busy_ms: float, slow: bool) -> None:
+def test_small_differences_are_not_reported(busy_ms: float, slow: bool) -> None:
     assert slow == bool(lines(chief=told(100), worker_0=told(busy_ms)))
 
 
@@ -58,7 +58,7 @@ def test_the_others_are_judged_by_their_median() -> None:
 
 
 @pytest.mark.parametrize("silent", [{}, {"step_ms": None}, {"step_ms": {"mean": 900.0}, "busy_share": None}])
-def test_a_task_that_cannot_tell_is_left_out(silent: dict[str, Any]) -> None:
+def test_a_task_that_cannot_report_is_left_out(silent: dict[str, Any]) -> None:
     assert [] == lines(chief=told(100), ps_0=silent)
 
 
@@ -69,7 +69,7 @@ def test_no_one_is_slower_than_nobody() -> None:
 # What the task itself keeps
 
 
-def test_marks_tell_the_steps_apart() -> None:
+def test_marks_distinguish_the_steps() -> None:
     marks = [("begin", 0.0), ("batch", 1.0), ("computed", 4.0), ("begin", 6.0), ("batch", 6.5), ("computed", 9.0)]
     times = from_marks([*marks, ("begin", 10.0)])
     assert ([6.0, 4.0], [1.0, 0.5], [4.0, 3.0]) == tuple(
@@ -95,11 +95,11 @@ def test_a_batch_that_is_asked_for_one_step_early_keeps_the_task_busy() -> None:
     assert ([8.0], [2.0], [5.5]) == (times.steps.tolist(), times.inputs.tolist(), times.busy.tolist())
 
 
-def test_before_any_step_there_is_nothing_to_tell() -> None:
+def test_before_any_step_there_is_nothing_to_report() -> None:
     assert ({}, {}, {}) == (StepTiming().recent(), StepTiming().generation(), StepTiming().histograms())
 
 
-def test_the_heartbeat_tells_of_the_newest_steps_and_the_summary_of_all() -> None:
+def test_the_heartbeat_reports_the_newest_steps_and_the_summary_of_all() -> None:
     seen = StepTiming()
     seen.add(Times(np.array([9.0]), np.array([3.0]), np.array([6.0])))
     for _ in range(RECENT):
@@ -122,7 +122,7 @@ def test_however_many_steps_a_life_has_a_spread_over_all_of_it_is_kept() -> None
     assert (total, total - 1) == (seen.steps, seen.generation()["step_ms"]["max"])
 
 
-def test_what_a_task_cannot_tell_apart_is_none() -> None:
+def test_what_a_task_cannot_distinguish_is_none() -> None:
     seen = StepTiming()
     seen.add(Times(np.array([0.1, 0.3])))
     assert (None, None) == (seen.recent()["input_share"], seen.generation()["busy_share"])

@@ -121,7 +121,7 @@ def test_a_note_that_is_none_trusts_nothing(make_run: MakeRun, text: str) -> Non
         provenance.check(run)
 
 
-def test_two_runs_of_one_name_are_told_apart(started: Callable[..., RunFolder], tmp_path: Path) -> None:
+def test_two_runs_of_one_name_are_distinguished(started: Callable[..., RunFolder], tmp_path: Path) -> None:
     first = started()
     first.path.parent.rename(tmp_path / "elsewhere")
     second = started()
@@ -147,7 +147,7 @@ COMMANDS = {
 def ready(
     started: Callable[..., RunFolder], make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], RunFolder]:
-    """Makes a run on which a command does something; that something is started is told by an error."""
+    """Makes a run on which a command does something; starting something raises an error."""
 
     def begin(*_: Any, **__: Any) -> None:
         raise ClusterError("it was begun")

@@ -49,6 +49,6 @@ def test_what_to_do_follows_from_why_no_engine_can_be_used(
 
 
 @pytest.mark.parametrize("advice", ["\n\nRun 'docker run --help' for more", "\nSee 'docker run --help'.", ""])
-def test_what_went_wrong_is_what_is_told_last(docker: Callable[[str], Path], advice: str) -> None:
+def test_what_went_wrong_is_what_is_reported_last(docker: Callable[[str], Path], advice: str) -> None:
     docker(f'printf %s "docker: no such device{advice}" >&2; exit 125')
     assert (125, "docker: no such device") == engine.ask("run")

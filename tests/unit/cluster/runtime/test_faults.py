@@ -253,7 +253,7 @@ def test_what_was_done_last_is_undone_first_and_only_once(run: RunFolder, docker
 
 
 @pytest.mark.parametrize(("does", "asks"), [("pause", "pause"), ("partition", "inspect"), ("slow", "update")])
-def test_an_engine_that_refuses_is_told_in_one_line_and_nothing_is_to_be_undone(
+def test_an_engine_that_refuses_is_reported_in_one_line_and_nothing_is_to_be_undone(
     run: RunFolder, docker: Engine, does: str, asks: str
 ) -> None:
     docker.answers[asks] = (1, "WARNING: a plugin is old\nError response from daemon: no such thing")

@@ -39,7 +39,7 @@ def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
         free_ports(1)
 
 
-def test_too_few_free_ports_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_free_ports_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports, "PORTS", range(20000, 20002))
     with pytest.raises(PrerequisiteError, match=r"3 free ports on 127\.0\.0\.1 from 20000 to 20001: found [0-2]"):
         free_ports(3)
@@ -127,7 +127,7 @@ def test_an_agent_that_is_killed_comes_back_however_often(
     assert 31 == len((tmp_path / "lives").read_text().splitlines())
 
 
-def test_a_supervisor_that_cannot_start_its_tasks_is_told(make_run: Callable[..., RunFolder]) -> None:
+def test_a_supervisor_that_cannot_start_its_tasks_is_reported(make_run: Callable[..., RunFolder]) -> None:
     run = make_run(workers=0)
     run.compose.write_text("{}")
     with pytest.raises(TimedOut, match="the supervisor of run did not start its tasks; see .*/logs/supervisor.log"):

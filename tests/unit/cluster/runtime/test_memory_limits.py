@@ -1,4 +1,4 @@
-"""How much memory containers may use, and what is told of a program that wanted more."""
+"""How much memory containers may use, and what is reported of a program that needed more."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_local_processes_have_no_limit(resolved: None) -> None:
     assert Memory() == planning.plan(Request(name="one", runtime="local")).memory
 
 
-def test_tasks_share_nine_tenths_unless_told_otherwise() -> None:
+def test_tasks_share_nine_tenths_unless_requested_otherwise() -> None:
     assert 6 * GIB == memory.of_containers("", 3, 20 * GIB).task_bytes
     assert 8 * GIB == memory.of_containers("8GiB", 3, 20 * GIB).task_bytes
 
@@ -94,7 +94,7 @@ def test_a_container_s_limit_is_of_the_engine_s_machine(resolved: None, docker: 
 
 
 @pytest.mark.parametrize("total", ["0", "unknown", "", "-1"])
-def test_an_engine_that_does_not_tell_is_on_this_machine(docker: Callable[[str], Path], total: str) -> None:
+def test_an_engine_that_does_not_report_is_on_this_machine(docker: Callable[[str], Path], total: str) -> None:
     docker(with_memory(total))
     assert machine.total_bytes() == engine.memory_bytes() > machine.available_bytes()
 
@@ -115,7 +115,7 @@ def test_a_run_keeps_its_limit_and_another_number_of_tasks_shares_anew(
     assert Memory("5GiB") == planning.plan(Request(resume="run", runtime="local", trust=True)).memory
 
 
-# What the kernel tells
+# What the kernel reports
 
 
 V2 = {
@@ -134,7 +134,7 @@ V1 = {
 
 @pytest.fixture
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
-    """Has the kernel tell this of the container that the test is in."""
+    """Have the kernel report this of the container that the test is in."""
     monkeypatch.setattr(machine, "CGROUP", tmp_path / "cgroup")
 
     def tell(found: dict[str, str]) -> None:
@@ -190,7 +190,7 @@ class Ended:
         (-11, 3, False, "exit code 139 (SIGSEGV: crashed in native code)"),
     ],
 )
-def test_an_agent_tells_whether_memory_killed_its_program(
+def test_an_agent_reports_whether_memory_killed_its_program(
     make_run: MakeRun,
     kernel: Callable[[dict[str, str]], None],
     monkeypatch: pytest.MonkeyPatch,

@@ -58,7 +58,7 @@ def test_local_tasks_get_a_network_of_their_own(resolved: None) -> None:
     assert "private" == planned.compose["network"]
 
 
-def test_a_machine_that_gives_none_is_told_in_one_line(resolved: None, forbidden: None) -> None:
+def test_a_machine_that_gives_none_is_reported_in_one_line(resolved: None, forbidden: None) -> None:
     planned = planning.plan(Request(workers="2", **LOCAL))
     (told,) = warnings(planned)
     assert told == (

@@ -1,4 +1,4 @@
-"""The runtime of Slurm jobs beside a Slurm that answers as told."""
+"""The runtime of Slurm jobs beside a Slurm with given answers."""
 
 from __future__ import annotations
 

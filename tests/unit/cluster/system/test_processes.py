@@ -35,7 +35,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
         (["/bin/sleep", "60"], (124, "", "/bin/sleep did not answer in 0.2 s")),
     ],
 )
-def test_a_program_that_gives_no_answer_is_told_as_a_shell_would(
+def test_a_program_that_gives_no_answer_is_reported_as_a_shell_would(
     command: list[str], answer: tuple[int, str, str]
 ) -> None:
     assert answer == processes.run(command, 0.2 if "60" in command else 30)
@@ -87,7 +87,7 @@ def test_an_agent_that_waits_costs_its_program_nothing(
         (255, "exit code 255"),
     ],
 )
-def test_an_exit_is_told_in_words(code: int, told: str) -> None:
+def test_an_exit_is_reported_in_words(code: int, told: str) -> None:
     assert told == processes.describe_exit(code)
 
 
@@ -132,7 +132,7 @@ time.sleep(60)
     assert not processes.handles(child.pid, signal.SIGUSR1)
 
 
-def test_a_process_that_was_stopped_is_told_from_one_that_waits(child: subprocess.Popen[bytes]) -> None:
+def test_a_process_that_was_stopped_is_distinguished_from_one_that_waits(child: subprocess.Popen[bytes]) -> None:
     assert not processes.is_stopped(child.pid)
     child.send_signal(signal.SIGSTOP)
     wait_for(lambda: processes.is_stopped(child.pid), "the stop")

@@ -1,4 +1,4 @@
-"""Code of the user's own in programs of ours: whatever it does is told in one line, and nothing waits for ever."""
+"""Code of the user's own in programs of ours: whatever it does is reported in one line, and nothing waits for ever."""
 
 from __future__ import annotations
 

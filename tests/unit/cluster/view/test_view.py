@@ -1,4 +1,4 @@
-"""What is shown of a run, and how its end is told, always from what the tasks recorded."""
+"""What is shown of a run, and how its end is reported, always from what the tasks recorded."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_table_has_a_row_for_every_task(run: RunFolder) -> None:
     assert len(names) == len(chief) == len(worker) < 100
 
 
-def test_who_slows_the_others_down_is_told_below_the_table(run: RunFolder) -> None:
+def test_who_slows_the_others_down_is_reported_below_the_table(run: RunFolder) -> None:
     """Only of tasks that train: what another's heartbeat still says was before."""
     slow = {"step_ms": {"mean": 100.0, "median": 99.0}, "busy_share": 0.9, "input_share": 0.5}
     beat(run, "chief", "training", **slow | {"busy_share": 0.5, "input_share": 0.05})
@@ -153,7 +153,7 @@ def test_without_a_terminal_only_news_are_printed(run: RunFolder, capsys: pytest
     assert ["chief waiting", "chief training", "step 5", "chief done"] == capsys.readouterr().out.splitlines()
 
 
-def test_a_step_that_takes_long_is_told_once(
+def test_a_step_that_takes_long_is_reported_once(
     run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Live, "LINE_EVERY_S", 0.0)
@@ -225,7 +225,7 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
 # The end
 
 
-def test_a_success_tells_accuracy_folder_tensorboard_and_what_is_next(
+def test_a_success_reports_accuracy_folder_tensorboard_and_what_is_next(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensorboard, "running", lambda runs_dir: 6006)
@@ -248,12 +248,12 @@ def test_restarts_are_counted(run: RunFolder, restarts: int, told: str) -> None:
     assert f"succeeded: 1 step in 1.0 s{told}" == ended_lines(run, "runs/demo")[0]
 
 
-def test_a_stop_tells_how_to_go_on(run: RunFolder) -> None:
+def test_a_stop_reports_how_to_go_on(run: RunFolder) -> None:
     end(run, "stopped")
     assert "next         invoke up --resume demo" == ended_lines(run, "runs/demo")[-1]
 
 
-def test_a_failure_tells_the_root_cause_last(run: RunFolder) -> None:
+def test_a_failure_reports_the_root_cause_last(run: RunFolder) -> None:
     beat(run, "chief", "stopped", step=5, exit_code=137)
     beat(run, "worker-0", "failed", step=7, exit_code=1)
     why = {"task": "worker-0", "cause": "exit code 139 (SIGSEGV: crashed in native code)", "step": 7}
@@ -278,7 +278,7 @@ def test_an_exit_code_that_the_error_begins_with_is_shown_once(run: RunFolder) -
     assert re.fullmatch(r"root cause: chief at \d\d:\d\d:\d\d: exit code 1, last line: nan", told)
 
 
-def test_a_failure_that_is_no_task_s_is_told_too(run: RunFolder) -> None:
+def test_a_failure_that_is_no_task_s_is_reported_too(run: RunFolder) -> None:
     end(run, "failed", error="no task writes heartbeats")
     (told,) = [line for line in ended_lines(run, "runs/demo") if line.startswith("root cause: ")]
     assert re.fullmatch(r"root cause: the run at \d\d:\d\d:\d\d: no task writes heartbeats", told)
@@ -297,7 +297,7 @@ def test_a_failure_that_is_no_task_s_is_told_too(run: RunFolder) -> None:
         ({"state": "failed", "cause": {"exit_code": None}}, 1),
     ],
 )
-def test_the_exit_code_tells_how_the_run_ended(ended: dict[str, Any], code: int) -> None:
+def test_the_exit_code_reports_how_the_run_ended(ended: dict[str, Any], code: int) -> None:
     assert code == watch.exit_code(ended)
 
 
@@ -317,7 +317,7 @@ def test_a_run_in_which_nothing_lives_has_failed(run: RunFolder, worker: str) ->
     assert "no task writes heartbeats: the engine or the supervisor stopped" == ended["cause"]["error"]
 
 
-def test_the_summary_tells_where_the_time_went_and_who_was_slow(run: RunFolder) -> None:
+def test_the_summary_reports_where_the_time_went_and_who_was_slow(run: RunFolder) -> None:
     started = read_json(run.control / "started.json")["time"]
     seconds = {"input": 1.0, "compute": 5.0, "save": 0.5, "evaluate": 0.25}
     told = {"generation": 0, "began": started + 2, "first_step_at": started + 4, "updated_at": started + 11}
@@ -419,7 +419,7 @@ def test_a_task_without_a_heartbeat_is_not_healthy(run: RunFolder) -> None:
 BATCH = {"global_batch": 192, "replica_batch": 192, "micro_batches": 1, "micro_batch": 192}
 
 
-def test_a_plan_says_what_each_task_is_told(run: RunFolder) -> None:
+def test_a_plan_says_what_each_task_gets(run: RunFolder) -> None:
     task = {"task": "chief", "address": "chief:2222", "tf_config": None}
     value = {"run": "demo", "strategy": "OneDeviceStrategy", "replicas": 1, "runtime": "local", "tasks": [task]}
     assert [
@@ -476,12 +476,12 @@ HOSTILE = "\x1b]0;title\x07\x1b[2J\nroot cause: none \u202e\x9b2J"
 
 
 def lines_of(run: RunFolder) -> list[str]:
-    """Return everything that is told of a run that failed."""
+    """Return everything that is shown of a run that failed."""
     value = read_status(run)
     return [*status_table(value), *ended_lines(run, "runs/demo"), *status_table(value | {"script": HOSTILE})]
 
 
-def test_nothing_that_a_task_tells_steers_the_terminal(run: RunFolder) -> None:
+def test_nothing_that_a_task_reports_steers_the_terminal(run: RunFolder) -> None:
     beat(run, "chief", "training", role=HOSTILE)
     beat(run, "worker-0", HOSTILE)
     save(run, 1)

@@ -48,7 +48,7 @@ def test_what_is_found_is_what_was_written(tmp_path: Path) -> None:
     assert tmp_path / "arrays" / "mnist-3.0.1" / "test_labels.bin" == found.test.labels.path
 
 
-def test_what_is_ready_is_told_and_what_is_not_is_left_to_preparing(tmp_path: Path) -> None:
+def test_what_is_ready_is_reported_and_what_is_not_is_left_to_preparing(tmp_path: Path) -> None:
     assert "" == ready(tmp_path, "mnist", "memory")
     written = write(tmp_path)
     assert ready(tmp_path, "mnist", "memory").startswith("mnist 3.0.1: 5 examples to train, 2 to test, each [4, 4, 1]")

@@ -138,7 +138,7 @@ def test_shards_are_not_made_of_damaged_arrays(data_dir: Path) -> None:
     assert not list(data_dir.glob("shards/mnist*"))
 
 
-def test_an_index_with_too_few_blocks_is_told(data_dir: Path) -> None:
+def test_an_index_with_too_few_blocks_is_reported(data_dir: Path) -> None:
     index = data_dir / "arrays" / "mnist-3.0.1" / "arrays.json"
     value = json.loads(index.read_text())
     value["splits"]["train"]["features"]["blocks"] = "00"

@@ -106,7 +106,9 @@ def test_the_version_follows_the_contents(returns: Callable[[Any], str]) -> None
         ({**GOOD, "train": ([[1], [2, 3]], LABELS)}, "returns what no arrays can be made of: ValueError: "),
     ],
 )
-def test_what_cannot_be_trained_on_is_told_in_one_line(returns: Callable[[Any], str], value: Any, told: str) -> None:
+def test_what_cannot_be_trained_on_is_reported_in_one_line(
+    returns: Callable[[Any], str], value: Any, told: str
+) -> None:
     with pytest.raises(UsageError) as error:
         own_dataset.read(returns(value))
     assert str(error.value).startswith("dataset own_module:data")
@@ -124,7 +126,7 @@ def test_what_cannot_be_trained_on_is_told_in_one_line(returns: Callable[[Any], 
         ("own_module:", "dataset 'own_module:': expected package.module:function"),
     ],
 )
-def test_a_function_that_is_not_there_is_told(returns: Callable[[Any], str], name: str, told: str) -> None:
+def test_a_function_that_is_not_there_is_reported(returns: Callable[[Any], str], name: str, told: str) -> None:
     returns(GOOD)
     with pytest.raises(UsageError, match=told):
         own_dataset.read(name)
@@ -210,7 +212,7 @@ def test_the_command_imports_from_where_it_is_run_and_keeps_what_the_function_pr
         ("import time\ndef data(): time.sleep(600)", 4),
     ],
 )
-def test_a_function_that_does_not_return_is_told_in_one_line(tmp_path: Path, lines: str, code: int) -> None:
+def test_a_function_that_does_not_return_is_reported_in_one_line(tmp_path: Path, lines: str, code: int) -> None:
     done = prepare_command(tmp_path, lines, DATA_TIMEOUT_S="3")
     assert (code, "") == (done.returncode, done.stdout)
     (told,) = [line for line in done.stderr.splitlines() if not line.startswith("data: calling")]

@@ -113,7 +113,7 @@ def test_no_source_at_all_says_why_each_failed_and_what_to_do(tmp_path: Path) ->
     assert [".prepare.lock"] == [path.name for path in tmp_path.iterdir()]
 
 
-def test_a_truncated_file_is_told_and_fresh_repairs_it(tmp_path: Path) -> None:
+def test_a_truncated_file_is_reported_and_fresh_repairs_it(tmp_path: Path) -> None:
     path = run(tmp_path, web=Fetcher()).train.labels.path
     path.write_bytes(b"")
     with pytest.raises(RunFailed, match=r"train_labels\.bin has 0 bytes, expected 24 .* --fresh`"):
@@ -178,7 +178,7 @@ def test_an_unknown_name_starts_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "data").exists()
 
 
-def test_a_full_disk_is_told_before_anything_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_before_anything_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "NEEDED_BYTES", 10**18)
     web = Fetcher()
     with pytest.raises(RunFailed, match=rf"^the disk of {tmp_path} is full \(\d+ MB free, \d+ MB needed\)"):
@@ -186,7 +186,7 @@ def test_a_full_disk_is_told_before_anything_is_fetched(tmp_path: Path, monkeypa
     assert 0 == web.calls
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("a file")
     with pytest.raises(UsageError, match=r"data cannot be used \(File exists\); name another folder: --data-dir"):
         run(tmp_path / "data", web=Fetcher())

@@ -103,7 +103,7 @@ def test_what_is_there_as_asked_is_not_written_again(tmp_path: Path) -> None:
     assert "1.0.0" == shards.find(tmp_path, "things", "1.0.0").version
 
 
-def test_a_truncated_or_absent_shard_is_told_and_written_again(tmp_path: Path) -> None:
+def test_a_truncated_or_absent_shard_is_reported_and_written_again(tmp_path: Path) -> None:
     file = shard(tmp_path).train.files[1]
     file.path.write_bytes(file.path.read_bytes()[:-1])
     with pytest.raises(RunFailed) as error:
@@ -152,7 +152,7 @@ def test_an_index_that_cannot_be_read_is_named(tmp_path: Path, index: str) -> No
         ((IMAGES, IMAGES), "train example 0: label [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]]]; expected"),
     ],
 )
-def test_what_cannot_be_trained_on_is_told_and_leaves_nothing(
+def test_what_cannot_be_trained_on_is_reported_and_leaves_nothing(
     tmp_path: Path, train: tuple[Any, ...], told: str
 ) -> None:
     with pytest.raises(UsageError) as error:
@@ -165,7 +165,7 @@ def test_what_cannot_be_trained_on_is_told_and_leaves_nothing(
     ("options", "told"),
     [({"num_shards": 0}, "--shards 0: expected a whole number from 1 to 512"), ({"size": 0}, "--size 0: expected a")],
 )
-def test_an_option_out_of_its_range_is_told(tmp_path: Path, options: dict[str, int], told: str) -> None:
+def test_an_option_out_of_its_range_is_reported(tmp_path: Path, options: dict[str, int], told: str) -> None:
     with pytest.raises(UsageError, match=f"^{told}"):
         shard(tmp_path / "data", **options)
     assert not (tmp_path / "data").exists()
@@ -181,7 +181,7 @@ def test_images_are_resized(tmp_path: Path) -> None:
         shard(tmp_path, Source(np.ones([11, 4]), LABELS), size=5, fresh=True)
 
 
-def test_a_full_disk_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = tf.io.TFRecordWriter
     monkeypatch.setattr(tf.io, "TFRecordWriter", lambda path: writer("/dev/full"))
     big = np.zeros([3, 1 << 20], np.uint8)  # larger than what TensorFlow buffers
@@ -261,7 +261,7 @@ def test_validation_stands_in_for_a_missing_test_split(tmp_path: Path, monkeypat
     assert 4 == tiny(tmp_path).test.num_examples
 
 
-def test_no_split_to_test_on_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_split_to_test_on_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TinyThings, "splits", ("train", "extra"))
     with pytest.raises(UsageError, match="^tiny_things has the splits extra, train; expected train, and test or valid"):
         tiny(tmp_path)
@@ -294,7 +294,9 @@ def test_text_is_refused_before_it_is_downloaded(tmp_path: Path, monkeypatch: py
     assert [] == list(tmp_path.iterdir())
 
 
-def test_a_dataset_without_one_feature_and_one_label_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_without_one_feature_and_one_label_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(TinyThings, "supervised_keys", None)
     with pytest.raises(UsageError, match=r"^tiny_things has no single feature and label \(supervised_keys None\)"):
         tiny(tmp_path)
@@ -308,7 +310,7 @@ def test_a_dataset_without_one_feature_and_one_label_is_told(tmp_path: Path, mon
         ("tiny_things/large", "TFDS cannot read the name 'tiny_things/large': "),
     ],
 )
-def test_a_name_that_tfds_does_not_know_is_told(tmp_path: Path, name: str, told: str) -> None:
+def test_a_name_that_tfds_does_not_know_is_reported(tmp_path: Path, name: str, told: str) -> None:
     with pytest.raises(UsageError) as error:
         sharding.shard(name, tmp_path)
     assert str(error.value).startswith(told) and "\n" not in str(error.value)
@@ -317,7 +319,7 @@ def test_a_name_that_tfds_does_not_know_is_told(tmp_path: Path, name: str, told:
 @pytest.mark.parametrize(
     "failure", [PrerequisiteError("example.org: no such host"), AssertionError("put the files\nthere yourself")]
 )
-def test_a_download_that_fails_is_told_in_one_line(
+def test_a_download_that_fails_is_reported_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
 ) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:

@@ -95,10 +95,10 @@ def test_a_tasks_share_is_its_own_replicas(pipeline: int, first: int) -> None:
     assert {"num_replicas": 6, "first_replica": first, "local_replicas": 2} == sources.share_of(context)
 
 
-# What a source tells
+# What a source reports
 
 
-def test_arrays_tell_what_they_are(data_dir: Path) -> None:
+def test_arrays_report_what_they_are(data_dir: Path) -> None:
     prepare(data_dir, "1", 0)
     source = sources.find(ARRAYS, data_dir)
     assert (False, 1, (3,), 10, 4) == (
@@ -109,7 +109,7 @@ def test_arrays_tell_what_they_are(data_dir: Path) -> None:
     assert (True, 10) == (sources.find(ARRAYS, data_dir).classifies, sources.find(ARRAYS, data_dir).num_outputs)
 
 
-def test_shards_tell_what_they_are(data_dir: Path) -> None:
+def test_shards_report_what_they_are(data_dir: Path) -> None:
     shard(data_dir, "1", 0)
     source = sources.find(SHARDS, data_dir)
     assert (True, 12, (2,), 12, 5, 3) == (

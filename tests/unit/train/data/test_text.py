@@ -34,6 +34,32 @@ def test_labels_are_the_bytes_that_follow_and_splits_do_not_overlap():
 
 
 @pytest.mark.slow
+def test_a_text_of_tfds_becomes_windows(monkeypatch, tmp_path):
+    from train.data.prepare.tfds_dataset import TfdsText
+
+    dataset = TfdsText("tiny_shakespeare", "1.0.0", tmp_path)
+    (file,) = dataset.source_files()
+    assert file.url.startswith("https://")
+    assert 64 == len(file.sha256)
+    with pytest.raises(PrerequisiteError):
+        dataset.decode()
+    monkeypatch.setattr(TfdsText, "_built", lambda _self: None)
+    parts = {"train": [TEXT * 3, TEXT], "test": [TEXT * 2]}
+    monkeypatch.setattr(TfdsText, "_read", lambda _self, _builder, split: {"text": np_texts(parts[split])})
+    classes, splits = dataset.decode()
+    assert 256 == len(classes)
+    assert splits["train"][0].tobytes() == (TEXT * 4)[: splits["train"][0].size]
+    assert ((1, 1024), (1, 1024)) == tuple(part.shape for part in splits["test"])
+
+
+def np_texts(values):
+    """Return texts as TFDS reads them."""
+    import tensorflow as tf
+
+    return tf.constant(values)
+
+
+@pytest.mark.slow
 def test_a_text_is_prepared_from_a_package_and_found(short, tmp_path):
     def fetch(dataset, files, folder, say):
         (folder / short.name).write_bytes(TEXT)

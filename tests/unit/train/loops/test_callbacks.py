@@ -1,4 +1,4 @@
-"""Keras callbacks in the custom loop: told what `Model.fit` would tell them, and able to do what they can do there."""
+"""Keras callbacks in the custom loop: called as by `Model.fit`, and able to do what they can do there."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CONFIG = TrainConfig(
 
 
 class Recorder(keras.callbacks.Callback):
-    """Keeps what it is told, and the model's bias at that moment."""
+    """Keeps what it is called with, and the model's bias at that moment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Recorder(keras.callbacks.Callback):
 
     @property
     def names(self) -> list[tuple[str, int]]:
-        """What it was told, without logs."""
+        """What it was called with, without logs."""
         return [one[:2] for one in self._told]
 
     def logs(self, name: str) -> list[dict[str, float]]:
@@ -166,11 +166,11 @@ def train(own_parts: types.ModuleType, make_run: Callable[..., RunFolder], tmp_p
 
 
 def batches(*first_and_last: tuple[int, int]) -> list[tuple[str, int]]:
-    """Return what is told of inner calls that do these steps of the epoch."""
+    """Return what is reported of inner calls that do these steps of the epoch."""
     return [told for first, last in first_and_last for told in (("batch begins", first), ("batch ends", last))]
 
 
-def test_a_training_is_told_from_its_beginning_to_its_end(train: Train) -> None:
+def test_a_training_is_reported_from_its_beginning_to_its_end(train: Train) -> None:
     """An inner call, of two steps at most, is one batch; the first one of all is one step."""
     trained = train(13)
     expected = [
@@ -271,7 +271,7 @@ class Kill(keras.callbacks.Callback):
 
 
 class Count(keras.callbacks.Callback):
-    """Counts what it is told of, in kinds of values that a user may."""
+    """Counts its calls, in kinds of values that a user may."""
 
     def __init__(self) -> None:
         super().__init__()

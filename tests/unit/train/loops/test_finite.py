@@ -29,5 +29,5 @@ def test_the_loss_is_nan_where_one_is_not(broken: float) -> None:
     assert math.isnan(told(GOOD, tf.IndexedSlices(tf.constant([[broken]]), tf.constant([3]))))
 
 
-def test_infinities_that_cancel_are_told() -> None:
+def test_infinities_that_cancel_are_reported() -> None:
     assert math.isnan(told(tf.constant([math.inf]), tf.constant([-math.inf])))

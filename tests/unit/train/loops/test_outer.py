@@ -147,7 +147,7 @@ def test_calls_get_shorter_where_a_task_wants_it_and_longer_otherwise() -> None:
     assert [(0, 1), (1, 1), (2, 2), (4, 4), (8, 4), (12, 2), (14, 4), (18, 2)] == inner.calls
 
 
-def test_what_was_done_is_told() -> None:
+def test_what_was_done_is_reported() -> None:
     told: list[outer.Progress] = []
     run(Inner(), total=9, report=told.append)
     assert [(0, 1, True), (1, 3, False), (3, 7, False), (7, 9, False)] == [

@@ -25,7 +25,7 @@ def test_decay_schedules_and_averages_must_go_on_with_the_same_bits_after_a_rest
     assert {"same": True, "moved": True} == found("restored")
 
 
-def test_damaged_data_must_be_told_of_by_the_worker_that_reads_it() -> None:
+def test_damaged_data_must_be_reported_by_the_worker_that_reads_it() -> None:
     told = found("damaged")
     assert told.startswith("RunFailed: ")
     assert "train_features.bin is damaged in block 0 " in told

@@ -1,4 +1,4 @@
-"""What TPUs ask for, as far as a machine without one can tell."""
+"""What TPUs require, as far as a machine without one can show it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_tpus_model_computes_in_bfloat16_and_keeps_the_rest_in_float32() -> No
     assert "float32" == found["elsewhere"]
 
 
-def test_a_machine_without_a_tpu_is_told_at_once() -> None:
+def test_a_machine_without_a_tpu_is_reported_at_once() -> None:
     found = measured("shapes")["no_tpu"]
     assert "PrerequisiteError" == found["error"]
     assert found["words"].startswith("no TPU answers (")

@@ -53,7 +53,7 @@ Build = Callable[[Callable[..., Any]], keras.Model]
 
 
 def refusal(build: Build, function: Callable[..., Any]) -> str:
-    """Return what a model that is refused is told."""
+    """Return the error of a model that is refused."""
     with pytest.raises(UsageError) as refused:
         build(function)
     assert 1 == len(str(refused.value).splitlines())
@@ -80,7 +80,7 @@ def test_a_model_that_was_not_built_gets_its_variables(kind: Callable[[int], ker
     np.testing.assert_allclose(outputs_BK, np.ones((2, 20)) @ weights[0] + weights[1], rtol=1e-5)
 
 
-def test_the_function_is_told_the_shape_and_the_outputs(build: Build) -> None:
+def test_the_function_gets_the_shape_and_the_outputs(build: Build) -> None:
     told = []
     build(lambda *arguments: told.append(arguments) or flat(OUTPUTS))
     assert [(SHAPE, OUTPUTS)] == told

@@ -99,6 +99,8 @@ def test_measured_times_choose_the_cut_and_are_kept(monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "block_seconds", lambda *_: pytest.fail("measured again"))
     assert described == cut.describe(model, measured, 2, record=kept)
     assert ["embedding"] == [name for block in cut.cut(model, measured, 2, run)[0] for name in block.names]
+    scaled = cut.cut(model, measured, 3, run)
+    assert (3, ["embedding"]) == (len(scaled), [name for block in scaled[0] for name in block.names])
     with pytest.raises(pytest.fail.Exception):  # other micro-batches take other times
         cut.describe(model, TrainConfig(**{**vars(measured), "micro_batches": 2}), 2, record=kept)
 

@@ -72,6 +72,9 @@ def test_the_picture_shows_each_stage_s_work_and_its_idle_time(run, tmp_path):
     assert Image.open(tmp_path / "own.png").size[0] == timeline.WIDTH
     with pytest.raises(PrerequisiteError):
         timeline.save(run, tmp_path / "none" / "own.png")
+    (run.path / "linked.png").symlink_to(tmp_path / "own.png")  # by a task
+    with pytest.raises(PrerequisiteError):
+        timeline.save(run, run.path / "linked.png")
 
 
 def test_what_a_task_wrote_wrongly_is_not_drawn(run):

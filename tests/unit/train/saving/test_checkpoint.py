@@ -195,7 +195,7 @@ def test_training_goes_on_while_what_was_is_written(tmp_path: Path, monkeypatch:
     np.testing.assert_array_equal(before[0], other[0].get_weights()[0])
 
 
-def test_a_save_that_failed_is_told_by_the_next(tmp_path: Path) -> None:
+def test_a_save_that_failed_is_reported_by_the_next(tmp_path: Path) -> None:
     saves = saving(tmp_path / "absent", parts())
     saves.save(1)
     with pytest.raises(FileNotFoundError):

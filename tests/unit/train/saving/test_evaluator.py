@@ -160,10 +160,10 @@ def test_one_that_vanishes_while_it_is_read_is_no_error(
     save(run, 10)
     restore = evaluator.restore
 
-    def pruned(model: tf.Module, saved: Saved) -> bool:
+    def pruned(config: TrainConfig, model: keras.Model, saved: Saved) -> bool:
         if saved.step == 10:
             saved.remove()
-        return restore(model, saved)
+        return restore(config, model, saved)
 
     monkeypatch.setattr(evaluator, "restore", pruned)
     one = evaluating()

@@ -1,4 +1,4 @@
-"""Models and losses of one's own, tried on the machine that starts the run: what does not fit is told before."""
+"""Models and losses of one's own, tried on the machine that starts the run: what does not fit is reported before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a task tells of the machine that it computes on: what may change a bit, and nothing private."""
+"""What a task records of the machine that it computes on: what may change a bit, and nothing private."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from train.data.sources import Source
 from train.telemetry import environment
 
 
-def test_only_variables_that_matter_are_told_and_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_variables_that_matter_are_reported_and_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
     told = environment.variables(
         {
             "TF_ENABLE_ONEDNN_OPTS": "0",

@@ -63,7 +63,7 @@ def test_another_task_s_request_is_left_alone(run: RunFolder, calls: list[Any]) 
     assert run.trace_request.exists()
 
 
-def test_a_profiler_that_runs_already_is_told(run: RunFolder, calls: list[Any], monkeypatch: Any) -> None:
+def test_a_profiler_that_runs_already_is_reported(run: RunFolder, calls: list[Any], monkeypatch: Any) -> None:
     def refuse(logdir: str) -> None:
         raise tf.errors.AlreadyExistsError(None, None, "Another profiler is running.")
 

@@ -1,0 +1,120 @@
+"""Each task of a pipeline holds its own stage alone, with one device's first values, and all save one checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow import keras
+
+from cluster import spec
+from cluster.errors import RunFailed
+from train.config import TrainConfig
+from train.model import keras_compat
+from train.model.transformer import transformer_lm
+from train.pipeline.division import Division
+from train.saving.checkpoint import Checkpoint
+
+CONFIG = TrainConfig(global_batch=8, micro_batches=4)
+
+
+def new_model() -> keras.Model:
+    keras_compat.install()
+    keras.utils.set_random_seed(3)
+    return transformer_lm((6,), 11, layers=2, width=8, heads=2)
+
+
+class Holder:
+    """What one task of a pipeline holds."""
+
+    def __init__(self, folder: Path, task: int, stages: int, pipelines: int = 1) -> None:
+        workers = stages * pipelines - 1
+        cluster = spec.build(workers=workers, strategy="pipeline", pipelines=pipelines, devices=1)
+        named = cluster.tasks[task]
+        self.division = Division(cluster, named, CONFIG, None)
+        self.model = self.division.build(new_model)
+        self.optimizer = keras.optimizers.Adam(1e-3, name="adam")
+        self.division.build_optimizer(self.optimizer, self.model)
+        whole = self.division.whole
+        self.checkpoint = Checkpoint(
+            self.model,
+            self.optimizer,
+            tf.Variable(0, trainable=False, dtype=tf.int64),
+            folder,
+            keep=2,
+            writes=task == 0,
+            joint=None if whole else self.division.joint(),
+        )
+
+    @property
+    def values(self) -> dict[str, bytes]:
+        """Of all variables that have one."""
+        variables = [*self.model.variables, *self.optimizer.variables]
+        return {each.path: each.numpy().tobytes() for each in variables if each.value.is_initialized()}
+
+    def change(self) -> None:
+        """Give every variable that it holds values of its own."""
+        for each in (*self.model.trainable_variables, *self.optimizer._momentums):
+            if each.value.is_initialized():
+                each.assign(np.random.default_rng(len(each.path)).normal(size=each.shape))
+
+
+def held(holders: list[Holder]) -> dict[str, bytes]:
+    return {path: value for holder in holders for path, value in holder.values.items()}
+
+
+def save(holders: list[Holder], step: int) -> None:
+    for holder in holders:
+        holder.checkpoint.save(step)
+    for holder in holders:
+        holder.checkpoint.wait()
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_each_task_holds_its_stage_with_the_first_values_of_one_device(tmp_path: Path, stages: int) -> None:
+    whole = Holder(tmp_path, 0, 1)
+    holders = [Holder(tmp_path, task, stages) for task in range(stages)]
+    assert held(holders) == whole.values
+    for holder in holders:
+        own = holder.division.models[holder.division.task].trainable_variables
+        weights = [each for each in holder.model.trainable_variables if each.value.is_initialized()]
+        assert [each.path for each in own] == [each.path for each in weights]
+        slots = [each for each in holder.optimizer._momentums if each.value.is_initialized()]
+        assert len(slots) == len(own) < len(holder.model.trainable_variables)
+
+
+def test_equal_stages_of_two_pipelines_hold_the_same_and_one_of_them_writes(tmp_path: Path) -> None:
+    first, second = (Holder(tmp_path, task, 2, 2) for task in (1, 3))
+    assert first.values == second.values
+    assert (0, 1) == (first.division.pipeline, second.division.pipeline)
+    assert [True, False] == [each.division.joint().writes for each in (first, second)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 4), (1, 2)])
+def test_what_some_stages_saved_others_restore(tmp_path: Path, before: int, after: int) -> None:
+    holders = [Holder(tmp_path, task, before) for task in range(before)]
+    for holder in holders:
+        holder.change()
+    save(holders, 7)
+    restored = [Holder(tmp_path, task, after) for task in range(after)]
+    assert [7] * after == [holder.checkpoint.restore(lambda step: [step]) for holder in restored]
+    assert held(holders) == held(restored)
+    assert all(len(holder.values) < len(held(holders)) for holder in restored if after > 1)
+    assert not list(tmp_path.glob(".ckpt-*"))  # nothing is left of what was joined
+
+
+@pytest.mark.slow
+def test_a_stage_that_is_not_finite_keeps_all_from_saving(tmp_path: Path) -> None:
+    holders = [Holder(tmp_path, task, 2) for task in range(2)]
+    holders[1].division.models[1].trainable_variables[0].assign_add(
+        np.full(holders[1].division.models[1].trainable_variables[0].shape, np.nan)
+    )
+    for holder in holders:
+        holder.checkpoint.save(3)
+    for holder in holders:
+        with pytest.raises(RunFailed):
+            holder.checkpoint.wait()
+    assert not list(tmp_path.glob("ckpt-*.json"))
