@@ -274,10 +274,7 @@ def check_stages(cluster: ClusterSpec, config: dict[str, Any], previous: Mapping
             f"--callbacks {callbacks} with --strategy pipeline on {len(cluster.members)} tasks: none has the whole "
             "model that callbacks are given; use --workers 0, or leave it out"
         )
-    optimizer = config.get("optimizer", {})
-    if optimizer.get("ema") or ":" in optimizer.get("name", ""):
-        option = f"ema {optimizer['ema']}" if optimizer.get("ema") else f"name {optimizer['name']}"
-        raise UsageError(f"--optimizer.{option} with --strategy pipeline, whose stages update apart: leave it out")
+    _check_undivided(config)
     if pipeline.get("schedule") == "pipedream":
         if cluster.pipelines > 1:
             raise UsageError(
@@ -287,10 +284,29 @@ def check_stages(cluster: ClusterSpec, config: dict[str, Any], previous: Mapping
             raise UsageError("--precision fp16 with --schedule pipedream: each stage would scale the loss by itself")
         if pipeline.get("remat"):
             raise UsageError("--remat with --schedule pipedream: the weights of the forward would be gone; use gpipe")
-        if optimizer.get("clip_norm"):
+        if config.get("optimizer", {}).get("clip_norm"):
             raise UsageError(
                 "--optimizer.clip-norm with --schedule pipedream: no stage waits for the others' norms; use 1f1b"
             )
+
+
+def _check_undivided(config: dict[str, Any]) -> None:
+    """Check that a configuration for stages has nothing that takes the whole model or its update.
+
+    Raises:
+        UsageError: it has.
+    """
+    given = {"init-from": config.get("init_from"), "freeze": config.get("freeze"), "metrics": config.get("metrics")}
+    given["best.metric"] = config.get("best", {}).get("metric")
+    for option, value in given.items():
+        if value:
+            raise UsageError(
+                f"--{option} {value} with --strategy pipeline, which has no such training yet: leave it out"
+            )
+    optimizer = config.get("optimizer", {})
+    if optimizer.get("ema") or ":" in optimizer.get("name", ""):
+        option = f"ema {optimizer['ema']}" if optimizer.get("ema") else f"name {optimizer['name']}"
+        raise UsageError(f"--optimizer.{option} with --strategy pipeline, whose stages update apart: leave it out")
 
 
 def check_precision(cluster: ClusterSpec, precision: str) -> None:

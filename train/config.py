@@ -19,11 +19,13 @@ from train.optimization import OPTIMIZERS, Optimizer
 from train.pipeline.partition import PARTITIONS
 from train.pipeline.schedule import SCHEDULES
 from train.saving import timer
+from train.stopping import Best
 
-__all__ = ["Optimizer", "Pipeline", "TrainConfig", "Transformer"]
+__all__ = ["Best", "Optimizer", "Pipeline", "TrainConfig", "Transformer"]
 
 LOOPS = ("custom", "fit")
 ONEDNN = ("auto", "on", "off")
+SINKS = ("csv", "mlflow", "wandb")
 SOURCES = ("memory", "stream")
 DATASETS = ("fashion_mnist", "mnist", "jargon_file", "tiny_shakespeare")
 MODELS = ("two_conv_cnn", "resnet50", "transformer_lm")
@@ -31,12 +33,14 @@ REPEATABLE = ("two_conv_cnn",)
 """Those whose bits were seen to repeat with oneDNN's kernels. A ResNet's 1x1 convolutions with stride 2 do not."""
 LOSSES = ("sparse_categorical_crossentropy", "mean_squared_error")
 CALLBACKS = ("tutorial",)
+OPTIONAL = ("callbacks", "metrics")
 MAX_SHARDS = MAX_MICRO_BATCHES = 4096
 REFERENCES = {
     "dataset": DATASETS,
     "model": MODELS,
     "loss": LOSSES,
     "callbacks": CALLBACKS,
+    "metrics": (),
     "optimizer.name": OPTIMIZERS,
 }
 """What is built in for each field that may also name something of the user's own, `package.module:name`."""
@@ -102,6 +106,16 @@ class TrainConfig:
     """`sparse_categorical_crossentropy` (of logits), `mean_squared_error`, or `package.module:function`: (labels,
     outputs) -> `[B] float32`, the loss of every example."""
 
+    init_from: str = ""
+    """Where the first weights come from: a run or a file, set by `up --init-from`; empty: they are random."""
+
+    freeze: str = ""
+    """Layers that are not trained: names, or beginnings of names that end in `*`, separated by commas."""
+
+    metrics: str = ""
+    """What evaluations report besides loss and score: `package.module:function`, which returns a dictionary of
+    functions (labels, outputs) -> `[B] float32`."""
+
     callbacks: str = ""
     """None; `tutorial`: checkpoint, TensorBoard and learning rate by epoch, early stopping; or
     `package.module:function`: (run folder, task's name) -> list of Keras callbacks. Works in both loops."""
@@ -148,6 +162,9 @@ class TrainConfig:
     log_every: int = 10
     """Optimizer steps between two rows in metrics/ and two points in TensorBoard; at least 1."""
 
+    log_to: str = ""
+    """Where metrics go beside the run folder and TensorBoard: `csv`, `mlflow`, `wandb`, separated by commas."""
+
     checkpoint_every: int | str = timer.AUTO
     """Between two checkpoints: optimizer steps such as `200`, seconds such as `30s`, at least 0.1, or `auto`: what
     loses least time, by what a save costs and how often the run fails. After a failure `auto` saves the first new step
@@ -163,6 +180,9 @@ class TrainConfig:
 
     optimizer: Optimizer = field(default_factory=Optimizer)
     """The optimizer."""
+
+    best: Best = field(default_factory=Best)
+    """Which checkpoint is kept as the best, and early stopping."""
 
     transformer: Transformer = field(default_factory=Transformer)
     """The size of `transformer_lm`."""
@@ -196,6 +216,9 @@ class TrainConfig:
             raise UsageError(f"{option('epochs')} {self.epochs:g}: expected a number above 0")
         self._check_checkpoint_every()
         self.optimizer.check()
+        for sink in self.sinks:
+            check_choice("log_to", sink, SINKS)
+        self.best.check(self.loop)
         if self.callbacks == "tutorial" and not self.rate_is_set:
             raise UsageError(
                 f"--optimizer.schedule {self.optimizer.schedule} with --callbacks tutorial, which set the step size: "
@@ -263,7 +286,7 @@ class TrainConfig:
         for field_name, reference in self.references().items():
             if field_name == "dataset" and self.source == "stream":
                 continue  # any TFDS dataset: the data step knows them
-            if reference or field_name != "callbacks":
+            if reference or field_name not in OPTIONAL:
                 references.check(option(field_name), reference, REFERENCES[field_name])
         return self
 
@@ -285,6 +308,11 @@ class TrainConfig:
         """The step size at this global batch, after the warm-up."""
         settings = self.optimizer
         return spec.scale_rate(settings.learning_rate, settings.scaling, self.global_batch, settings.base_batch)
+
+    @property
+    def sinks(self) -> list[str]:
+        """What `log_to` names."""
+        return [name.strip() for name in self.log_to.split(",") if name.strip()]
 
     @property
     def rate_is_set(self) -> bool:
@@ -313,6 +341,6 @@ class TrainConfig:
     def from_json(cls, value: dict[str, Any]) -> TrainConfig:
         """Return the configuration that `to_json` described."""
         value = {**value, "optimizer": Optimizer(**value["optimizer"])}
-        parts = {"transformer": Transformer, "pipeline": Pipeline}
+        parts = {"best": Best, "transformer": Transformer, "pipeline": Pipeline}
         value |= {name: part(**value[name]) for name, part in parts.items()}
         return cls(**value).check()

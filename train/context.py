@@ -110,8 +110,10 @@ class TaskContext:
             optimizer = optimizers.build_for(self.config, self.model, self.total_steps, build)
             return optimizers.policy(self.config, optimizer)
 
-    def new_checkpoint(self, policy: GradientPolicy, callbacks: tf.Module | None = None) -> checkpoint.Checkpoint:
-        """Return what saves and restores the training, with what its callbacks have counted."""
+    def new_checkpoint(
+        self, policy: GradientPolicy, callbacks: tf.Module | None = None, best: tf.Module | None = None
+    ) -> checkpoint.Checkpoint:
+        """Return what saves and restores the training, with what its callbacks and its evaluations have counted."""
         with self.strategy.scope():
             done = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
         return checkpoint.Checkpoint(
@@ -125,6 +127,7 @@ class TaskContext:
             saved=lambda step: self.run.event(self.task.name, "checkpoint", step=step),
             loss_scale=policy.loss_scale,
             callbacks=callbacks,
+            best=best,
             joint=None if self.division is None or self.division.whole else self.division.joint(),
         )
 

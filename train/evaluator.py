@@ -13,6 +13,7 @@ from train.config import TrainConfig
 from train.context import TaskContext
 from train.saving import weights
 from train.saving.files import Saved, finished
+from train.telemetry import sinks
 from train.telemetry.metrics import Metrics
 
 POLL_S = 0.5
@@ -21,7 +22,9 @@ POLL_S = 0.5
 def evaluate_checkpoints(context: TaskContext) -> None:
     """Evaluate each checkpoint as it appears, until a stop; then the newest one if it was not yet."""
     run, heartbeat, stop = context.run, context.heartbeat, context.stop
-    metrics = Metrics(run, context.task.name, talks=True, resumed_at=sys.maxsize)
+    name = context.task.name
+    to = sinks.build(context.config, run, name, sys.maxsize, chief=False)
+    metrics = Metrics(run, name, talks=True, resumed_at=sys.maxsize, sinks=to)
     evaluate = context.new_evaluation()
     new = NewCheckpoints(run.checkpoints, {row["step"] for row in read_json_lines(run.metrics(context.task.name))})
     heartbeat.update(state="evaluating")

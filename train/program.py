@@ -22,7 +22,7 @@ from train.context import TaskContext
 from train.data import blocks, sources
 from train.loops import custom, fit
 from train.loops.train_step import exact_order
-from train.model import keras_compat, models, objectives
+from train.model import initial, keras_compat, models, objectives
 from train.model.export import is_legacy
 from train.pipeline.division import Division
 from train.startup import rehearsal
@@ -89,10 +89,13 @@ class Program:
             division = Division(self.spec, self.task, config, self.run)
         with chosen.scope(), strategy.policy(precision_of(self.spec.strategy, config.precision)):
             model = division.build(new_model) if division else new_model()
+        began = initial.begin(model, self.run.init) if config.init_from else ""
         if self.task.role == Role.CHIEF:
+            if began and not self.heartbeat.values["generation"]:
+                print(began, flush=True)
             environment.record(self.run, config.dataset, source)
         self.heartbeat.update(state="compiling")  # the model is built, which can be the user's code
-        objective = objectives.build(config.loss, classifies=source.classifies, predicts_text=source.is_text)
+        objective = objectives.of(config, classifies=source.classifies, predicts_text=source.is_text)
         return TaskContext(
             run=self.run,
             task=self.task,

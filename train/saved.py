@@ -45,6 +45,8 @@ def main(arguments: list[str]) -> int:
         command = commands.add_parser(name)
         command.add_argument("--run-dir", type=Path, required=True, help="run folder")
         command.add_argument("--data-dir", type=Path, default=Path("data"), help="prepared data (%(default)s)")
+        if name != "predict":
+            command.add_argument("--best", action="store_true", help="the best checkpoint instead of the newest")
         if name == "evaluate":
             command.add_argument("--json", action="store_true", help="print as JSON")
         if name == "predict":
@@ -65,13 +67,13 @@ def main(arguments: list[str]) -> int:
             print(f"drew step {step} to {options.output}")
         elif options.command == "evaluate":
             with _stdout_kept_free():
-                results = evaluate(run, options.data_dir)
+                results = evaluate(run, options.data_dir, best=options.best)
             shown = "  ".join(f"{name} {value:.4f}" for name, value in results.items() if name.startswith("eval_"))
             words = f"step {results['step']}: {shown} over {results['examples']} examples"
             print(json.dumps(results, indent=2) if options.json else words)
         else:
             with _stdout_kept_free():
-                step = export(run, options.data_dir)
+                step = export(run, options.data_dir, best=options.best)
             print(f"exported the model after step {step} to {run.export}")
     except ClusterError as error:
         print(f"error: {plain(str(error))}", file=sys.stderr)
@@ -93,13 +95,13 @@ def _stdout_kept_free() -> Iterator[None]:
         os.close(own)
 
 
-def evaluate(run: RunFolder, data_dir: Path) -> dict[str, Any]:
+def evaluate(run: RunFolder, data_dir: Path, *, best: bool = False) -> dict[str, Any]:
     """Return the step of a run's newest checkpoint and the model's results on the whole test split.
 
     Raises:
         PrerequisiteError: there is no good checkpoint, or the data is not prepared.
     """
-    source, config, model, step = _restore(run, data_dir, as_trained=True)
+    source, config, model, step = _restore(run, data_dir, as_trained=True, best=best)
     import tensorflow as tf
 
     from train.context import evaluation_batch
@@ -111,7 +113,7 @@ def evaluate(run: RunFolder, data_dir: Path) -> dict[str, Any]:
     measure = steps.evaluation(
         None,
         model,
-        objectives.build(config.loss, classifies=source.classifies, predicts_text=source.is_text),
+        objectives.of(config, classifies=source.classifies, predicts_text=source.is_text),
         sources.eval_feed(None, source, batch),
         num_examples=source.test_examples,
         batch=batch,
@@ -123,13 +125,13 @@ def evaluate(run: RunFolder, data_dir: Path) -> dict[str, Any]:
     return {"run": run.name, "step": step, "examples": source.test_examples, **results}
 
 
-def export(run: RunFolder, data_dir: Path) -> int:
+def export(run: RunFolder, data_dir: Path, *, best: bool = False) -> int:
     """Write the SavedModel of a run's newest checkpoint to its `export/`; return the step.
 
     Raises:
         PrerequisiteError: as for `evaluate`.
     """
-    source, _, model, step = _restore(run, data_dir)
+    source, _, model, step = _restore(run, data_dir, best=best)
     from train.model import export as exporting
 
     exporting.export(model, run.export, source.classes)
@@ -177,9 +179,9 @@ def _read_image(path: Path, height: int, width: int, channels: int) -> Any:
 
 
 def _restore(
-    run: RunFolder, data_dir: Path, *, as_trained: bool = False
+    run: RunFolder, data_dir: Path, *, as_trained: bool = False, best: bool = False
 ) -> tuple[Source, TrainConfig, keras.Model, int]:
-    """Return a run's data, its configuration, and its model with the newest checkpoint's weights and step.
+    """Return a run's data, its configuration, and its model with the newest, or `best`, checkpoint's weights and step.
 
     The model computes in float32, or `as_trained`: in the precision of the run.
     """
@@ -195,10 +197,10 @@ def _restore(
     source = sources.find(config, data_dir, run)
     with strategy.policy(precision_of(cluster.strategy, config.precision) if as_trained else "fp32"):
         model = models.of(config, source.feature_shape, source.num_outputs)
-    return source, config, model, _restore_newest(run, config, model)
+    return source, config, model, _restore_newest(run, config, model, best=best)
 
 
-def _restore_newest(run: RunFolder, config: TrainConfig, model: keras.Model) -> int:
+def _restore_newest(run: RunFolder, config: TrainConfig, model: keras.Model, *, best: bool) -> int:
     import tensorflow as tf
 
     from train.saving import files, weights
@@ -206,8 +208,9 @@ def _restore_newest(run: RunFolder, config: TrainConfig, model: keras.Model) -> 
     def warn(words: str) -> None:
         print(words, file=sys.stderr)  # standard output may be JSON
 
+    folder = run.checkpoints / files.BEST if best else run.checkpoints
     for _ in range(RESTORE_TRIES):
-        newest = files.newest_good(run.checkpoints, warn)
+        newest = files.newest_good(folder, warn)
         if newest is None:
             break
         try:
@@ -216,7 +219,7 @@ def _restore_newest(run: RunFolder, config: TrainConfig, model: keras.Model) -> 
             time.sleep(0.1)  # a newer one has just pushed it out
         else:
             return newest.step
-    raise PrerequisiteError(f"run {run.name} has no good checkpoint in {run.checkpoints}; see its log")
+    raise PrerequisiteError(f"run {run.name} has no good checkpoint in {folder}; see its log")
 
 
 if __name__ == "__main__":

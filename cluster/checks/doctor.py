@@ -10,7 +10,6 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from cluster.checks import nodes
 from cluster.checks.gpu import bandwidth as allreduce
 from cluster.checks.gpu import host as gpu_host
 from cluster.errors import UsageError
@@ -46,7 +45,7 @@ def look(*, bandwidth: bool = False, gpus: str = "", runtime: str = "") -> dict[
             f"--gpus {gpus} without --bandwidth: it says between which to measure; add it, or leave both out"
         )
     measured = [allreduce.examine(gpus)] if bandwidth else []
-    remote = nodes.examine(runtime, folders.runs_dir(), folders.data_dir()) if runtime else []
+    remote = registry.get(runtime).examine_hosts(folders.runs_dir(), folders.data_dir()) if runtime else []
     return report([*examine(), *remote, *measured])
 
 

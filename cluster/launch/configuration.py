@@ -72,7 +72,7 @@ def check(
     Raises:
         UsageError: they do not fit, or the model cannot be cut into the cluster's stages.
     """
-    named = [str(config.get(part, "")) for part in ("dataset", "model", "loss")]
+    named = [str(config.get(part, "")) for part in ("dataset", "model", "loss", "metrics")]
     named.append(config.get("optimizer", {}).get("name", ""))
     if not cluster.kind.staged and not any(":" in name and not name.startswith("train.") for name in named):
         return {}

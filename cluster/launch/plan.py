@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cluster import spec, tf_config
@@ -34,6 +35,8 @@ class Plan(Workload):
     """Whether its run may go on though this user did not start it."""
     previous: RunFolder | None = None
     """The run that goes on, or is repeated."""
+    init: tuple[Path, ...] = ()
+    """The files with the weights that training begins with."""
     about_resuming: tuple[str, ...] = ()
     """What the caller should know of a run that goes on."""
 

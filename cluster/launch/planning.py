@@ -12,13 +12,13 @@ from cluster import settings, spec
 from cluster.errors import UsageError
 from cluster.gpu import devices, placement
 from cluster.gpu.placement import Placement
-from cluster.launch import configuration, packages, resuming
+from cluster.launch import configuration, initial, packages, resuming
 from cluster.launch.folders import check_folder, data_dir, find_run, free_folder, runs_dir
 from cluster.launch.plan import Plan
 from cluster.launch.scripts import check_path, check_script
 from cluster.launch.teardown import in_progress
 from cluster.options.option import Needs
-from cluster.options.request import Request, check_needs, check_together
+from cluster.options.request import OPTIONS, Request, check_needs, check_together
 from cluster.options.topology import check_hardware
 from cluster.options.topology import topology as topology_of
 from cluster.run import provenance
@@ -26,10 +26,10 @@ from cluster.run.folder import RunFolder
 from cluster.runtime import inherited, registry
 from cluster.runtime import memory as limits
 from cluster.runtime.base import Runtime, Workload
+from cluster.runtime.job import Job
 from cluster.runtime.memory import Memory
 from cluster.runtime.network import Network
 from cluster.runtime.payload import Payload
-from cluster.runtime.slurm.batch import Job
 from cluster.spec import ClusterSpec
 
 
@@ -106,6 +106,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         replaces=request.fresh and run.path.exists(),
         trusts=request.trust,
         previous=previous.run,
+        init=() if request.resume else initial.find(config.get("init_from", ""), previous.run),
         about_resuming=tuple(about_resuming),
     )
 
@@ -180,9 +181,11 @@ def _job(request: Request, previous: _Previous, runtime: Runtime, cluster: Clust
         raise UsageError(f"--gpus {request.gpus} with {runtime.tasks}: say how many each gets, with --gpus-per-task")
     if request.gpu_runtime:
         raise UsageError(f"--gpu-runtime {request.gpu_runtime} with {runtime.tasks}: it is for containers")
+    for name in (each.name for each in fields(Job) if each.name not in runtime.job_options):
+        if value := getattr(request, name):
+            raise UsageError(f"--{OPTIONS[name].key} {value} with {runtime.tasks}: they have no such; leave it out")
     recorded = previous.started.get("job", {})
-    names = [each.name for each in fields(Job)]
-    job = Job(**{name: str(getattr(request, name) or recorded.get(name, "")) for name in names})
+    job = Job(**{name: str(getattr(request, name) or recorded.get(name, "")) for name in runtime.job_options})
     job.check()
     if job.gpus_per_task and request.devices and request.devices != job.gpus_per_task:
         raise UsageError(

@@ -12,7 +12,7 @@ from cluster.system.journal import read_json_lines
 
 ORDER = ("dataset", "source", "seed", "global_batch")
 """What decides, with the step, which examples a step reads."""
-STATE = ("model", "optimizer.name")
+STATE = ("model", "freeze", "optimizer.name")
 """What decides which variables a checkpoint has."""
 SWITCHES = ("optimizer.ema", "optimizer.momentum", "callbacks")
 """What decides it by being there or not."""
@@ -37,7 +37,12 @@ def check(run: RunFolder, preset: str, config: Mapping[str, Any], cluster: spec.
         raise UsageError(f"--preset {preset}: run {run.name!r} has {before['preset']}; {_way_out(run)}")
     if not (done := max(run.saved_steps, default=0)):
         return []
-    for names, why in ((ORDER, "it would skip or repeat data"), (STATE, "its checkpoint would not fit")):
+    reasons = {
+        ORDER: "it would skip or repeat data",
+        STATE: "its checkpoint would not fit",
+        ("init_from",): "has begun with other weights",
+    }
+    for names, why in reasons.items():
         for name in names:
             previous, requested = _value(before, name), _value(config, name)
             if previous != requested and None not in (previous, requested):

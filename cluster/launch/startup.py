@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cluster.errors import PrerequisiteError
-from cluster.launch import manifest, packages, planning, teardown
+from cluster.launch import initial, manifest, packages, planning, teardown
 from cluster.launch.folders import MIN_FREE_BYTES, check_folder, data_dir, runs_dir
 from cluster.launch.plan import Plan
 from cluster.launch.scripts import lay_out
@@ -213,6 +213,7 @@ def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> N
             file.write((plan.payload.packages / packages.RESOLVED).read_bytes())
     if plan.payload.script:
         data_dir().mkdir(parents=True, exist_ok=True)  # the tasks see it, and nothing was prepared
+    initial.copy(plan.init, plan.run.init)
     json_files.write_json(plan.run.config, plan.config)
     if stages:
         json_files.write_json(plan.run.stages, stages)

@@ -25,15 +25,15 @@ class Group(StrEnum):
 
 
 class Needs(Enum):
-    """What an option can be combined with, and why with nothing else."""
+    """What an option requires, and why."""
 
     TRAINER = "only for the built-in trainer, not with a script"
     SCRIPT = "only with --script, whose TF_CONFIG it changes"
     NEW_RUN = "only for a new run, and --resume names one that exists"
     EARLIER_RUN = "only with --resume, for a run that somebody else started"
     GPUS = "only with GPUs (--gpus all)"
-    CONTAINERS = "only for containers (--runtime docker)"
-    QUEUE = "only for a job (--runtime slurm)"
+    CONTAINERS = "only for containers (--runtime docker or swarm)"
+    QUEUE = "only where a scheduler places the tasks (--runtime slurm or swarm)"
 
 
 KINDS = {int: "integer", str: "string", bool: "boolean", list: "array of strings"}

@@ -110,6 +110,13 @@ class Request:
         "the best one",
         needs=Needs.TRAINER,
     )
+    init_from: str = option(
+        Group.TRAINS,
+        "begin with the weights of this run's newest checkpoint, or of a .weights.h5, .keras, .h5, .npz or .index file",
+        "random ones",
+        needs=Needs.NEW_RUN,
+        is_override=True,
+    )
     script: str = option(
         Group.TRAINS,
         "run this script, which reads TF_CONFIG, in every task; its arguments follow --",
@@ -134,8 +141,8 @@ class Request:
     runtime: str = option(Group.RUNS, _ONE_OF_RUNTIMES, "auto: containers where a Docker Engine answers")
     network: str = option(
         Group.RUNS,
-        "local tasks' network: private, or host, the machine's",
-        "private; host for scripts and TPUs",
+        "local tasks: private, or host, the machine's; in a Swarm: private, or encrypted",
+        "private; host for local scripts and TPUs",
     )
     memory: str = option(
         Group.RUNS,
@@ -153,7 +160,18 @@ class Request:
     gpu_runtime: str = option(
         Group.RUNS, "how containers get them: reserve, cdi, or the older nvidia", "reserve", needs=Needs.GPUS
     )
-    partition: str = option(Group.RUNS, "Slurm partition, or several with commas", "the site's", needs=Needs.QUEUE)
+    partition: str = option(
+        Group.RUNS,
+        "Slurm partition, or several with commas; of a Swarm the nodes labelled tf-cluster.partition=NAME",
+        "the site's",
+        needs=Needs.QUEUE,
+    )
+    constraint: str = option(
+        Group.RUNS,
+        "nodes of a Swarm that take tasks, such as node.labels.gpu==true; several with commas",
+        "all",
+        needs=Needs.QUEUE,
+    )
     time: str = option(
         Group.RUNS,
         "time limit of the job, such as 90 or 2-12:00; at its end the run saves and is queued again",
@@ -170,7 +188,7 @@ class Request:
         needs=Needs.QUEUE,
     )
     cpus_per_task: str = option(
-        Group.RUNS, "processors of each task of the job", "the site's", kinds=(int,), needs=Needs.QUEUE
+        Group.RUNS, "processors of each task", "the scheduler's", kinds=(int,), needs=Needs.QUEUE
     )
     checkpoint_every: str = option(
         Group.KEPT,
@@ -204,6 +222,13 @@ class Request:
         needs=Needs.EARLIER_RUN,
     )
     fresh: bool = switch(Group.KEPT, "start a run of this --name again, its old folder is deleted", needs=Needs.NEW_RUN)
+    log_to: str = option(
+        Group.WATCHED,
+        "where metrics go besides: csv, mlflow, wandb, separated by commas",
+        "the run folder and TensorBoard alone",
+        needs=Needs.TRAINER,
+        is_override=True,
+    )
     tensorboard_port: str = option(
         Group.WATCHED, "port of TensorBoard on 127.0.0.1; 0: none", tensorboard.PORT, kinds=(int,), bounds=(0, 65535)
     )

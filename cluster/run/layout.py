@@ -68,6 +68,11 @@ class Layout:
         return self.path / "checkpoints"
 
     @property
+    def init(self) -> Path:
+        """The weights that training begins with, if they are not random."""
+        return self.path / "init"
+
+    @property
     def export(self) -> Path:
         """The SavedModel written at the end."""
         return self.path / "export"

@@ -22,10 +22,10 @@ from cluster.gpu.placement import Placement
 from cluster.run.folder import RunFolder
 from cluster.runtime import network
 from cluster.runtime.faults import FaultInjector
+from cluster.runtime.job import EMPTY, Job
 from cluster.runtime.memory import Memory
 from cluster.runtime.network import Network
 from cluster.runtime.payload import Payload
-from cluster.runtime.slurm.batch import EMPTY, Job
 from cluster.spec import ClusterSpec
 
 Shell = Callable[[str], object]
@@ -77,7 +77,8 @@ class Runtime(ABC):
         reaches_hardware: whether its tasks can use this machine's TPU.
         limits_memory: whether `--memory` limits its tasks.
         python: the version of Python that its tasks run with, for which packages of the user's are installed.
-        is_remote: whether its tasks run on machines that a queue chooses, with their own GPUs, and may wait for them.
+        is_remote: whether its tasks run on machines that a scheduler chooses, with their own GPUs.
+        job_options: what can be requested of that scheduler, fields of `Job`.
         board: what runs TensorBoard beside it, a key of `tensorboard.BOARDS`.
     """
 
@@ -87,6 +88,7 @@ class Runtime(ABC):
     reaches_hardware: bool = False
     limits_memory: bool = False
     is_remote: bool = False
+    job_options: frozenset[str] = frozenset()
     python: str = f"{sys.version_info.major}.{sys.version_info.minor}"
     board: str = "local"
 
@@ -97,6 +99,18 @@ class Runtime(ABC):
     def examine(self) -> list[Finding]:
         """Return what `invoke doctor` reports of it."""
         return []
+
+    def examine_hosts(self, runs_dir: Path, data_dir: Path) -> list[Finding]:  # noqa: ARG002
+        """Return what the other machines that it runs tasks on have of what a run needs, from a task on each.
+
+        Args:
+            runs_dir: the folder of all runs.
+            data_dir: the folder of prepared data.
+
+        Raises:
+            UsageError: it has no other machines.
+        """
+        raise UsageError(f"--runtime {self.name}: it has no other machines; leave it out")
 
     # Planning: nothing is changed
 

@@ -12,7 +12,7 @@ from cluster.errors import PrerequisiteError, UsageError, nearest
 from cluster.findings import Finding
 from cluster.system import namespaces
 
-PRIVATE, HOST = "private", "host"
+PRIVATE, HOST, ENCRYPTED = "private", "host", "encrypted"
 CHECK = "task network"
 EXPOSED = "TensorFlow's servers ask for no password, and whoever reaches this machine reaches them"
 INSTEAD = "containers, or a firewall, close them"
@@ -23,21 +23,26 @@ class Network:
     """The network of a run's tasks."""
 
     name: str = PRIVATE
-    """`private`, of the tasks alone; or `host`, this machine's."""
+    """`private`, of the tasks alone; `encrypted`, the same over several hosts; or `host`, this machine's."""
     requested: str = ""
     """`--network` as typed, for when the run goes on."""
     warning: str = ""
     """Who can reach the tasks, and why; empty where nobody can."""
 
 
-def check(requested: str) -> None:
+def check(requested: str, *allowed: str) -> None:
     """Check `--network`.
 
+    Args:
+        requested: as typed.
+        allowed: the networks that there are; by default those of this machine.
+
     Raises:
-        UsageError: it is no network.
+        UsageError: it is no network, or none that there is.
     """
-    if requested not in ("", PRIVATE, HOST):
-        raise UsageError(f"--network {requested!r} is not a network{nearest(requested, [PRIVATE, HOST])}")
+    known = allowed or (PRIVATE, HOST)
+    if requested and requested not in known:
+        raise UsageError(f"--network {requested!r} is not a network here{nearest(requested, known)}")
 
 
 def of_processes(typed: str, previous: str, *, way_out: str, serves: bool) -> Network:

@@ -9,11 +9,12 @@ from cluster.runtime.base import Runtime
 from cluster.runtime.compose.runtime import Compose
 from cluster.runtime.local.runtime import LocalProcesses
 from cluster.runtime.slurm.runtime import Slurm
+from cluster.runtime.swarm.runtime import Swarm
 from cluster.strategies import Strategy
 
 AUTO = "auto"
 LOCAL = LocalProcesses()
-RUNTIMES: dict[str, Runtime] = {each.name: each for each in (Compose(), LOCAL, Slurm())}
+RUNTIMES: dict[str, Runtime] = {each.name: each for each in (Compose(), LOCAL, Slurm(), Swarm())}
 """In the order in which `auto` prefers them."""
 
 

@@ -55,8 +55,8 @@ def test_a_step_that_crashes_whenever_it_comes_must_be_named_after_a_few_attempt
     told = own.invoke("up", "--name=crash", *OPTIONS, *words, *training, expect=1)
     run = own.run("crash")
     cause = summary(run)["cause"]
-    # The chief's call of the inner loop was over, and a checkpoint may have been saved there.
-    assert step - 1 <= cause["step"] < step + 7, told
+    # The chief may have saved a checkpoint after that step, from which the first step crashes again.
+    assert step - 1 <= cause["step"] <= step + 7, told
     assert run.generation <= 2
     assert "worker-0" == cause["task"]
     assert "SIGSEGV" in cause["error"]

@@ -15,9 +15,9 @@ import pytest
 from cluster import spec
 from cluster.control import watch
 from cluster.run.folder import RunFolder
+from cluster.runtime.job import Job
 from cluster.runtime.slurm import batch
 from cluster.runtime.slurm import runtime as slurm
-from cluster.runtime.slurm.batch import Job
 from cluster.system.json_files import read_json, write_json
 from tests.e2e.scenario import ROOT, Clusters, summary
 from tests.waiting import wait_for

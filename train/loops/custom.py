@@ -17,6 +17,7 @@ from train.data.sources import train_feed
 from train.elastic.train_step import ElasticTrainStep
 from train.elastic.virtual_shards import VirtualShards
 from train.loops import callbacks, outer, parameter_server, pipeline, steps
+from train.loops.best import Best, BestState, check_metric
 from train.loops.callback_state import CallbackState
 from train.loops.train_step import TrainStep
 from train.model import keras_compat
@@ -37,8 +38,13 @@ class Training:
                 keras_compat.synchronize_batch_normalization(context.model, strategy.num_replicas_in_sync)
         self._policy = context.new_policy()
         state = CallbackState() if config.callbacks else None
-        self._checkpoint = context.new_checkpoint(self._policy, state)
+        best = BestState() if config.best.metric else None
+        self._checkpoint = context.new_checkpoint(self._policy, state, best)
         self._first = context.restore(self._checkpoint)
+        self._best: Best | None = None
+        if best is not None:
+            check_metric(context)
+            self._best = Best(config.best, context.total_steps, best)
         self._report = Report(context, self._first, self._policy, self._outputs)
         self._save_timer = context.new_save_timer(self._checkpoint, self._first)
         names = [task.name for task in context.spec.of(Role.WORKER)] if context.asynchronous else []
@@ -92,9 +98,9 @@ class Training:
     def run(self) -> None:
         """Train, and end well."""
         config, context = self._context.config, self._context
-        epoch = outer.EveryEpoch(context.epoch_end, self._evaluate)
+        epoch = outer.EveryEpoch(context.epoch_end, self._follow_evaluation)
         every: list[outer.Periodic] = [
-            outer.Every(config.evaluate_every, self._evaluate) if config.evaluate_every else epoch
+            outer.Every(config.evaluate_every, self._follow_evaluation) if config.evaluate_every else epoch
         ]
         if self._hooks:
             self._hooks.begin(self._first, self._evaluate)
@@ -114,6 +120,8 @@ class Training:
             single=step_record.single_steps(context.run, context.generation, config.steps_per_loop),
         )
         stopped = stopped and not self._any_enough()
+        if self._best and not stopped and self._evaluated_at != step:
+            self._evaluate(step)  # so that the last checkpoint has counted it
         if self._saved_at != step and (stopped or not self._hooks):
             self._save(step)
         if not stopped and self._evaluated_at != step:
@@ -140,10 +148,10 @@ class Training:
 
     @property
     def _enough(self) -> bool:
-        return self._hooks is not None and self._hooks.enough
+        return any(each is not None and each.enough for each in (self._hooks, self._best))
 
     def _any_enough(self) -> bool:
-        """Return whether any task's callbacks request the end of training; all tasks call it at the same step."""
+        """Return whether any task's callbacks or evaluations request the end; all tasks call it at the same step."""
         return self._agree(steps.Signals(stop=self._enough)).stop
 
     def _signals(self, stop: bool, count: int) -> steps.Signals:
@@ -168,6 +176,8 @@ class Training:
     def _save(self, step: int) -> None:
         if self._hooks:
             self._hooks.keep()
+        if self._best:
+            self._best.keep()
         self._report.save(step, self._checkpoint, self._save_timer)
         self._saved_at = step
 
@@ -177,7 +187,15 @@ class Training:
             with contextlib.suppress(PrerequisiteError):  # no step is recorded yet
                 self._report.metrics.picture(step, "stages/timeline", timeline.picture_of(self._context.run)[1])
         self._evaluated_at = step
+        if self._best and self._best.follow(step, self._report.results):
+            self._best.keep()
+            self._report.save_best(step, self._checkpoint)
         return self._report.results
+
+    def _follow_evaluation(self, step: int) -> bool:
+        """Evaluate; return whether training shall end, which all tasks decide together."""
+        self._evaluate(step)
+        return self._best is not None and self._any_enough()
 
     def _end_epoch(self, step: int) -> bool:
         """Call the callbacks; return whether training shall end, which all tasks decide together."""

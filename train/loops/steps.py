@@ -1,6 +1,7 @@
 """The inner loops: many optimizer steps, or a whole evaluation, inside one call of a `tf.function`.
 
-Shapes: B replica batch, K outputs, S steps of one loop, P parts of a step's results.
+Shapes: B replica batch, K outputs, S steps of one loop, P parts of a step's results, N batches of all replicas, M
+means that an evaluation reports.
 """
 
 from __future__ import annotations
@@ -200,17 +201,18 @@ def evaluation(
     batches = memory.eval_batches(num_examples, replica_batch=batch, num_replicas=replicas)
 
     def start() -> tf.Tensor:
-        return tf.zeros([batches * replicas, 2])
+        return tf.zeros([batches * replicas, 2 + len(objective.metrics)])
 
-    def add(totals_N2: tf.Tensor, given: Any, at: tf.Tensor) -> tf.Tensor:
+    def add(totals_NM: tf.Tensor, given: Any, at: tf.Tensor) -> tf.Tensor:
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group if strategy else 0
         replica = tf.cast(replica, tf.int64)
         examples = feed.batch(given, at, replica)
         outputs_BK = full_precision(model(as_input(model, examples.features), training=False))
         losses_B = objective.loss(examples.labels, outputs_BK) * examples.weights
         scores_B = objective.score(examples.labels, outputs_BK) * examples.weights
-        totals_2 = tf.stack([tf.reduce_sum(losses_B), tf.reduce_sum(scores_B)])
-        return tf.tensor_scatter_nd_update(totals_N2, [[at * replicas + replica]], [totals_2])
+        own = [metric(examples.labels, outputs_BK) * examples.weights for metric in objective.metrics.values()]
+        totals_M = tf.stack([tf.reduce_sum(values_B) for values_B in (losses_B, scores_B, *own)])
+        return tf.tensor_scatter_nd_update(totals_NM, [[at * replicas + replica]], [totals_M])
 
     @tf.function(autograph=False)
     def evaluate_all() -> tf.Tensor:
@@ -224,11 +226,12 @@ def evaluation(
     return lambda: results(evaluate_all().numpy(), objective, num_examples)
 
 
-def results(totals_N2: np.ndarray, objective: Objective, num_examples: int) -> dict[str, float]:
-    """Return the results of an evaluation from the sums of each batch's losses and scores.
+def results(totals_NM: np.ndarray, objective: Objective, num_examples: int) -> dict[str, float]:
+    """Return the results of an evaluation from the sums of each batch's losses, scores and own metrics.
 
     Each replica has filled in batches of its own, the same ones at any number of replicas: so are these results.
     """
-    loss, score = totals_N2.astype(np.float64).cumsum(0)[-1].tolist()
-    means = {"eval_loss": loss / num_examples, f"eval_{objective.score_name}": score / num_examples}
+    totals = totals_NM.astype(np.float64).cumsum(0)[-1].tolist()
+    names = ("loss", objective.score_name, *objective.metrics)
+    means = {f"eval_{name}": total / num_examples for name, total in zip(names, totals, strict=True)}
     return means | ({"eval_perplexity": math.exp(means["eval_loss"])} if objective.predicts_text else {})

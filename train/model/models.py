@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 from collections.abc import Callable
 from typing import Any
 
 from tensorflow import keras  # Keras 3, or tf_keras where `--loop fit` needs that
 
-from cluster.errors import UsageError
+from cluster.errors import UsageError, nearest
 from train import references
 from train.config import TrainConfig
 from train.model.resnet import resnet50
@@ -55,7 +56,34 @@ def of(config: TrainConfig, feature_shape: tuple[int, ...], num_outputs: int) ->
     """Return the model that a configuration describes; for the rest see `build`."""
     size = config.transformer
     sizes = {"layers": size.layers, "width": size.width, "heads": size.heads}
-    return build(config.model, feature_shape, num_outputs, **(sizes if config.model == "transformer_lm" else {}))
+    model = build(config.model, feature_shape, num_outputs, **(sizes if config.model == "transformer_lm" else {}))
+    if config.loop == "custom" and type(model).train_step is not keras.Model.train_step:
+        raise UsageError(
+            f"--model {config.model!r}: {type(model).__name__} has a train_step of its own, which --loop custom would "
+            "not call; use --loop fit"
+        )
+    freeze(model, config.freeze)
+    return model
+
+
+def freeze(model: keras.Model, names: str) -> None:
+    """Exclude layers from training.
+
+    Args:
+        model: built.
+        names: of the layers, or beginnings of names that end in `*`, separated by commas.
+
+    Raises:
+        UsageError: there is no such layer, or none is left to train.
+    """
+    layers = {layer.name: layer for layer in model._flatten_layers(include_self=False)}  # also those inside of others
+    for pattern in filter(None, (part.strip() for part in names.split(","))):
+        if not (matching := fnmatch.filter(layers, pattern)):
+            raise UsageError(f"--freeze {pattern!r}{nearest(pattern, list(layers))}")
+        for name in matching:
+            layers[name].trainable = False
+    if names and not model.trainable_variables:
+        raise UsageError(f"--freeze {names!r}: no layer is left to train; leave some out")
 
 
 def build(name: str, feature_shape: tuple[int, ...], num_outputs: int, **options: Any) -> keras.Model:

@@ -5,12 +5,16 @@ Shapes: B batch, K outputs; of sequences T positions, over which an example's lo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import tensorflow as tf
 
+from cluster.errors import UsageError
 from train import references
+from train.config import TrainConfig
 
 PerExample = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 """(labels `[B]` or `[B, K]`, outputs `[B, K]`) -> `[B] float32`."""
@@ -26,6 +30,14 @@ class Objective:
     """`accuracy` or `absolute_error`: what metrics and summaries call the score."""
     predicts_text: bool = False
     """Whether outputs are the next bytes of a text, so that the loss has a perplexity."""
+    metrics: Mapping[str, PerExample] = field(default_factory=dict)
+    """What evaluations report besides, by its name."""
+
+    @property
+    def evaluated(self) -> list[str]:
+        """The names of what evaluations report."""
+        names = ["loss", self.score_name, *(["perplexity"] if self.predicts_text else []), *self.metrics]
+        return [f"eval_{name}" for name in names]
 
 
 def sparse_categorical_crossentropy(labels_B: tf.Tensor, logits_BK: tf.Tensor) -> tf.Tensor:
@@ -49,6 +61,32 @@ def absolute_error(labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:
 
 
 LOSSES: dict[str, PerExample] = {loss.__name__: loss for loss in (sparse_categorical_crossentropy, mean_squared_error)}
+
+
+def of(config: TrainConfig, *, classifies: bool, predicts_text: bool) -> Objective:
+    """Return the objective that a configuration describes, with the user's own metrics; for the rest see `build`.
+
+    Raises:
+        UsageError: there is no such loss, or what should make the metrics does not.
+    """
+    objective = build(config.loss, classifies=classifies, predicts_text=predicts_text)
+    return dataclasses.replace(objective, metrics=_own_metrics(config.metrics, taken=objective.evaluated))
+
+
+def _own_metrics(reference: str, taken: Sequence[str]) -> dict[str, PerExample]:
+    """Return the user's own metrics: a function of theirs returns them, by their names."""
+    if not reference:
+        return {}
+    made = references.call("--metrics", reference, references.load("--metrics", reference))
+    functions = made if isinstance(made, dict) else {}
+    good = [re.fullmatch(r"[a-z]\w*", str(name)) and callable(function) for name, function in functions.items()]
+    if not good or not all(good):
+        raise UsageError(
+            f"--metrics {reference!r} returned {made!r:.120}; expected a dictionary of functions by lower-case names"
+        )
+    if both := [name for name in functions if f"eval_{name}" in taken]:
+        raise UsageError(f"--metrics {reference!r}: {both[0]!r} is reported anyway; give it another name")
+    return {name: tf.function(function) for name, function in functions.items()}
 
 
 def build(loss: str, *, classifies: bool, predicts_text: bool = False) -> Objective:

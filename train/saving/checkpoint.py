@@ -14,7 +14,8 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.errors import RunFailed
-from train.saving.files import Saved, agreed, clean, prune, set_aside, write
+from train.model import initial
+from train.saving.files import BEST, Saved, agreed, clean, prune, set_aside, write
 from train.saving.joint import Joint
 from train.saving.mirror import Copy, Mirror
 
@@ -46,6 +47,7 @@ class Checkpoint:
         saved: Callable[[int], None] = lambda step: None,
         loss_scale: tf.Module | None = None,
         callbacks: tf.Module | None = None,
+        best: tf.Module | None = None,
         joint: Joint | None = None,
     ) -> None:
         """Prepare to save.
@@ -63,10 +65,11 @@ class Checkpoint:
             saved: called with each step whose checkpoint is finished, perhaps from another thread.
             loss_scale: of a training in float16. One that has just become that has none in its checkpoints yet.
             callbacks: what callbacks have counted. The same holds of it.
+            best: what evaluations have counted. The same holds of it.
             joint: how tasks that each hold a part of the variables write them together.
         """
         self._parts = {"step": step, "model": model, "optimizer": optimizer}
-        optional = {"loss_scale": loss_scale, "callbacks": callbacks}
+        optional = {"loss_scale": loss_scale, "callbacks": callbacks, "best": best}
         self._optional = {name: part for name, part in optional.items() if part is not None}
         self._checkpoint = tf.train.Checkpoint(**self._parts, **self._optional)
         self._model = model
@@ -104,7 +107,8 @@ class Checkpoint:
             kept.read(newest.prefix).assert_existing_objects_matched()
         if self._writes:
             set_aside(self._folder, newest.step if newest else -1)
-            clean(self._folder, self._generation)
+            for folder in (self._folder, self._folder / BEST):
+                clean(folder, self._generation)
         return int(self._step.numpy())
 
     def prepare(self) -> Copy:
@@ -114,13 +118,20 @@ class Checkpoint:
         strategy's, which tasks share, and which cannot hold text.
         """
         if self._copy is None:
-            self._copy = Copy(self._checkpoint)
+            named = [
+                (one if isinstance(one, tf.Variable) else one.value, name) for one, name in initial.names(self._model)
+            ]
+            self._copy = Copy(self._checkpoint, {id(one): initial.checkpoint_name(name) for one, name in named})
         return self._copy
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, *, best: bool = False) -> None:
         """Save the state after `step` optimizer steps. Every task calls this at the same step.
 
         Training may go on at once: what is saved was copied, and is written by a thread.
+
+        Args:
+            step: the optimizer steps done.
+            best: whether this becomes the one best checkpoint, beside the newest ones.
 
         Raises:
             OSError, tf.errors.OpError: this save failed, or the one before it.
@@ -130,7 +141,7 @@ class Checkpoint:
         self._step.assign(step)
         self.prepare().update()
         if self._writes or (self._joint and self._joint.writes):
-            self._writing = threading.Thread(target=self._write, args=(step,), name="checkpoint")
+            self._writing = threading.Thread(target=self._write, args=(step, best), name="checkpoint")
             self._writing.start()
 
     def release(self) -> None:
@@ -157,12 +168,15 @@ class Checkpoint:
             error, self._error = self._error, None
             raise error
 
-    def _write(self, step: int) -> None:
+    def _write(self, step: int, best: bool) -> None:
         try:
             assert self._copy is not None
             broken, writer = self._copy.not_finite(self._model.trainable_variables), self._copy.checkpoint
             problem = diverged(f"{broken} is not finite after step {step}") if broken else None
-            began, saved = time.monotonic(), Saved(self._folder, step)
+            began, folder = time.monotonic(), self._folder / BEST if best else self._folder
+            if best:
+                folder.mkdir(exist_ok=True)
+            saved = Saved(folder, step)
             if self._joint:
                 writer = self._joint.save(self._copy, self._folder, self._generation, str(problem or ""))
             if problem:
@@ -171,7 +185,8 @@ class Checkpoint:
                 return
             write(writer, saved, self._generation)
             self.writing_s = time.monotonic() - began
-            prune(saved, self._keep)
-            self._saved(step)
+            prune(saved, 1 if best else self._keep)
+            if not best:
+                self._saved(step)
         except BaseException as error:  # raised by the next `wait`, in the thread that trains
             self._error = error

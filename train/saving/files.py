@@ -4,6 +4,7 @@
     checkpoints/ckpt-200.json                                  their names, sizes and sha256; written last
     checkpoints/ckpt-200+1.index                               those of a second save of the step: the record's word
     checkpoints/.ckpt-<generation>-*                           what is being written
+    checkpoints/best/                                          the checkpoint of the best evaluation, likewise
     checkpoints/aside/                                         what the newest restore passed over
 
 A checkpoint without its JSON file was never finished, and does not count. One task writes, the chief; all others read.
@@ -27,6 +28,7 @@ from cluster.system.files import sha256, sync
 from cluster.system.json_files import read_json, write_json
 
 ASIDE = "aside"
+BEST = "best"
 NO_CHECKPOINT = -1
 _RECORD = re.compile(r"ckpt-(\d+)\.json")
 _DATA = re.compile(r"ckpt-(\d+)(?:\+\d+)?\.(?:index|data-.*)")

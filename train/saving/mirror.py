@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -55,10 +55,16 @@ class Copy(Mirror):
     TensorFlow's own asynchronous checkpoints do the same, but fail on Keras 3's variables.
     """
 
-    def __init__(self, checkpoint: tf.train.Checkpoint) -> None:
-        """Copy what has a value; what has none, because another task holds it, is there without one."""
+    def __init__(self, checkpoint: tf.train.Checkpoint, names: Mapping[int, str] | None = None) -> None:
+        """Copy what has a value; what has none, because another task holds it, is there without one.
+
+        Args:
+            checkpoint: what is copied.
+            names: of some variables, by their identity, which are saved beside their values.
+        """
+        known = names or {}
         with tf.device("CPU:0"):
-            super().__init__(checkpoint, _copied)
+            super().__init__(checkpoint, lambda variable: _copied(variable, known.get(id(variable))))
 
     def update(self) -> None:
         """Take over the variables' values."""
@@ -78,7 +84,7 @@ class Copy(Mirror):
         return None
 
 
-def _copied(variable: tf.Variable) -> tf.Variable:
+def _copied(variable: tf.Variable, name: str | None) -> tf.Variable:
     if isinstance(variable, UninitializedVariable):
         return UninitializedVariable(trainable=False, shape=variable.shape, dtype=variable.dtype)
-    return tf.Variable(variable, trainable=False, dtype=variable.dtype)
+    return tf.Variable(variable, trainable=False, dtype=variable.dtype, name=name)

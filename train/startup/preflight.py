@@ -12,7 +12,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,9 +73,15 @@ def check(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
         return models.of(config, source.feature_shape, source.num_outputs)
 
     stages = _stages(new_model, config, options) if options.stages else {}
+    positions: Sequence[int] = _label_spec(source).shape[1:] if source.is_text else ()
     if not stages:
-        optimizers.build_for(config, new_model())
-    _check_loss(config, source, objectives.build(config.loss, classifies=source.classifies).loss)
+        model = new_model()
+        optimizers.build_for(config, model)
+        positions = _positions(model)
+    objective = objectives.of(config, classifies=source.classifies, predicts_text=source.is_text)
+    _check_function(f"--loss {config.loss!r}", source, positions, objective.loss)
+    for name, metric in objective.metrics.items():
+        _check_function(f"--metrics {config.metrics!r}: {name}", source, positions, metric)
     return stages
 
 
@@ -102,24 +108,30 @@ def _stages(new_model: Callable[[], keras.Model], config: TrainConfig, options: 
     )
 
 
-def _check_loss(config: TrainConfig, source: Source, loss: object) -> None:
+def _positions(model: keras.Model) -> Sequence[int]:
+    """Return the axes of a model's outputs between that of the examples and that of the classes: of sequences T."""
+    outputs = getattr(model, "outputs", None)
+    return tuple(outputs[0].shape[1:-1]) if outputs else ()
+
+
+def _check_function(where: str, source: Source, positions: Sequence[int], function: object) -> None:
+    """Check that a loss or a metric takes labels and outputs, and gives a value for each example."""
     import tensorflow as tf
 
     labels = _label_spec(source)
-    positions = labels.shape[1:] if source.is_text else []
     outputs = tf.TensorSpec([EXAMPLES, *positions, source.num_outputs], tf.float32)
-    where = f"--loss {config.loss!r}"
     try:
-        losses = tf.function(loss).get_concrete_function(labels, outputs).structured_outputs
+        losses = tf.function(function).get_concrete_function(labels, outputs).structured_outputs
     except ClusterError:
         raise
     except (Exception, SystemExit) as error:
-        given = f"labels {labels.dtype.name} {['B', *labels.shape[1:]]} and outputs {['B', source.num_outputs]}"
+        made = ["B", *positions, source.num_outputs]
+        given = f"labels {labels.dtype.name} {['B', *labels.shape[1:]]} and outputs {made}"
         raise UsageError(f"{where} fails on {given}: {described(error)[-300:]}".replace("'B'", "B")) from None
     shape = getattr(losses, "shape", None)
     if shape is None or not shape.is_compatible_with([EXAMPLES]):
         given = type(losses).__name__ if shape is None else f"shape {shape}"
-        raise UsageError(f"{where} gives {given} for {EXAMPLES} examples; expected ({EXAMPLES},), the loss of each")
+        raise UsageError(f"{where} gives {given} for {EXAMPLES} examples; expected ({EXAMPLES},), one of each")
 
 
 def _label_spec(source: Source) -> tf.TensorSpec:

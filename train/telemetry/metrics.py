@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,16 @@ from tensorboard.plugins.hparams import api as hparams
 from cluster.run.folder import RunFolder
 from cluster.system.journal import append_json
 from train.config import TrainConfig
+from train.telemetry.sinks import Sink
 from train.telemetry.timing import StepTiming
 
 
 class Metrics:
     """Writes one task's metrics."""
 
-    def __init__(self, run: RunFolder, task: str, *, talks: bool, resumed_at: int = 0) -> None:
+    def __init__(
+        self, run: RunFolder, task: str, *, talks: bool, resumed_at: int = 0, sinks: Sequence[Sink] = ()
+    ) -> None:
         """Open the task's files.
 
         Args:
@@ -28,7 +32,9 @@ class Metrics:
             task: the task's name.
             talks: whether the rows also go to the console; one task of a cluster does.
             resumed_at: the step that training goes on from. Rows after it are steps that were lost: they go.
+            sinks: where rows go as well.
         """
+        self._sinks = sinks
         self._rows = run.metrics(task)
         self._talks = talks
         self._board = tf.summary.create_file_writer(str(run.tensorboard(task)))
@@ -44,6 +50,8 @@ class Metrics:
         with self._board.as_default(step):
             for name, value in numbers.items():
                 tf.summary.scalar(name.replace("eval_", "eval/") if "eval_" in name else f"train/{name}", value)
+        for sink in self._sinks:
+            sink.log(step, {"epoch": round(epoch, 4), **values})
         if self._talks:
             shown = "  ".join(f"{name} {value:,.{0 if name.endswith('_s') else 4}f}" for name, value in numbers.items())
             print(f"step {step}/{total}  epoch {epoch:.2f}  {shown}", flush=True)
@@ -85,6 +93,12 @@ class Metrics:
     def flush(self) -> None:
         """Flush pending writes."""
         self._board.flush()
+
+    def close(self) -> None:
+        """Flush pending writes; there are no more rows."""
+        self.flush()
+        for sink in self._sinks:
+            sink.close()
 
 
 def _captioned(image_HWC: np.ndarray, said: str, truth: str) -> np.ndarray:

@@ -22,8 +22,9 @@ from train.model import export, models, optimizers
 from train.model.gradients import GradientPolicy
 from train.saving import weights as saved_weights
 from train.saving.checkpoint import Checkpoint
-from train.saving.files import Saved
+from train.saving.files import BEST, Saved, newest_good
 from train.saving.timer import SaveTimer
+from train.telemetry import sinks
 from train.telemetry.ledger import Ledger
 from train.telemetry.metrics import Metrics
 from train.telemetry.timing import StepTiming, Times
@@ -66,7 +67,8 @@ class Report:
             (run.control / "result.json").unlink(missing_ok=True)  # a previous generation may have died after it
             run.event(name, "restored" if first else "initialized", step=first)
             self._heartbeat.update(steps_total=context.total_steps)
-        self.metrics = Metrics(run, name, talks=context.chief, resumed_at=first)
+        to = sinks.build(self._config, run, name, first, chief=context.chief)
+        self.metrics = Metrics(run, name, talks=context.chief, resumed_at=first, sinks=to)
         self._heartbeat.update(state="compiling", step=first)
 
     def done(self, step: int) -> None:
@@ -134,6 +136,13 @@ class Report:
             if self._ledger:
                 self._ledger.saves(timer.saves)
 
+    def save_best(self, step: int, checkpoint: Checkpoint) -> None:
+        """Save the checkpoint of the best evaluation so far, and report it."""
+        with self._spending("save"):
+            checkpoint.save(step, best=True)
+        if self._context.chief:
+            self._event("best checkpoint", step)
+
     def evaluate(self, step: int, evaluation: Callable[[], dict[str, float]]) -> None:
         """Evaluate the model, and report the results."""
         with self._spending("evaluate"), self._averaged():
@@ -164,13 +173,15 @@ class Report:
                 model.set_weights(weights)
             if not stopped:
                 self._heartbeat.update(state="saving")
+                if self._config.best.export and (best := newest_good(context.run.checkpoints / BEST)):
+                    saved_weights.read(self._config, model, best.prefix)
                 export.export(model, context.run.export, context.source.classes)
                 self._event("exported", step)
                 self.metrics.hparams(self._config, self.results)
             write_json(result, self._result(step, model if divided else context.model))
         self._update_timing()
         self.metrics.timing(step, self._timing)
-        self.metrics.flush()
+        self.metrics.close()
         self._heartbeat.update(state="stopped" if stopped else "done", step=step)
         while not context.chief and not result.exists() and not context.run.outcome:
             time.sleep(0.02)  # the chief's coordination service counts a task that left early as lost

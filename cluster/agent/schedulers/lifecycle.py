@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from cluster.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TIMEOUT
+import time
+
+from cluster.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TIMEOUT, TimedOut
 from cluster.run.folder import RunFolder
 from cluster.system.files import remove
+
+POLL_S = 0.2
 
 
 def go_on(run: RunFolder) -> None:
@@ -13,6 +17,19 @@ def go_on(run: RunFolder) -> None:
     for beat in (run.path / "status").glob("*.json"):
         remove(beat)
     run.reopen()
+
+
+def await_begin(run: RunFolder, timeout_s: float) -> None:
+    """Return once the chief has laid out the run's folder, or opened it again.
+
+    Raises:
+        TimedOut: it has not.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not run.cluster.exists() or (run.outcome or {}).get("state") == "stopped":
+        if time.monotonic() > deadline:
+            raise TimedOut(f"{run.path} was not laid out in {timeout_s:g} s; see the log of the chief's container")
+        time.sleep(POLL_S)
 
 
 def exit_code(run: RunFolder) -> int:

@@ -25,14 +25,12 @@ from pathlib import Path
 
 from cluster import settings, spec, tf_config
 from cluster.agent import __main__ as agent
-from cluster.agent.schedulers.lifecycle import exit_code, go_on
-from cluster.errors import EXIT_INTERRUPTED, ClusterError, TimedOut
+from cluster.agent.schedulers.lifecycle import await_begin, exit_code, go_on
+from cluster.errors import EXIT_INTERRUPTED, ClusterError
 from cluster.run import launch_records, records
 from cluster.run.folder import RunFolder
 from cluster.spec import Role
 from cluster.system.json_files import write_json
-
-POLL_S = 0.2
 
 
 def main() -> int:
@@ -74,19 +72,6 @@ def begin(run: RunFolder, given: Path) -> None:
     write_json(run.control / "started.json", {"time": time.time()} | started)
     run.begin_generation(0)
     write_json(run.cluster, cluster.to_json())
-
-
-def await_begin(run: RunFolder, timeout_s: float) -> None:
-    """Return once the chief's pod has laid out the run's folder, or opened it again.
-
-    Raises:
-        TimedOut: it has not.
-    """
-    deadline = time.monotonic() + timeout_s
-    while not run.cluster.exists() or (run.outcome or {}).get("state") == "stopped":
-        if time.monotonic() > deadline:
-            raise TimedOut(f"{run.path} was not laid out in {timeout_s:g} s; see the log of the chief's pod")
-        time.sleep(POLL_S)
 
 
 def _task_of_operator() -> str:

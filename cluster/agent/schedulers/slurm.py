@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster import settings, tf_config
-from cluster.agent import rendezvous
+from cluster.agent.schedulers import probe
 from cluster.agent.schedulers.lifecycle import exit_code, go_on
 from cluster.errors import (
     EXIT_FAILED,
@@ -46,8 +46,6 @@ from cluster.system.ports import free_port
 
 POLL_S = 0.1
 SCONTROL_S = 30.0
-REACH_S = 20.0
-"""How long nodes that are checked get to reach each other."""
 TIME_LIMIT = "time limit"
 """Who asks for the stop that the end of the job's time makes necessary."""
 
@@ -104,15 +102,8 @@ def gpus(role: Role, each: str) -> dict[str, str]:
 
 
 def check(run: RunFolder) -> dict[str, Any]:
-    """Return this node's name and clock, whether it sees the data, and what keeps it from reaching other nodes."""
-    data = Path(os.environ["DATA_DIR"]).is_dir()
-    found = {"node": os.environ["SLURMD_NODENAME"], "time": time.time(), "data": data, "unreached": ""}
-    cluster, task = _join(run)
-    try:
-        rendezvous.wait(cluster, task, token=run.name, timeout_s=REACH_S)
-    except ClusterError as error:
-        found["unreached"] = str(error)
-    return found
+    """Return what this node has of what a run needs."""
+    return probe.examine(run, *_join(run), os.environ["SLURMD_NODENAME"])
 
 
 def places(run: RunFolder) -> Path:

@@ -24,7 +24,7 @@ from cluster.view.findings import findings_lines
 @task(
     bandwidth="also measure the all-reduce between GPUs, which takes a minute (default: no)",
     gpus="with --bandwidth, which: all, how many, or ids such as 0,1 (default: all)",
-    runtime="slurm: also examine its nodes, in a step on all of them (default: this machine alone)",
+    runtime="slurm or swarm: also examine its hosts, by a task on each (default: this machine alone)",
     json=JSON_HELP,
 )
 def doctor(c, bandwidth=False, gpus="", runtime="", json=False):

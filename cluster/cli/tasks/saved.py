@@ -13,19 +13,21 @@ from cluster.run import provenance
 from cluster.run.folder import RunFolder
 from cluster.system import files
 
+BEST_HELP = "the checkpoint of the best evaluation instead, of a run with --best.metric (default: no)"
 
-@task("run", run=RUN_HELP, trust=TRUST_HELP, json=JSON_HELP)
+
+@task("run", run=RUN_HELP, trust=TRUST_HELP, json=JSON_HELP, best=BEST_HELP)
 @has_dry_run
-def evaluate(c, run=None, trust=False, json=False):
+def evaluate(c, run=None, trust=False, json=False, best=False):
     """Evaluate a run's newest checkpoint on the whole test split, in one process without a strategy."""
-    _run(c, run, "evaluate", *(["--json"] if json else []), trust=trust)
+    _run(c, run, "evaluate", *(["--json"] if json else []), *(["--best"] if best else []), trust=trust)
 
 
-@task("run", run=RUN_HELP, trust=TRUST_HELP)
+@task("run", run=RUN_HELP, trust=TRUST_HELP, best=BEST_HELP)
 @has_dry_run
-def export(c, run=None, trust=False):
+def export(c, run=None, trust=False, best=False):
     """Write a run's newest checkpoint as a SavedModel to its folder export/."""
-    _run(c, run, "export", trust=trust)
+    _run(c, run, "export", *(["--best"] if best else []), trust=trust)
 
 
 @task(

@@ -31,6 +31,7 @@ NETWORK_INTERFACE = "eth0"
 """What the cluster's network is called in a container: Compose attaches the first by name first."""
 RUN_LABEL = "tf-cluster.run"
 """The label of a run's containers and networks whose value is the run's name."""
+TASK_LABEL = "tf-cluster.task"
 UNPRIVILEGED = 10001
 """User and group of the images, for tasks that root starts."""
 
@@ -82,7 +83,7 @@ def overlay(spec: ClusterSpec, containers: Containers, command: list[str]) -> di
     services = {task.name: _service(spec, task, containers, command) for task in spec.tasks}
     labelled = {"labels": {RUN_LABEL: containers.run_dir.name}}
     networks = dict.fromkeys(_networks(containers), labelled)
-    return {"name": project(containers.run_dir), "services": _literal(services), "networks": _literal(networks)}
+    return {"name": project(containers.run_dir), "services": literal(services), "networks": literal(networks)}
 
 
 def _networks(containers: Containers) -> list[str]:
@@ -90,23 +91,17 @@ def _networks(containers: Containers) -> list[str]:
     return ["cluster", "egress"] if containers.way_out else ["cluster"]
 
 
-def _literal(value: Any) -> Any:
+def literal(value: Any) -> Any:
     """Return the value with every dollar sign doubled: Compose would read a single one as a variable."""
     if isinstance(value, dict):
-        return {key: _literal(part) for key, part in value.items()}
+        return {key: literal(part) for key, part in value.items()}
     if isinstance(value, list):
-        return [_literal(part) for part in value]
+        return [literal(part) for part in value]
     return value.replace("$", "$$") if isinstance(value, str) else value
 
 
 def _service(spec: ClusterSpec, task: Task, containers: Containers, command: list[str]) -> dict[str, Any]:
-    run = f"{RUNS_MOUNT}/{containers.run_dir.name}"
-    environment: dict[str, str | None] = {"TASK": task.name, "RUN_DIR": run, "DATA_DIR": DATA_MOUNT}
-    environment |= containers.environment
-    if text := tf_config.dumps(spec, task):
-        environment["TF_CONFIG"] = text
     gpus = containers.gpus
-    environment |= _gpu_environment(gpus, task.name)
     service: dict[str, Any] = {
         "extends": {"file": str(FILES / "templates.yaml"), "service": task.role.value},
         "image": containers.image,
@@ -114,13 +109,9 @@ def _service(spec: ClusterSpec, task: Task, containers: Containers, command: lis
         "user": containers.user,
         "mem_limit": containers.memory_bytes,
         "memswap_limit": containers.memory_bytes,  # of both together: no swap
-        "environment": environment,
-        "volumes": [
-            {"type": "bind", "source": str(containers.run_dir), "target": run},
-            _read_only(containers.data_dir, DATA_MOUNT),
-            *(_read_only(source, target) for source, target in containers.mounts),
-        ],
-        "labels": {RUN_LABEL: containers.run_dir.name, "tf-cluster.task": task.name},
+        "environment": environment(spec, task, containers) | _gpu_environment(gpus, task.name),
+        "volumes": volumes(containers),
+        "labels": labels(containers, task),
     }
     if gpus.of(task.name):
         service |= _hand_over(gpus, task.name) | {"shm_size": GPU_SHM, "ulimits": dict(GPU_LIMITS)}
@@ -129,10 +120,34 @@ def _service(spec: ClusterSpec, task: Task, containers: Containers, command: lis
     if containers.way_out:
         service["networks"] = _networks(containers)
         service["extends"]["service"] = "script"
-        service["volumes"].append(
-            {"type": "bind", "source": str(RunFolder(containers.run_dir).scratch), "target": "/tmp"}  # noqa: S108
-        )
     return service
+
+
+def environment(spec: ClusterSpec, task: Task, containers: Containers) -> dict[str, str | None]:
+    """Return the variables of a task's container; None is the value that the caller of Docker's client has."""
+    own: dict[str, str | None] = {"TASK": task.name, "RUN_DIR": f"{RUNS_MOUNT}/{containers.run_dir.name}"}
+    own |= {"DATA_DIR": DATA_MOUNT, **containers.environment}
+    if text := tf_config.dumps(spec, task):
+        own["TF_CONFIG"] = text
+    return own
+
+
+def volumes(containers: Containers) -> list[dict[str, Any]]:
+    """Return the folders of the host that every task has mounted."""
+    found: list[dict[str, Any]] = [
+        {"type": "bind", "source": str(containers.run_dir), "target": f"{RUNS_MOUNT}/{containers.run_dir.name}"},
+        _read_only(containers.data_dir, DATA_MOUNT),
+        *(_read_only(source, target) for source, target in containers.mounts),
+    ]
+    if containers.way_out:
+        scratch = RunFolder(containers.run_dir).scratch
+        found.append({"type": "bind", "source": str(scratch), "target": "/tmp"})  # noqa: S108
+    return found
+
+
+def labels(containers: Containers, task: Task) -> dict[str, str]:
+    """Return the labels by which a task's container is found."""
+    return {RUN_LABEL: containers.run_dir.name, TASK_LABEL: task.name}
 
 
 def _gpu_environment(gpus: Placement, task: str) -> dict[str, str]:

@@ -22,7 +22,7 @@ from cluster.runtime import inherited, network
 from cluster.runtime.base import Availability, Remains, Runtime, Shell, Workload
 from cluster.runtime.faults import FaultInjector
 from cluster.runtime.network import Network
-from cluster.runtime.slurm import batch
+from cluster.runtime.slurm import batch, hosts
 from cluster.runtime.slurm.faults import SlurmFaults
 from cluster.runtime.slurm.queue import NOT_INSTALLED, Queue, last_line
 from cluster.system.files import open_file
@@ -39,6 +39,7 @@ class Slurm(Runtime):
     name = "slurm"
     tasks = "tasks of a Slurm job"
     is_remote = True
+    job_options = frozenset({"partition", "time", "account", "nodes", "cpus_per_task", "gpus_per_task"})
 
     def __init__(self) -> None:
         self._queue = Queue()
@@ -62,6 +63,10 @@ class Slurm(Runtime):
                 Finding("slurm", "warning", last_line(complained), "scontrol ping; until then use another --runtime")
             ]
         return [Finding("slurm", "ok", ", ".join(printed.split("\n")[:-1]) or "no nodes")]
+
+    def examine_hosts(self, runs_dir: Path, data_dir: Path) -> list[Finding]:
+        """Return what the nodes have of what a run needs."""
+        return hosts.examine(runs_dir, data_dir)
 
     def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:  # noqa: ARG002
         """Return the network of the nodes, with a warning: nothing closes it to others."""

@@ -46,7 +46,7 @@ CONFIG = TrainConfig(
     log_every=1,
     steps_per_loop=1,
     checkpoint_every=3,
-    optimizer=Optimizer("adam", 0.01, 0, 0.0),
+    optimizer=Optimizer("adam", 0.01, warmup_steps=0),
 )
 
 
@@ -155,7 +155,11 @@ def in_micro_batches(folder: Path, one: tf.distribute.Strategy, two: tf.distribu
 
 def weighted(folder: Path, strategy: tf.distribute.Strategy) -> dict[str, Any]:
     """Return the accuracy that is logged of a step on all examples, and the plain mean it is meant to be."""
-    values = {"global_batch": EXAMPLES, "max_steps": 1, "optimizer": Optimizer("sgd", 0.0, 0, 0.0)}
+    values = {
+        "global_batch": EXAMPLES,
+        "max_steps": 1,
+        "optimizer": Optimizer("sgd", 0.0, warmup_steps=0, momentum=0.0),
+    }
     logged = train(folder / "weighted", strategy, **values)["rows"][0]["accuracy"]
     split = sources.find(CONFIG, folder / "data").arrays.train
     features = np.fromfile(split.features.path, np.float32).reshape(split.features.shape)

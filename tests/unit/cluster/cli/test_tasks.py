@@ -126,13 +126,6 @@ def test_help_states_the_default_of_every_option(name: str) -> None:
         assert expected in task.help[option], option
 
 
-def test_help_is_shown_on_the_command_line() -> None:
-    shown = " ".join(invoke("--help", "up").stdout.split())
-    told = "--workers=STRING worker tasks beside the chief; 0: the chief alone (default: 2; 0 for a strategy of "
-    assert told in shown
-    assert "--tensorboard-port=STRING" in shown
-
-
 def test_up_and_plan_take_every_option_of_a_request() -> None:
     declared = {name: None if name == "env" else each.empty for name, each in OPTIONS.items()}
     assert declared | {"file": "", "dry": False} == options(tasks.ns["up"])

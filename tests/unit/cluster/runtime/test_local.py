@@ -66,11 +66,6 @@ def test_each_task_gets_its_command_and_environment() -> None:
     assert expected == planned["tasks"]["worker-0"]
 
 
-def test_the_chief_alone_gets_no_tf_config() -> None:
-    planned = processes_of(spec.build(0, ports=(7001,)), Path("/runs/r"), Path("/data"), [])
-    assert "TF_CONFIG" not in planned["tasks"]["chief"]["environment"]
-
-
 def test_the_supervisor_ends_when_the_run_does(start_gang: StartGang) -> None:
     gang = start_gang("train(2), finish()", workers=0)
     assert supervisor.running(gang.run)

@@ -119,7 +119,7 @@ def test_containers_have_their_own(resolved: None, docker: Callable[[str], Path]
 def test_a_network_that_is_none_is_refused_with_those_that_are(resolved: None) -> None:
     error = refusal(Request(network="pirvate", **LOCAL))
     assert EXIT_USAGE == error.exit_code
-    assert "--network 'pirvate' is not a network; did you mean 'private'?" == str(error)
+    assert "--network 'pirvate' is not a network here; did you mean 'private'?" == str(error)
 
 
 def test_what_was_asked_for_holds_when_the_run_goes_on(resolved: None, monkeypatch: pytest.MonkeyPatch) -> None:

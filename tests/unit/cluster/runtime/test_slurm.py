@@ -16,11 +16,11 @@ from cluster.run import owner
 from cluster.run.folder import RunFolder
 from cluster.runtime import registry
 from cluster.runtime.base import Workload
+from cluster.runtime.job import Job
 from cluster.runtime.memory import Memory
 from cluster.runtime.network import Network
 from cluster.runtime.payload import Payload
 from cluster.runtime.slurm import runtime as slurm
-from cluster.runtime.slurm.batch import Job
 from cluster.system import processes
 from cluster.system.json_files import write_json
 

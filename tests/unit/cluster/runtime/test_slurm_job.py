@@ -11,8 +11,8 @@ import pytest
 
 from cluster import spec
 from cluster.errors import UsageError
+from cluster.runtime.job import EMPTY, Job, minutes
 from cluster.runtime.slurm import batch
-from cluster.runtime.slurm.batch import EMPTY, Job
 
 RUN = Path("/shared/runs/a run")
 
@@ -60,7 +60,7 @@ def test_the_script_is_one_that_bash_can_read(monkeypatch: pytest.MonkeyPatch, p
     [("90", 90), ("90:30", 90.5), ("1:30:00", 90), ("2-0", 2880), ("1-12:30", 2190), ("0-1:30:30", 90.5)],
 )
 def test_a_time_limit_is_read_as_slurm_reads_it(text: str, expected: float) -> None:
-    assert expected == batch.minutes(text)
+    assert expected == minutes(text)
 
 
 @pytest.mark.parametrize("job", [Job(time="soon"), Job(time="1"), Job(partition="a b"), Job(account="$(x)")])

@@ -38,7 +38,7 @@ CONFIG = TrainConfig(
     epochs=100,
     steps_per_loop=2,
     log_every=1,
-    optimizer=Optimizer("sgd", 0.1, 0, 0.0),
+    optimizer=Optimizer("sgd", 0.1, warmup_steps=0, momentum=0.0),
 )
 
 

@@ -43,7 +43,7 @@ def test_the_chief_lays_out_a_new_run(run: RunFolder, given: Path) -> None:
     assert 8 == run.load_config()["global_batch"]
     assert run.started["time"] > 0
     assert 1 == len(run.generations())
-    pod.await_begin(run, 0)
+    lifecycle.await_begin(run, 0)
 
 
 def test_a_pod_that_comes_back_leaves_a_run_under_way_alone(run: RunFolder, given: Path) -> None:
@@ -68,10 +68,10 @@ def test_a_run_that_stopped_goes_on_with_the_cluster_of_the_manifests(
     run.request_stop("chief")
     run.end("stopped", task="chief")
     with pytest.raises(TimedOut) as raised:
-        pod.await_begin(run, 0)
+        lifecycle.await_begin(run, 0)
     assert EXIT_TIMEOUT == raised.value.exit_code
     pod.begin(run, records_of(tmp_path / "larger", workers=2))
-    pod.await_begin(run, 0)
+    lifecycle.await_begin(run, 0)
     assert (None, False, 1) == (run.outcome, run.stop_requested, run.generation)
     assert 3 == len(run.load_cluster().tasks)
 

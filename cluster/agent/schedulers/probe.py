@@ -1,0 +1,142 @@
+"""What a host has of what a run needs, seen by a task on it: `invoke doctor --runtime slurm` and `--runtime swarm`.
+
+    python -m cluster.agent.schedulers.probe
+
+The environment has RUN_DIR, DATA_DIR, TASK and NODE. There is a task for each host; what it finds it writes into the
+run's folder, or in Slurm prints it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from cluster.agent import rendezvous
+from cluster.errors import ClusterError
+from cluster.run.folder import RunFolder
+from cluster.spec import ClusterSpec, Task
+from cluster.system.json_files import write_json
+
+REACH_S = 20.0
+"""How long hosts get to reach each other, and to measure."""
+CHUNK, CHUNKS = bytes(2**20), 64
+"""What is sent to measure bandwidth: 64 MiB."""
+POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Link:
+    """How a host reaches another.
+
+    Attributes:
+        skew_s: how far the other's clock is ahead.
+        mb_per_s: megabytes that it receives in a second.
+    """
+
+    skew_s: float
+    mb_per_s: float
+
+
+def main() -> int:
+    """Write what this host has into the run's folder."""
+    run, name = RunFolder(Path(os.environ["RUN_DIR"])), os.environ["TASK"]
+    cluster = run.load_cluster()
+    write_json(path_of(run, name), examine(run, cluster, cluster.task(name), os.environ["NODE"]))
+    return 0
+
+
+def path_of(run: RunFolder, task: str) -> Path:
+    """Return where a task writes what it finds."""
+    return run.control / "check" / f"{task}.json"
+
+
+def examine(run: RunFolder, cluster: ClusterSpec, task: Task, node: str) -> dict[str, Any]:
+    """Return whether this host sees the data, what keeps it from reaching the others, and its link to one."""
+    found: dict[str, Any] = {"node": node, "data": Path(os.environ["DATA_DIR"]).is_dir(), "unreached": ""}
+    others = [member for member in cluster.tasks if member.name != task.name]
+    if not others:
+        return found
+    try:
+        rendezvous.wait(cluster, task, token=run.name, timeout_s=REACH_S)
+        next_one = cluster.tasks[(cluster.tasks.index(task) + 1) % len(cluster.tasks)]
+        return found | vars(measure(task, next_one))
+    except (ClusterError, OSError, ValueError) as error:
+        return found | {"unreached": str(error)}
+
+
+def measure(task: Task, other: Task, clock: Callable[[], float] = time.time) -> Link:
+    """Return how this task reaches another one, while it answers whoever measures the link to it.
+
+    Raises:
+        OSError: the other does not answer.
+    """
+    with socket.create_server((task.host, task.port)) as listener:
+        listener.settimeout(REACH_S)
+        answering = threading.Thread(target=_answer, args=(listener, clock))
+        answering.start()
+        try:
+            return _send(other, clock)
+        finally:
+            answering.join()
+
+
+def _send(other: Task, clock: Callable[[], float]) -> Link:
+    """Return the link to a task, which may still be about to listen, or listen for the rendezvous."""
+    deadline = time.monotonic() + REACH_S
+    while True:
+        try:
+            with socket.create_connection((other.host, other.port), REACH_S) as connection:
+                stream = connection.makefile("rw")
+                asked = clock()
+                stream.write("time\n")
+                stream.flush()
+                skew_s = float(json.loads(stream.readline(64))) - (asked + clock()) / 2
+                return Link(skew_s, _bandwidth(connection, stream))
+        except (OSError, ValueError):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(POLL_S)
+
+
+def _bandwidth(connection: socket.socket, stream: TextIO) -> float:
+    """Return the megabytes that arrive in a second."""
+    began = time.monotonic()
+    for _ in range(CHUNKS):
+        connection.sendall(CHUNK)
+    stream.readline(64)  # all has arrived
+    return CHUNKS * len(CHUNK) / 1e6 / max(time.monotonic() - began, 1e-6)
+
+
+def _answer(listener: socket.socket, clock: Callable[[], float]) -> None:
+    """Answer one other task: the time, and once it has sent everything, that it arrived."""
+    deadline = time.monotonic() + REACH_S
+    while time.monotonic() < deadline:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        with connection:
+            connection.settimeout(REACH_S)
+            try:
+                if connection.recv(5) != b"time\n":  # a late greeting of the rendezvous
+                    continue
+                connection.sendall(json.dumps(clock()).encode() + b"\n")
+                left = CHUNKS * len(CHUNK)
+                while left and (received := len(connection.recv(min(left, 2**20)))):
+                    left -= received
+                connection.sendall(b"done\n")
+            except OSError:
+                continue
+            return
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""The first process of a Swarm's task: one agent for each task, wherever the Swarm has put it.
+
+    python -m cluster.agent.schedulers.service [ARGUMENT ...]
+
+The environment has RUN_DIR and TASK; the arguments are the agent's.
+
+A Swarm that loses sight of a host starts its tasks elsewhere, while the first copies may go on: so each copy records
+itself in the run folder, and one that finds another recorded there ends at once, without a word to the others.
+
+A host that is drained asks its tasks to end. Then every task saves at the same step, and exits with code 75, by which
+the Swarm starts it again, the drained host's elsewhere. The chief's opens the run again; the others wait for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from cluster import settings
+from cluster.agent.schedulers import lifecycle
+from cluster.errors import EXIT_DONE, EXIT_PEER_LOST, ClusterError
+from cluster.results import summary
+from cluster.run import records
+from cluster.run.fields import record, text
+from cluster.run.folder import REQUEUE, RunFolder
+from cluster.spec import Role
+from cluster.system import processes
+from cluster.system.json_files import write_json
+
+POLL_S = 0.5
+SECRETS = Path("/run/secrets")
+"""Where a Swarm puts them: each the value of the variable of its name."""
+
+
+def main(words: list[str]) -> int:
+    """Run the agent of the task that the environment names; return the container's exit code."""
+    run, task = RunFolder(Path(os.environ["RUN_DIR"])), os.environ["TASK"]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_PEER_LOST))  # until the agent asks for a checkpoint
+    copy = Copy(run, task)
+    try:
+        rejoin(run, task)
+    except ClusterError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    os.environ |= {"STOP_THEN": REQUEUE, **secret_variables(SECRETS)}
+    return keep([sys.executable, "-m", "cluster.agent", *words], run, copy)
+
+
+class Copy:
+    """This copy of a task, among those that a Swarm may have started on several hosts."""
+
+    def __init__(self, run: RunFolder, task: str) -> None:
+        """Record this copy as the task's newest."""
+        self._path = run.control / "service" / f"{task}.json"
+        self._id = secrets.token_hex(8)
+        self._path.parent.mkdir(exist_ok=True)
+        write_json(self._path, {"copy": self._id})
+
+    @property
+    def is_superseded(self) -> bool:
+        """Whether a newer copy has recorded itself. A record that cannot be read says nothing."""
+        with contextlib.suppress(OSError):
+            newest = records.read(self._path, record({"copy": text}), {"copy": self._id})
+            return bool(newest["copy"] != self._id)
+        return False
+
+
+def rejoin(run: RunFolder, task: str) -> None:
+    """Return once a run that stopped because a host was to be free goes on; at once for any other.
+
+    Raises:
+        TimedOut: the chief did not open it again.
+    """
+    if not ((run.outcome or {}).get("state") == "stopped" and run.requeue_requested):
+        return
+    if task == Role.CHIEF:
+        summary.await_last_heartbeats(run, summary.SETTLE_S)
+        lifecycle.go_on(run)
+    else:
+        lifecycle.await_begin(run, settings.seconds("BARRIER_TIMEOUT_S"))
+
+
+def secret_variables(folder: Path) -> dict[str, str]:
+    """Return the variables whose values the Swarm keeps as secrets."""
+    return {path.name: path.read_text() for path in sorted(folder.glob("*")) if path.is_file()}
+
+
+def keep(command: list[str], run: RunFolder, copy: Copy) -> int:
+    """Run the agent to its end, or until another copy of the task has begun; return the container's exit code."""
+    agent = subprocess.Popen(command, preexec_fn=processes.die_with_parent)
+    signal.signal(signal.SIGTERM, lambda *_: None if run.outcome or copy.is_superseded else agent.terminate())
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = agent.wait(POLL_S)
+            break
+        if copy.is_superseded:
+            agent.kill()
+            agent.wait()
+            return EXIT_DONE
+    if code == EXIT_DONE and (run.outcome or {}).get("state") == "stopped" and run.requeue_requested:
+        return EXIT_PEER_LOST
+    return processes.as_exit_code(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

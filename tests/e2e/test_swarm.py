@@ -1,0 +1,146 @@
+"""Runs on the two hosts of `.ci/swarm`: the weights of local processes, whatever happens to a host."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.run.folder import RunFolder
+from cluster.runtime.swarm import stack
+from tests.e2e.scenario import TENSORBOARD_IMAGE, TRAIN_IMAGE, Clusters, step_of, summary
+from tests.waiting import wait_for
+
+pytestmark = [pytest.mark.docker, pytest.mark.alone, pytest.mark.usefixtures("require_engine")]
+HOSTS = Path("/var/lib/tf-cluster-swarm")
+OPTIONS = ("--workers=1", "--tensorboard-port=0")
+TRAINING = ("--max-steps=400", "--log-every=10", "--checkpoint-every=60", "--evaluate-every=100000")
+CUT_S = 20
+
+
+def at(host: str, *words: str) -> str:
+    """Return what the engine of a host answers."""
+    command = ["docker", "--host", f"unix://{HOSTS / host / 'docker.sock'}", *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+
+
+@pytest.fixture(scope="module")
+def swarm(clusters: Clusters, images: None) -> Clusters:
+    """Commands whose engine is that of the manager, which has the images of this checkout."""
+    try:
+        at("h1", "node", "ls")
+    except (OSError, subprocess.SubprocessError) as error:
+        pytest.skip(f"no Swarm of .ci/swarm answers: {type(error).__name__}")
+    if any(identity_of(image) != identity_of(image, "h1") for image in (TRAIN_IMAGE, TENSORBOARD_IMAGE)):
+        load_images()
+    return Clusters(clusters.runs_dir, {"DOCKER_HOST": f"unix://{HOSTS / 'h1' / 'docker.sock'}"})
+
+
+def identity_of(image: str, host: str = "") -> str:
+    """Return an image's id on the engine of a host, or of this machine; empty where it is not there."""
+    at_host = ["--host", f"unix://{HOSTS / host / 'docker.sock'}"] if host else []
+    command = ["docker", *at_host, "image", "inspect", "--format={{.Id}}", image]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60).stdout.strip()
+
+
+def load_images() -> None:
+    """Bring the images, and what they are built on, from this machine's engine to the manager's."""
+    save = ["docker", "save", TRAIN_IMAGE, TENSORBOARD_IMAGE, "tf-cluster/base:bookworm"]
+    with subprocess.Popen(save, stdout=subprocess.PIPE) as saved:
+        load = ["docker", "--host", f"unix://{HOSTS / 'h1' / 'docker.sock'}", "load", "--quiet"]
+        subprocess.run(load, stdin=saved.stdout, check=True, timeout=600)
+    assert 0 == saved.returncode
+
+
+@pytest.fixture(scope="module")
+def local_hash(clusters: Clusters) -> str:
+    """The weights of the same training as local processes."""
+    clusters.invoke("up", "--name=as-processes", "--runtime=local", *OPTIONS, "--", *TRAINING)
+    return summary(clusters.run("as-processes"))["weights_sha256"]
+
+
+@pytest.fixture
+def run(swarm: Clusters, local_hash: str, request: pytest.FixtureRequest) -> Iterator[RunFolder]:
+    """A run that trains on both hosts, called after the test."""
+    name = request.node.name[:40]
+    swarm.invoke("up", f"--name={name}", "--runtime=swarm", "--detach", *OPTIONS, "--", *TRAINING, timeout_s=500)
+    run = swarm.run(name)
+    assert {"h1", "h2"} == set(places(run).values())
+    yield run
+    swarm.invoke("down", name)
+    assert "" == at("h1", "stack", "ls", "--format={{.Name}}")
+
+
+def places(run: RunFolder) -> dict[str, str]:
+    """Return the host of each task that is to run."""
+    name = stack.name(run.path)
+    shown = at("h1", "stack", "ps", "--filter=desired-state=running", "--format={{.Name}} {{.Node}}", name)
+    tasks = (line.split() for line in shown.splitlines())
+    return {task.removeprefix(f"{name}_").split(".")[0]: host for task, host in tasks}
+
+
+def await_same_weights(swarm: Clusters, run: RunFolder, expected: str) -> None:
+    swarm.invoke("wait", run.name, timeout_s=400)
+    assert ("succeeded", expected) == (summary(run)["state"], summary(run)["weights_sha256"])
+
+
+def test_hosts_must_train_to_the_weights_of_processes(run: RunFolder, swarm: Clusters, local_hash: str) -> None:
+    wait_for(lambda: step_of(run) >= 60, "step 60", timeout_s=120)
+    swarm.invoke("chaos", "kill", "worker-0", timeout_s=300)
+    await_same_weights(swarm, run, local_hash)
+    assert run.generation > 0
+
+
+def cut_off(run: RunFolder) -> None:
+    """Take the link of h2 down, and up again after a while."""
+    subprocess.run(["ip", "link", "set", "tfs-h2", "down"], check=True)
+    with contextlib.suppress(AssertionError):
+        wait_for(lambda: False, "the cut to last", timeout_s=CUT_S)
+    subprocess.run(["ip", "link", "set", "tfs-h2", "up"], check=True)
+
+
+def drain(run: RunFolder) -> None:
+    """Take h2 out of service, as for its maintenance."""
+    at("h1", "node", "update", "--availability=drain", "h2")
+    wait_for(lambda: places(run) == {"chief": "h1", "worker-0": "h1"}, "every task on h1", timeout_s=120)
+
+
+@pytest.fixture
+def both_hosts() -> Iterator[None]:
+    """Both hosts take tasks again after the test."""
+    yield
+    subprocess.run(["ip", "link", "set", "tfs-h2", "up"], check=True)
+    at("h1", "node", "update", "--availability=active", "h2")
+    wait_for(lambda: at("h1", "node", "ls", "--format={{.Status}}").split() == ["Ready"] * 2, "h2 to be back")
+
+
+@pytest.mark.usefixtures("both_hosts")
+@pytest.mark.parametrize("event", [cut_off, drain])
+def test_a_run_that_loses_a_host_must_go_on_to_the_same_weights(
+    event: Callable[[RunFolder], None], run: RunFolder, swarm: Clusters, local_hash: str
+) -> None:
+    wait_for(lambda: step_of(run) >= 60, "step 60", timeout_s=120)
+    event(run)
+    assert run.outcome is None or run.goes_on, "the run ended before the event did"
+    await_same_weights(swarm, run, local_hash)
+    assert run.generation > 0
+
+
+def test_a_script_must_get_its_secret_on_every_host(swarm: Clusters, tmp_path: Path) -> None:
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    script = tmp_path / "script.py"
+    script.write_text("import os\nprint('secret of length', len(os.environ['A_SECRET']))\n")
+    script.chmod(0o644)
+    given = Clusters(swarm.runs_dir, swarm.environment | {"A_SECRET": "x" * 12})
+    words = ("--name=secret", "--runtime=swarm", *OPTIONS, f"--script={script}", "--env=A_SECRET")
+    given.invoke("up", *words, timeout_s=300)
+    run = swarm.run("secret")
+    assert "succeeded" == summary(run)["state"]
+    for task in ("chief", "worker-0"):
+        assert "secret of length 12" in run.log(task).read_text()
+    assert "x" * 12 not in run.compose.read_text()
+    assert "" == at("h1", "secret", "ls", "--quiet")

@@ -1,0 +1,111 @@
+"""Weights to begin with: from every kind of file, by name and shape, with one line about what did not match."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow import keras
+
+from cluster.errors import UsageError
+from train.config import TrainConfig
+from train.model import initial, models, optimizers
+from train.saving.checkpoint import Checkpoint
+
+
+def new_model(outputs: int = 2, *, seed: int = 0) -> keras.Model:
+    """Return a model whose layers are named, two of them inside of another one."""
+    keras.utils.set_random_seed(seed)
+    layers = keras.layers
+    body = keras.Sequential([keras.Input((4,)), layers.Dense(3, name="wide"), layers.Dropout(0.1)], name="body")
+    return keras.Sequential(
+        [keras.Input((4,)), body, layers.BatchNormalization(name="norm"), layers.Dense(outputs, name="head")]
+    )
+
+
+def save(kind: str, model: keras.Model, folder: Path) -> Path:
+    """Save a model's weights, in a folder of their own."""
+    folder.mkdir()
+    if kind == ".index":
+        optimizer = optimizers.build_for(TrainConfig(), model)
+        saves = Checkpoint(model, optimizer, tf.Variable(0, dtype=tf.int64), folder, keep=1, writes=True)
+        saves.save(3)
+        saves.wait()
+    elif kind == ".npz":
+        np.savez(folder / "weights.npz", **{name: variable.numpy() for variable, name in initial.names(model)})
+    elif kind == ".weights.h5":
+        model.save_weights(folder / "model.weights.h5")
+    else:
+        model.save(folder / f"model{kind}")
+    path = initial.file_in(folder)
+    assert path is not None
+    return path
+
+
+KINDS = (".index", ".npz", ".weights.h5", ".keras", ".h5")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_weights_are_taken_from(tmp_path: Path, kind: str) -> None:
+    first, second = new_model(seed=1), new_model(seed=2)
+    first.get_layer("norm").moving_mean.assign([1.0, 2.0, 3.0])
+    line = initial.load(second, save(kind, first, tmp_path / "init"))
+    assert line.startswith("began with 8 of the 8 weights from ")
+    assert ";" not in line
+    for mine, theirs in zip(first.get_weights(), second.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_does_not_match_stays_random_and_is_named(tmp_path: Path, kind: str) -> None:
+    first, second = new_model(seed=1), new_model(outputs=5, seed=2)
+    before = second.get_layer("head").kernel.numpy()
+    line = initial.load(second, save(kind, first, tmp_path / "init"))
+    assert line.startswith("began with 6 of the 8 weights from ")
+    assert "head/kernel (3, 5) (there (3, 2))" in line
+    np.testing.assert_array_equal(before, second.get_layer("head").kernel.numpy())
+    np.testing.assert_array_equal(
+        first.get_layer("body").get_layer("wide").kernel.numpy(),
+        second.get_layer("body").get_layer("wide").kernel.numpy(),
+    )
+
+
+def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
+    other = keras.Sequential([keras.Input((7,)), keras.layers.Dense(9, name="other")])
+    with pytest.raises(UsageError, match=r"^--init-from weights\.npz: none of its weights"):
+        initial.load(new_model(), save(".npz", other, tmp_path / "init"))
+
+
+@pytest.mark.parametrize("name", ["weights.npz", "model.keras", "model.h5", "ckpt-1.index"])
+def test_a_file_that_holds_no_weights_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"no weights")
+    with pytest.raises(UsageError, match=f"^--init-from {name}: it cannot be read"):
+        initial.load(new_model(), tmp_path / name)
+
+
+# Layers that are not trained
+
+
+def test_frozen_layers_are_named_or_begin_alike() -> None:
+    model = new_model()
+    models.freeze(model, "wide, no*")
+    assert ["kernel", "bias"] == [variable.name for variable in model.trainable_variables]
+    model = new_model()
+    models.freeze(model, "body")
+    assert 4 == len(model.trainable_variables)
+
+
+@pytest.mark.parametrize("names", ["hea", "wide,*missing", "*"])
+def test_a_layer_that_is_not_there_or_the_last_one_is_refused(names: str) -> None:
+    with pytest.raises(UsageError, match="--freeze "):
+        models.freeze(new_model(), names)
+
+
+def test_a_frozen_layer_keeps_its_weights() -> None:
+    config = dataclasses.replace(TrainConfig(), freeze="conv2d*")
+    model = models.of(config, (28, 28, 1), 10)
+    assert not [variable for variable in model.trainable_variables if "conv2d" in variable.path]
+    assert 4 == len([variable for variable in model.variables if "conv2d" in variable.path])

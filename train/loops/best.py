@@ -1,0 +1,78 @@
+"""Which evaluation was the best so far, and whether training ends because none has been better for long.
+
+All of it follows from the evaluations, which are the same in every task, and is part of the checkpoint: a run that is
+resumed goes on counting, and ends at the same step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+
+import tensorflow as tf
+
+from cluster.errors import UsageError, nearest
+from train.context import TaskContext
+from train.stopping import Best as Settings
+
+
+class BestState(tf.Module):
+    """A variable of the checkpoint that holds what `Best` has counted."""
+
+    def __init__(self) -> None:
+        """Begin with no evaluation. Call outside of the strategy's scope: the variable is this task's own."""
+        super().__init__(name="best")
+        with tf.device("CPU:0"):
+            self.encoded = tf.Variable(b"", trainable=False, dtype=tf.string)
+
+
+class Best:
+    """Follows the evaluations of a training."""
+
+    def __init__(self, settings: Settings, total_steps: int, state: BestState) -> None:
+        """Go on with what was counted before.
+
+        Args:
+            settings: what is better, and how long it is waited for.
+            total_steps: of the training. With more of them one that was ended goes on.
+            state: of the checkpoint that was restored.
+        """
+        self._settings, self._total, self._state = settings, total_steps, state
+        encoded = state.encoded.numpy()
+        kept = json.loads(encoded) if encoded else {}
+        self.value: float | None = kept.get("value")
+        """The best so far."""
+        self.step: int = kept.get("step", 0)
+        """After which it was found."""
+        self._worse: int = kept.get("worse", 0)
+        self.enough: bool = kept.get("ended_at") == total_steps
+        """Whether training is to end."""
+
+    def follow(self, step: int, results: Mapping[str, float]) -> bool:
+        """Count the results of an evaluation; return whether they are the best so far."""
+        value, settings = results[self._settings.metric], self._settings
+        gain = math.inf if self.value is None else settings.sign * (value - self.value)
+        if math.isfinite(value) and gain > settings.min_delta:
+            self.value, self.step, self._worse = value, step, 0
+            return True
+        self._worse += 1
+        self.enough |= 0 < settings.patience <= self._worse
+        return False
+
+    def keep(self) -> None:
+        """Store what was counted in the next checkpoint."""
+        ended_at = self._total if self.enough else None
+        counted = {"value": self.value, "step": self.step, "worse": self._worse, "ended_at": ended_at}
+        self._state.encoded.assign(json.dumps(counted))
+
+
+def check_metric(context: TaskContext) -> None:
+    """Check that the metric is one of the evaluation's.
+
+    Raises:
+        UsageError: it is not; the message offers the nearest.
+    """
+    known, metric = context.objective.evaluated, context.config.best.metric
+    if metric not in known:
+        raise UsageError(f"--best.metric {metric!r}{nearest(metric, known)}")
