@@ -50,12 +50,12 @@ class Plan(Workload):
     def _keras_notes(self) -> list[str]:
         if self.config.get("loop") == "fit":
             if self.cluster.kind.legacy_fit:
-                return ["Model.fit is that of tf_keras, because Keras 3's own fails on more than one task"]
+                return ["Model.fit is that of tf_keras, because Keras 3's own knows no parameter servers"]
             return ["Model.fit is that of Keras 3"]
         if not self.payload.needs_legacy_keras(self.cluster):
             return []
         return [
-            "tf.keras is Keras 2 (tf_keras) for the script, because Keras 3's own fit fails on more than one task; "
+            "tf.keras is Keras 2 (tf_keras) for the script, because Keras 3's own fit knows no parameter servers; "
             "TF_USE_LEGACY_KERAS=0 keeps Keras 3"
         ]
 
