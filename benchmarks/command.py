@@ -128,5 +128,5 @@ def _draw(found: Sequence[results.Row], *, quick: bool, log: Callable[[str], obj
 
 
 def stderr(line: str) -> None:
-    """Tell a line of progress aside, for a program may read stdout."""
+    """Print a line of progress to stderr, because a program may read stdout."""
     print(line, file=sys.stderr, flush=True)

@@ -23,8 +23,8 @@ STEPS = 6
 BATCH, LAYERS, WIDTH, CONTEXT = 128, 4, 256, 64
 MICRO_BATCHES = {1: None, 4: Goal(1.5, at_least=True), 8: None, 16: None, 32: Goal(1.8, at_least=True)}
 """M, and the goal for its throughput over that of M = 1; the formula allows 1.6 and 1.94."""
-OVER_ONE_TASK = {4: Goal(1.7, at_least=True), 32: Goal(1.7, at_least=True)}
-"""M, and the goal for two stages over one task of one core."""
+OVER_ONE_TASK = {4: None, 32: Goal(1.7, at_least=True)}
+"""M, and the goal for two stages over one task of one core; the formula allows 1.6 and 1.94."""
 PAPER = {4: {1: 1.07, 4: 3.2, 32: 3.4}, 8: {1: 1.3, 4: 4.8, 32: 6.3}}
 """K, M and the speed-up over one stage in table 2 of arXiv:1811.06965, Transformer-48 on TPUs."""
 
@@ -43,7 +43,8 @@ def measure(bench: Bench) -> list[Figure]:
     spans: dict[int, list[Span]] = {}
     for turn in bench.turns():
         for (stages, micro_batches), samples in rates.items():
-            run = start(bench, f"pipeline-{turn}-{stages}-{micro_batches}", stages, micro_batches)
+            name, batch = f"pipeline-{turn}-{stages}-{micro_batches}", BATCH // 4 if bench.quick else BATCH
+            run = start(bench, name, stages, micro_batches, batch=batch)
             try:
                 samples.append(rate(bench, run))
                 if stages == 2:
@@ -60,8 +61,9 @@ def _measured(rates: dict[tuple[int, int], list[float]], chosen: dict[int, Goal 
         two = rates[2, micro_batches]
         if micro_batches > 1:
             figures.append(_over(f"pipeline-m{micro_batches}", f"M={micro_batches}", two, "M=1", rates[2, 1], goal))
-        if against := OVER_ONE_TASK.get(micro_batches):
+        if micro_batches in OVER_ONE_TASK:
             name, one = f"pipeline-k2-m{micro_batches}", rates[1, micro_batches]
+            against = OVER_ONE_TASK[micro_batches]
             figures.append(_over(name, f"2 stages, M={micro_batches}", two, "1 stage", one, against))
     return figures
 

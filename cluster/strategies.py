@@ -32,7 +32,7 @@ class Strategy:
         collective: whether the tasks exchange gradients directly, through all-reduce.
         single_device: whether it has one replica only.
         staged: whether each task, or each device of the one task, holds a stage of one model, see docs/pipelines.md.
-        legacy_fit: whether `Model.fit` must be that of tf_keras, because Keras 3's own fails (keras issue 20585).
+        legacy_fit: whether `Model.fit` must be that of tf_keras, because Keras 3's own does not know the strategy.
         no_fp16: why it cannot train in float16; empty where it can.
         no_virtual_shards: why it has no `--bitwise-elastic`; empty where it has.
         layers: the precision that its layers compute in whatever was requested; empty: the requested one.
@@ -100,7 +100,6 @@ STRATEGIES: dict[str, Strategy] = {
             fits=lambda workers, ps, devices: workers >= 1 and not ps,
             chosen=lambda workers, ps, devices: True,
             collective=True,
-            legacy_fit=True,
         ),
         Strategy(
             name="ps",

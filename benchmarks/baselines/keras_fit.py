@@ -15,8 +15,8 @@ from benchmarks.baselines.cnn import create_model, create_strategy
 from benchmarks.baselines.common import arguments, log_step, train_arrays
 
 
-class Tell(tf.keras.callbacks.Callback):
-    """Tells of the steps, and ends the training after the last."""
+class LogSteps(tf.keras.callbacks.Callback):
+    """Logs the steps, and ends the training after the last."""
 
     def __init__(self, steps: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def main() -> None:
     )
     with strategy.scope():
         model = build_and_compile_cnn_model(options.learning_rate)
-    model.fit(train_dataset, steps_per_epoch=options.steps, verbose=0, callbacks=[Tell(options.steps)])
+    model.fit(train_dataset, steps_per_epoch=options.steps, verbose=0, callbacks=[LogSteps(options.steps)])
 
 
 if __name__ == "__main__":

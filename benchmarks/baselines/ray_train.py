@@ -23,7 +23,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
     """Train as one of the workers."""
     import tensorflow as tf
 
-    from benchmarks.baselines.keras_fit import Tell, build_and_compile_cnn_model
+    from benchmarks.baselines.keras_fit import LogSteps, build_and_compile_cnn_model
 
     tf.config.threading.set_intra_op_parallelism_threads(config["threads"])
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
@@ -34,7 +34,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
     output_path = config["output"] if ray.train.get_context().get_world_rank() == 0 else os.devnull
     with Path(output_path).open("a") as output, contextlib.redirect_stdout(output):
         batches = dataset.batch(config["global_batch"])
-        model.fit(batches, steps_per_epoch=config["steps"], verbose=0, callbacks=[Tell(config["steps"])])
+        model.fit(batches, steps_per_epoch=config["steps"], verbose=0, callbacks=[LogSteps(config["steps"])])
 
 
 def report_nothing(folder: Path) -> None:

@@ -1,1 +1,1 @@
-"""What is done with a run in progress: watch, scale, trace it, inject faults."""
+"""Operations on runs: watch, scale, trace, inject faults, end, clean up."""

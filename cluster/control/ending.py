@@ -1,4 +1,4 @@
-"""`invoke down`: everything that was started ends; what cannot be ended is named, and the exit code says so."""
+"""`invoke down`: end everything that was started; report what cannot be ended, also by the exit code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cluster.runtime.base import Shell
 def down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> int:
     """End a run, or every run of a folder and its TensorBoard; return the exit code, that of the first failure.
 
-    One that cannot be ended keeps nobody from ending the others.
+    One that cannot be ended does not prevent ending the others.
 
     Args:
         runs_dir: the folder of all runs.
@@ -54,7 +54,7 @@ def _named(runs_dir: Path, name: str, left: teardown.Leftovers) -> RunFolder:
 
 
 class _Failures:
-    """Tells of errors in a line each, instead of ending at the first."""
+    """Reports errors in a line each, instead of stopping at the first."""
 
     code = EXIT_DONE
 

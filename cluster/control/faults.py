@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class FaultKind:
-    """What the rest needs to know of a kind of fault.
+    """The properties of a kind of fault.
 
     Attributes:
         name: on the command line, and of the method that injects it.
-        lasts: whether it goes on until somebody ends it, which is done once the others have noticed.
+        lasts: whether it lasts until it is undone, which happens once the others have noticed it.
         unnoticed: whether no other task acts on it, so that it is ended after some seconds.
         ends: how the run may end because of it; None: it goes on.
         takes_whole: whether it can be injected into the task's agent too.

@@ -166,11 +166,6 @@ def _check_size(run: RunFolder, previous: ClusterSpec, requested: ClusterSpec) -
     config = run.load_config()
     if not config.get("bitwise_elastic", 0):  # whether replicas can share virtual shards is checked with the plan
         _check_batch(config.get("global_batch", 0), previous, requested)
-    if config.get("loop") == "fit" and previous.kind.legacy_fit != requested.kind.legacy_fit:
-        raise UsageError(
-            f"--workers {_workers(requested)}: with --loop fit one process trains with Keras 3 and several with "
-            "tf_keras, which cannot read each other's checkpoints; only runs of --loop custom scale between them"
-        )
 
 
 def _check_batch(batch: int, previous: ClusterSpec, requested: ClusterSpec) -> None:

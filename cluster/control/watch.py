@@ -1,4 +1,4 @@
-"""Waiting for a run on the host: until it trains, until it ends, until it has stopped. Nothing here waits for ever."""
+"""Wait for a run: until it trains, until it ends, until it has stopped. Every wait is bounded."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ STOP_TIMEOUT_S = 75.0
 def follow(
     run: RunFolder, on_status: Callable[[dict[str, Any]], None], timeout_s: float = float("inf")
 ) -> dict[str, Any]:
-    """Watch a run until it has a summary; return that.
+    """Watch a run until it has a summary, and return the summary.
 
     Raises:
         TimedOut: it has none after `timeout_s`.
@@ -62,7 +62,7 @@ def follow(
 
 
 def until_training(run: RunFolder, on_status: Callable[[dict[str, Any]], None]) -> bool:
-    """Watch a run until every task trains; return False where it ended before."""
+    """Watch a run until every task trains; return False if it ended before."""
     monitor = LivenessMonitor(run)
     while not run.ended:
         names = {task.name for task in run.load_cluster().tasks}  # anew: it may be scaled meanwhile
@@ -117,7 +117,7 @@ def end(run: RunFolder, by: str, timeout_s: float, sh: Shell, *, also: Iterable[
 
 
 def up(request: Request, sh: Shell, *, began: float) -> int:
-    """Start a run and attend to it; return the exit code. However this is left, it says what becomes of the run.
+    """Start a run and watch it; return the exit code. However this ends, it reports what happens to the run.
 
     Args:
         request: what is requested.
@@ -142,7 +142,7 @@ def up(request: Request, sh: Shell, *, began: float) -> int:
 def attend(run: RunFolder, board: str, port: int, detach: bool, sh: Shell) -> int:
     """Show a run that was started until it ends or, detached, until it trains; return the exit code.
 
-    However this is left, it says what becomes of the run.
+    However this ends, it reports what happens to the run.
     """
     try:
         try:
@@ -171,7 +171,7 @@ def attend(run: RunFolder, board: str, port: int, detach: bool, sh: Shell) -> in
 
 
 def _watch(run: RunFolder, board: str, port: int, detach: bool, sh: Shell, live: Live) -> dict[str, Any] | None:
-    """Show a run until it ends; return its summary, or None where it goes on as it should."""
+    """Show a run until it ends; return its summary, or None if it continues as intended."""
 
     def show(value: dict[str, Any]) -> None:
         interrupts.check()
@@ -191,7 +191,7 @@ def _watch(run: RunFolder, board: str, port: int, detach: bool, sh: Shell, live:
 
 
 def _start_tensorboard(run: RunFolder, port: int, board: str, sh: Shell) -> str:
-    """Start TensorBoard; return where it is, or why there is none: the run goes on without it."""
+    """Start TensorBoard; return its address, or why there is none: the run continues without it."""
     try:
         tensorboard.start(run.path.parent, port, board, sh)
     except Exception as error:
@@ -216,7 +216,7 @@ def kill(run: RunFolder, sh: Shell) -> dict[str, Any]:
 
 
 def _announce_that_it_goes_on(run: RunFolder) -> None:
-    """Say that a run is not over because nobody watches it any more; what went wrong is reported besides."""
+    """Say that a run continues although nobody watches it any more; the error is reported separately."""
     with contextlib.suppress(Exception):
         if teardown.in_progress(run):
             print(_goes_on(run), file=sys.stderr, flush=True)
@@ -235,7 +235,7 @@ def exit_code(ended: dict[str, Any]) -> int:
 
 
 def _notice_silence(run: RunFolder, monitor: LivenessMonitor) -> None:
-    """End a run of which nothing is left alive: its engine stopped, or somebody killed everything.
+    """End a run of which nothing is alive any more: its engine stopped, or everything was killed.
 
     Args:
         run: which is watched.

@@ -38,7 +38,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """What is known of this machine's GPUs."""
+    """This machine's GPUs."""
 
     gpus: tuple[Gpu, ...]
     """In the order of their indices."""
@@ -133,7 +133,7 @@ def neighbours(text: str) -> tuple[dict[tuple[str, str], str], dict[str, str]]:
 
 
 def _cells(line: str) -> Iterator[str]:
-    """Yield what a line's columns hold: they are cut by tabs, or by several blanks where somebody pasted them."""
+    """Yield the cells of a line, separated by tabs, or by several spaces in pasted text."""
     plain = _UNDERLINE.sub("", line)
     for cell in re.split(r"\t" if "\t" in plain else r"\s{2,}", plain):
         if cell.strip():

@@ -28,7 +28,7 @@ NO_DEVICE = "-1"
 
 @dataclass(frozen=True)
 class GpuRequest:
-    """The GPUs that are requested, checked as far as words can be."""
+    """The requested GPUs, checked as far as possible without looking at the machine."""
 
     text: str
     """The options, as messages repeat them."""
@@ -65,7 +65,7 @@ class Placement:
         return self.ids.get(task, ())
 
     def shown(self, task: str) -> list[int | str]:
-        """Return the same for programs: indices as numbers."""
+        """Return the ids for JSON: indices as numbers."""
         return [int(gpu) if gpu.isdigit() else gpu for gpu in self.of(task)]
 
     def environment(self, task: str) -> dict[str, str]:
@@ -79,16 +79,16 @@ class Placement:
         }
 
     def lines(self) -> list[str]:
-        """Return who gets which, as text; nothing where nobody gets any."""
+        """Return which task gets which GPUs, as lines of text; empty if none does."""
         each = "; ".join(f"{task} {','.join(ids)}" for task, ids in self.ids.items())
         return [f"GPUs: {each}"] if each else []
 
     def record(self) -> dict[str, Any]:
-        """Return what `compose.json` says of it, so that other runs leave these GPUs alone: see `ids_in`."""
+        """Return the entry for `compose.json`, by which other runs avoid these GPUs, see `ids_in`."""
         return {RECORD: {task: list(ids) for task, ids in self.ids.items()}} if self.ids else {}
 
     def to_json(self) -> dict[str, str]:
-        """Return what a run that goes on keeps; empty where it has no GPUs."""
+        """Return what a resumed run keeps; empty if it has no GPUs."""
         return (
             {"gpus": self.requested, "runtime": self.device_request, "nccl_debug": self.nccl_debug} if self.ids else {}
         )
@@ -128,7 +128,7 @@ def parse(gpus: str, per_task: str) -> GpuRequest | None:
 
 
 def inherit(recorded: Mapping[str, str], per_task: int) -> GpuRequest | None:
-    """Return the request of a run that goes on: as many for each task, from among the same where it named them."""
+    """Return the request of a resumed run: as many GPUs for each task, from the same ones if it named them."""
     if not recorded:
         return None
     previous = parse(recorded["gpus"], "")
@@ -349,7 +349,7 @@ def _models(gpus: Sequence[Gpu]) -> str:
 
 
 def requested(gpus: str, per_task: str, recorded: Mapping[str, Any], previous_devices: int) -> GpuRequest | None:
-    """Return what is requested now, or else what the run that goes on was started with."""
+    """Return what is requested now, or else what the resumed run was started with."""
     if gpus or per_task:
         return parse(gpus, per_task)
     return inherit(recorded, previous_devices)

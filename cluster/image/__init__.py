@@ -1,1 +1,1 @@
-"""The container images: what they are made of, how they are built and compared."""
+"""Container images: their inputs, how they are built, and how two are compared."""

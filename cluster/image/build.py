@@ -1,4 +1,4 @@
-"""Building the images of this checkout, unless they are there and current."""
+"""Build the images of this checkout, unless they exist and are current."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cluster.image import engine, images
 
 
 def commands(accelerator: str) -> list[str]:
-    """Return the commands that build the images; none where they are there and current."""
+    """Return the commands that build the images; none if they exist and are current."""
     if images.are_current(accelerator):
         return []
     found = images.build_commands(accelerator, images.default_base())

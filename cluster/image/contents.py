@@ -1,4 +1,4 @@
-"""What an image holds, read from its archive as `docker image save` writes it: every file of every layer.
+"""The contents of an image: every file of every layer, read from an archive that `docker image save` wrote.
 
 The archive is read by Python's own tarfile, so that a comparison trusts neither the engine nor the digests it claims.
 """
@@ -40,7 +40,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One path in a layer, with everything that a layer can say of it."""
+    """One path in a layer, with everything that a layer records about it."""
 
     type: str
     mode: str
@@ -74,7 +74,7 @@ class Image:
 
     @property
     def num_files(self) -> int:
-        """Everything that is no folder."""
+        """How many entries are not folders."""
         return sum(entry.type != "folder" for layer in self.layers for entry in layer.entries.values())
 
 
@@ -94,7 +94,7 @@ class Difference:
 
 @contextmanager
 def archive(image: str, sh: Shell) -> Iterator[Path]:
-    """Save an image of this engine to an archive that is deleted in the end."""
+    """Save an image of this engine to a temporary archive."""
     folder = ROOT / ".build"
     folder.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="image-", dir=folder) as scratch:
@@ -104,13 +104,13 @@ def archive(image: str, sh: Shell) -> Iterator[Path]:
 
 
 def saved(image: str, sh: Shell) -> Image:
-    """Return what an image of this engine holds."""
+    """Return the contents of an image of this engine."""
     with archive(image, sh) as path:
         return read(path)
 
 
 def read(path: Path) -> Image:
-    """Return what an archive of one image holds.
+    """Return the contents of an archive of one image.
 
     Raises:
         UsageError: it is not such an archive.
@@ -133,7 +133,7 @@ def read(path: Path) -> Image:
 
 
 def member(archive: tarfile.TarFile, name: str) -> IO[bytes]:
-    """Return a file of an archive, to be read.
+    """Open a file of an archive.
 
     Raises:
         ValueError: it is none.
@@ -229,7 +229,7 @@ def _compare_entries(where: str, first: Layer, second: Layer, names: tuple[str, 
 
 
 def _how(first: Entry | None, second: Entry | None, names: tuple[str, str]) -> str:
-    """Return in what two entries of the same path differ."""
+    """Return how two entries of the same path differ."""
     if first is None or second is None:
         return f"only in {names[0] if second is None else names[1]}"
     differences = []

@@ -20,7 +20,7 @@ _ADVICE = re.compile(r"\s*(Run|See) 'docker [^']*--help'[^\n]*$")
 
 @dataclass(frozen=True)
 class Answer:
-    """What the engine said."""
+    """The engine's answer."""
 
     ready: bool
     detail: str
@@ -59,7 +59,7 @@ def probe() -> Answer:
 
 
 def fix(detail: str) -> str:
-    """Return what to do where no engine can be used, for the reason why."""
+    """Return what to do about an engine that cannot be used, given the reason."""
     said = detail.lower()
     if "permission denied" in said or "may not be run" in said:
         return "let this user use Docker (`sudo usermod -aG docker $USER`, then log in again)"
@@ -75,7 +75,7 @@ def memory_bytes() -> int:
 
 
 def demand(what: str) -> None:
-    """Refuse what needs an engine where none answers.
+    """Raise an error if no engine answers.
 
     Raises:
         PrerequisiteError: none does.

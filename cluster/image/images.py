@@ -68,7 +68,7 @@ def name(image: str, accelerator: str) -> str:
 
 
 def namespace() -> str:
-    """Return what the images' names begin with: IMAGE_NAMESPACE, or `tf-cluster`."""
+    """Return the prefix of the images' names: IMAGE_NAMESPACE, or `tf-cluster`."""
     return os.environ.get("IMAGE_NAMESPACE") or "tf-cluster"
 
 
@@ -189,7 +189,7 @@ def inputs_sha256(base: Base) -> str:
 
 
 def are_current(accelerator: str) -> bool:
-    """Return whether both images are on this engine, and a build on the base that they stand on would change nothing.
+    """Return whether both images are on this engine, and building them on the same base would change nothing.
 
     No registry is queried for a newer base; $BASE_IMAGE must name the same one if it is set.
     """
@@ -214,7 +214,7 @@ def _on_engine(name: str) -> Base | None:
 
 
 def _context() -> list[Path]:
-    """Return the files that a build is sent, which `.dockerignore` lists."""
+    """Return the files of the build context, which `.dockerignore` lists."""
     rules = (ROOT / ".dockerignore").read_text().splitlines()
     found = [path for rule in rules if rule.startswith("!") for path in ROOT.glob(rule[1:])]
     inside = [path for top in found for path in ([top] if top.is_file() else top.rglob("*"))]

@@ -1,4 +1,4 @@
-"""`invoke image.reproduce`: an image built from nothing once more, and compared file by file.
+"""`invoke image.reproduce`: build an image again from nothing, and compare it file by file.
 
 Both builds have tags of their own, which are removed again: no image in use is replaced or deleted.
 """
@@ -37,7 +37,7 @@ class Verdict:
         return not self.differences
 
     def lines(self) -> list[str]:
-        """What is printed."""
+        """The verdict as lines of text."""
         pair = f"{self.names[0]} and {self.names[1]}"
         if self.identical:
             size = f"{counted(self.first.num_files, 'file')} in {counted(len(self.first.layers), 'layer')}"
@@ -101,7 +101,7 @@ def examine(image: str, accelerator: str, against: str, sh: contents.Shell) -> V
         base_packages.check()
 
     def built() -> contents.Image:
-        """Build; the tag is removed again, and with it the image unless that has another."""
+        """Build an image; afterwards remove its tag, and the image unless it has another tag."""
         tag = f"{TAG}:{secrets.token_hex(4)}"
         sh(images.build_command(image, accelerator, base, "--no-cache", f"--tag={tag}"))
         try:
@@ -116,7 +116,7 @@ def examine(image: str, accelerator: str, against: str, sh: contents.Shell) -> V
 
 
 def _existing(against: str, sh: contents.Shell) -> contents.Image:
-    """Return what an image that is there holds.
+    """Return the contents of an existing image.
 
     Raises:
         UsageError: there is neither such a file nor such an image.

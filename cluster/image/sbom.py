@@ -52,7 +52,7 @@ def output(requested: str, image: str, accelerator: str) -> Path:
 
 
 def write(path: Path, image: str, accelerator: str, sh: contents.Shell) -> str:
-    """Write what packages an image holds; return in words what was found.
+    """Write the packages of an image to a file; return a summary.
 
     Raises:
         PrerequisiteError: no engine answers, the image is not built, or syft is not installed.
@@ -75,7 +75,7 @@ def write(path: Path, image: str, accelerator: str, sh: contents.Shell) -> str:
 
 
 def complete(document: Json, name: str, image: contents.Image) -> Json:
-    """Return syft's document with hashes, and with nothing in it that the image does not determine."""
+    """Return syft's document with hashes, and without anything that does not follow from the image."""
     layers = {layer.digest: layer.entries for layer in image.layers}
     components = [_hashed(component, layers) for component in document["components"]]
     made = {

@@ -50,12 +50,12 @@ class Plan(Workload):
     def _keras_notes(self) -> list[str]:
         if self.config.get("loop") == "fit":
             if self.cluster.kind.legacy_fit:
-                return ["Model.fit is that of tf_keras, because Keras 3's own fails on more than one task"]
+                return ["Model.fit is that of tf_keras, because Keras 3's own knows no parameter servers"]
             return ["Model.fit is that of Keras 3"]
         if not self.payload.needs_legacy_keras(self.cluster):
             return []
         return [
-            "tf.keras is Keras 2 (tf_keras) for the script, because Keras 3's own fit fails on more than one task; "
+            "tf.keras is Keras 2 (tf_keras) for the script, because Keras 3's own fit knows no parameter servers; "
             "TF_USE_LEGACY_KERAS=0 keeps Keras 3"
         ]
 
@@ -120,12 +120,12 @@ class Plan(Workload):
             self.cluster,
             self.payload.local_path(),
             folders.data_dir(),
-            memory_bytes=self._stage_memory_bytes,
+            memory_bytes=self.stage_memory_bytes,
             record=self.previous.stages if self.previous else None,
         )
 
     @property
-    def _stage_memory_bytes(self) -> int:
+    def stage_memory_bytes(self) -> int:
         """What each stage may hold; 0 where no limit is known. Stages of one task share its memory, or have a GPU."""
         if self.gpus.memory_bytes or not self.memory.task_bytes:
             return self.gpus.memory_bytes

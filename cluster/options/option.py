@@ -25,7 +25,7 @@ class Group(StrEnum):
 
 
 class Needs(Enum):
-    """What an option can be combined with, and why with nothing else."""
+    """What an option requires, and why."""
 
     TRAINER = "only for the built-in trainer, not with a script"
     SCRIPT = "only with --script, whose TF_CONFIG it changes"

@@ -35,7 +35,8 @@ def draw(run: RunFolder) -> str:
     for tick in ticks:
         x = x_at(began + tick)
         parts.append(f'<line class="axis" x1="{x}" x2="{x}" y1="0" y2="{height - 22}"/>')
-        parts.append(f'<text class="soft" x="{x}" y="{height - 6}" text-anchor="middle">{tick:g} s</text>')
+        anchor = "end" if tick == ticks[-1] else "middle"
+        parts.append(f'<text class="soft" x="{x}" y="{height - 6}" text-anchor="{anchor}">{tick:g} s</text>')
     firsts = {event["generation"]: event["time"] for event in reversed(events) if event["event"] == "first step"}
     rows = {}
     for at, generation in enumerate(generations):

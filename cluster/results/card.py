@@ -71,7 +71,7 @@ def _made_of(run: RunFolder, summary: dict[str, Any]) -> list[str]:
         "tasks": ", ".join(summary["tasks"]),
         "script": " ".join([config.get("script", ""), *config.get("arguments", [])]).strip(),
         **{name: config.get(name, "") for name in SHOWN_OPTIONS},
-        "optimizer": ", ".join(f"{name} {value}" for name, value in _optimizer(config).items()),
+        "optimizer": ", ".join(f"{name} {value}" for name, value in _optimizer(config).items() if value),
     }
     return ["| | |", "|---|---|", *(f"| {name} | {code(value)} |" for name, value in rows.items() if value)]
 

@@ -84,9 +84,9 @@ class Payload:
         return list(dict.fromkeys([*self.path, *inherited.python_path()])) if self.path else []
 
     def needs_legacy_keras(self, spec: ClusterSpec) -> bool:
-        """Whether tf.keras must be Keras 2: Keras 3's own `fit` fails on more than one task."""
+        """Whether tf.keras must be Keras 2: Keras 3's own `fit` does not know the strategy."""
         chosen = LEGACY_KERAS in os.environ or LEGACY_KERAS in inherited.parse(self.env)
-        return self.script is not None and bool(spec.members) and not chosen
+        return self.script is not None and spec.kind.legacy_fit and not chosen
 
     def to_json(self) -> dict[str, Any]:
         """Return the form that is saved as the `config.json` of a script's run."""

@@ -211,7 +211,6 @@ def test_a_script_gets_its_folders_read_only_and_a_way_out(
     config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy")
-    monkeypatch.delenv("TF_USE_LEGACY_KERAS", raising=False)
     read = config(SCRIPT.mounted().command(), brought=brought(spec.build(2)), workers=2)
     assert (True, False) == tuple(read["networks"][name].get("internal", False) for name in ("cluster", "egress"))
     for name in ("chief", "worker-0", "worker-1"):
@@ -226,9 +225,7 @@ def test_a_script_gets_its_folders_read_only_and_a_way_out(
         assert ["/var/tmp:mode=1777,size=1g"] == task["tmpfs"], name  # scratch and downloads are each task's own
         environment = task["environment"]
         assert ("/var/tmp", "/var/tmp") == (environment["HOME"], environment["TMPDIR"])
-        assert ("/packages", "1", "1") == tuple(
-            environment[key] for key in ("PYTHONPATH", "PYTHONUNBUFFERED", "TF_USE_LEGACY_KERAS")
-        )
+        assert ("/packages", "1") == tuple(environment[key] for key in ("PYTHONPATH", "PYTHONUNBUFFERED"))
         assert "http://proxy" == environment["HTTPS_PROXY"]  # as Compose finds it, the overlay does not hold it
 
 

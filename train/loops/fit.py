@@ -1,7 +1,7 @@
 """`--loop fit`: Keras's `Model.fit`, with the same data order, checkpoints, evaluation and report as the custom loop.
 
-It is Keras 3's where that works, otherwise tf_keras's; which of them `tf.keras` is was decided before TensorFlow was
-imported (`train/__main__.py`).
+It is Keras 3's (`train/keras3/` mends it on several tasks), except under parameter servers, which only tf_keras's
+knows; which of them `tf.keras` is was decided before TensorFlow was imported (`train/__main__.py`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from train.data.memory import Batch
 from train.data.sources import share_of
 from train.loops import callbacks, parameter_server
 from train.loops.callback_state import CallbackState
-from train.loops.fit_step import MicroBatches, draw_by_place
+from train.loops.fit_step import MicroBatches, separate_steps
 from train.loops.follower import Follower
 from train.loops.train_step import full_precision
-from train.model import keras_compat, legacy_compat
+from train.model import keras_compat
 from train.model.export import is_legacy
 from train.telemetry.report import Report
 
@@ -31,8 +31,6 @@ class Training:
         self._context = context
         model, objective = context.model, context.objective
         with context.strategy.scope():
-            if is_legacy():
-                legacy_compat.install(model, context.config.seed)
             keras_compat.synchronize_batch_normalization(model, context.strategy.num_replicas_in_sync)
         state = CallbackState() if context.config.callbacks else None
         self._policy = context.new_policy()
@@ -48,8 +46,8 @@ class Training:
                 objective.score_name,
             )
             micro_batches = MicroBatches(context, self._policy) if context.config.micro_batches > 1 else None
-            if not micro_batches:
-                draw_by_place(model, optimizer)
+            if not micro_batches and not context.asynchronous:  # there Keras logs whole epochs alone
+                separate_steps(model, optimizer)
             # XLA over collectives on CPU crashes the process.
             # Unweighted, as in evaluation and in the custom loop.
             model.compile(optimizer, _Loss(context), metrics=[score], jit_compile=False)
@@ -151,4 +149,6 @@ def _data(context: TaskContext, first: int) -> Any:
 
     if is_legacy():
         return keras.utils.experimental.DatasetCreator(of_task)
+    if context.spec.kind.collective:  # each task makes its own part of every batch
+        return context.strategy.distribute_datasets_from_function(of_task)
     return of_task(tf.distribute.InputContext())  # global batches: Keras 3 shares them out itself

@@ -15,15 +15,20 @@ from train.model import keras_compat
 from train.model.gradients import GradientPolicy
 
 
-def draw_by_place(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:
-    """Draw random numbers by the step and the replica, see `keras_compat.random_place`."""
+def separate_steps(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:
+    """Have Keras log each step's own loss and score, not means since the epoch began, as the custom loop does.
+
+    Random numbers are drawn by the step and the replica, see `keras_compat.random_place`.
+    """
     train_step = model.train_step
 
-    def placed(data: Any) -> Any:
+    def separate(data: Any) -> Any:
+        for metric in model.metrics:
+            metric.reset_state()
         with keras_compat.random_place(tf.cast(optimizer.iterations, tf.int64), _replica()):
             return train_step(data)
 
-    model.train_step = placed
+    model.train_step = separate
 
 
 class MicroBatches:
@@ -43,6 +48,7 @@ class MicroBatches:
         what = model, policy, context.objective, config.global_batch
         self._step = TrainStep(*what, replicas, config.micro_batches, as_function=alone)
         self._means = [keras.metrics.Mean(name) for name in ("loss", context.objective.score_name)]
+        self._separate = not context.asynchronous  # see `separate_steps`
         model.train_step = self._train
 
     def reset(self) -> None:
@@ -64,6 +70,8 @@ class MicroBatches:
 
         count = tf.constant(self._step.micro_batches, tf.int64)
         shares_12 = self._step.update(repeat(count, add, self._step.zeros(), parallel=1))
+        if self._separate:
+            self.reset()
         for mean, share in zip(self._means, tf.unstack(shares_12[0]), strict=True):
             mean.update_state(share * self._step.num_replicas, sample_weight=examples)
         return {mean.name: mean.result() for mean in self._means}

@@ -7,14 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 from tensorflow import keras
 
 from cluster.recovery.step_record import StepRecord
 from cluster.spec import Role
 from train.context import TaskContext
 from train.loops import callbacks, outer, steps
-from train.model.export import is_legacy
 from train.model.gradients import GradientPolicy
 from train.saving import timer as save_timer
 from train.telemetry import trace
@@ -39,7 +37,7 @@ class Follower(keras.callbacks.Callback):
         hooks: callbacks.Hooks | None,
         reset_metrics: Callable[[], None],
     ) -> None:
-        """Follow a training that goes on from step `first`; `reset_metrics` restarts those Keras does not know."""
+        """Follow a training that goes on from step `first`; `reset_metrics` restarts those of Keras's next epoch."""
         super().__init__()
         self._policy = policy
         self._reset_metrics = reset_metrics
@@ -52,9 +50,6 @@ class Follower(keras.callbacks.Callback):
         self._save_steps = save_timer.parse(context.config.checkpoint_every)[0]
         self._call_steps, self._call_ends = 1, first + 1
         self._agree: Callable[[steps.Signals], steps.Signals] = lambda signals: signals
-        # On several tasks tf_keras adds up over all replicas what it logs (its `reduce_per_replica`), means too.
-        summed = is_legacy() and isinstance(context.strategy, tf.distribute.MultiWorkerMirroredStrategy)
-        self._log_sums = context.strategy.num_replicas_in_sync if summed else 1
         self.step = first
         self.ended = False
         """Whether training ends before its last step."""
@@ -62,9 +57,7 @@ class Follower(keras.callbacks.Callback):
         """Whether that is because the task was requested to stop."""
         self.saved_at = self.evaluated_at = -1
         self._first = first
-        self._reported_step = first
-        self._in_epoch = 0
-        self._sums_2, self._batch_sums_2 = np.zeros(2), np.zeros(2)
+        self._results: list[np.ndarray] = []
         self._reported_at = self._batch_at = time.perf_counter()
         self._batch_s: list[float] = []
         self._tracer = trace.Tracer(context.run, context.task.name)
@@ -80,8 +73,6 @@ class Follower(keras.callbacks.Callback):
     def on_epoch_begin(self, _epoch: int, _logs: Any = None) -> None:
         """Keras's running means begin anew."""
         self._reset_metrics()
-        self._in_epoch = 0
-        self._sums_2, self._batch_sums_2 = np.zeros(2), np.zeros(2)
 
     def _on_batch_begin(self, *_batch: int, **_logs: Any) -> None:
         if self._hooks:
@@ -92,18 +83,15 @@ class Follower(keras.callbacks.Callback):
     def _on_batch_end(self, _batch: int, logs: dict[str, float] | None = None) -> None:
         self._batch_s.append(time.perf_counter() - self._batch_at)
         config = self._context.config
-        self._correct(logs)
+        self._add(1, logs)
         self.step += 1
-        self._in_epoch += 1
         self._report.done(self.step)
         self._tracer.after(self.step)
         if self._hooks:
-            sums_2 = self._in_epoch * self._means(logs)
-            self._hooks.end_batch(self.step, 1, *(sums_2 - self._batch_sums_2).tolist())
-            self._batch_sums_2 = sums_2
+            self._hooks.end_batch(self.step, 1, *self._results[-1].tolist())
         last = self.step == self._context.total_steps
         if self.step % config.log_every == 0 or last or self.step == self._first + 1:
-            self._report_steps(logs)
+            self._report_steps()
         if not last:
             # Where the custom loop returns from an inner call.
             if self.step == self._call_ends:
@@ -115,15 +103,15 @@ class Follower(keras.callbacks.Callback):
     def on_epoch_end(self, _epoch: int, logs: dict[str, float] | None = None) -> None:
         """Evaluate, call the user's callbacks, and save."""
         context, before = self._context, self.step - 1
-        self._correct(logs)
         if context.asynchronous:
-            count = self._in_epoch = self.params["steps"]
+            count = self.params["steps"]
+            self._add(count, logs)
             before, self.step = self.step, self.step + count
             self._report.done(self.step)
             self._record_work()
             if self._hooks:
-                self._hooks.add(count, *(count * self._means(logs)).tolist())
-            self._report_steps(logs)
+                self._hooks.add(count, *(count * self._results[-1]).tolist())
+            self._report_steps()
             self._follow_signals()
             self._save_by_steps(before)
         if not self.ended and context.epoch_end(before) <= self.step < context.total_steps:
@@ -170,12 +158,6 @@ class Follower(keras.callbacks.Callback):
         for worker in self._workers:
             worker.done(self.step)
 
-    def _correct(self, logs: dict[str, float] | None) -> None:
-        """Correct the means in the logs, which all callbacks share."""
-        assert logs is not None
-        for name in logs:
-            logs[name] /= self._log_sums
-
     def _follow_signals(self) -> None:
         """Stop or save if any task requests it; all tasks call it at the same step."""
         enough, timer = self._hooks is not None and self._hooks.enough, self._save_timer
@@ -196,30 +178,29 @@ class Follower(keras.callbacks.Callback):
         if (every := self._save_steps) and self.step // every > before // every:
             self.save()
 
-    def _means(self, logs: dict[str, float] | None) -> np.ndarray:
-        """Return the means of the loss and the score since Keras's epoch began."""
+    def _add(self, count: int, logs: dict[str, float] | None) -> None:
+        """Note the mean loss and score of the newest steps: of one, except under parameter servers."""
         assert logs is not None
-        return np.array([logs["loss"], logs[self._context.objective.score_name]], np.float64)
+        self._results += [np.array([logs["loss"], logs[self._context.objective.score_name]], np.float64)] * count
 
-    def _report_steps(self, logs: dict[str, float] | None) -> None:
-        """Report the steps since the last time: Keras's logs are means since the epoch began."""
-        now, count = time.perf_counter(), self.step - self._reported_step
-        means_2 = self._means(logs)
+    def _report_steps(self) -> None:
+        """Report the steps since the last time."""
+        now, count = time.perf_counter(), len(self._results)
+        first, results_S2 = self.step - count, np.array(self._results, np.float32)
         self._policy.check_scale(self.step)
-        if not np.isfinite(means_2[0]):
-            raise outer.not_finite(means_2[0], self.step)
+        bad = np.flatnonzero(~np.isfinite(results_S2[:, 0]))
+        if bad.size:
+            raise outer.not_finite(results_S2[bad[0], 0], first + int(bad[0]) + 1)
         count_s = float(np.sum(self._batch_s)) if self._batch_s else now - self._reported_at
-        self._save_timer.stepped(count, count_s, compiled=self._reported_step == self._first)
-        loss, score = (self._in_epoch * means_2 - self._sums_2) / max(1, min(count, self._in_epoch))
-        self._sums_2 = self._in_epoch * means_2
+        self._save_timer.stepped(count, count_s, compiled=first == self._first)
         self._report.steps(
-            self._reported_step,
-            np.full(count, loss, np.float32),
-            np.full(count, score, np.float32),
+            first,
+            results_S2[:, 0],
+            results_S2[:, 1],
             now - self._reported_at,
-            compiled=self._reported_step == self._first,
+            compiled=first == self._first,
             # Seen from outside the parts of a step are unknown: Keras takes the batch from the iterator inside it.
             times=Times(np.array(self._batch_s)) if self._batch_s else None,
         )
-        self._batch_s = []
-        self._reported_step, self._reported_at = self.step, now
+        self._batch_s, self._results = [], []
+        self._reported_at = now

@@ -11,6 +11,8 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common.stateless_scope import in_stateless_scope  # has no public name
 
+from train.keras3 import fit
+
 
 @dataclass
 class Place:
@@ -33,6 +35,7 @@ def install() -> None:
     keras.Variable.assign_add = _assign_add
     keras.Variable.assign_sub = _assign_sub
     keras.random.SeedGenerator.next = _next_seed
+    fit.apply()
 
 
 _keras_assign_add = keras.Variable.assign_add
@@ -149,8 +152,6 @@ def synchronize_batch_normalization(model: keras.Model, replicas: int) -> int:
         if isinstance(layer, tf.keras.layers.BatchNormalization):  # of the Keras in use
             changed += not layer.synchronized
             layer.synchronized = True
-            if hasattr(layer, "fused"):  # of tf_keras, whose fused kernel knows no other replica
-                layer.fused = False
             for average in layer.non_trainable_variables:
                 if hasattr(average.value, "_aggregation"):  # CentralStorageStrategy refuses to update it without one
                     average.value._aggregation = tf.VariableAggregation.MEAN

@@ -20,7 +20,7 @@ from train.data.sources import Source
 PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "tf_keras", "numpy", "nvidia-nccl-cu12")
 PREFIXES = ("TF_", "KERAS_", "XLA_", "OMP_", "MKL_", "KMP_", "NCCL_", "CUDA_", "GRPC_", "DNNL_", "ONEDNN_")
 APART = ("TF_CONFIG",)
-"""Told elsewhere."""
+"""Recorded elsewhere."""
 INSTRUCTIONS = ("sse4_2", "avx", "fma", "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16")
 """Those by which TensorFlow and its libraries choose their kernels, and with them the order of sums."""
 

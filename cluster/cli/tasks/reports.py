@@ -22,20 +22,23 @@ def runs(c, json=False):
 
 @task(
     "run",
-    "others",
+    "other",
+    "third",
+    "fourth",
     run="run that the others are compared with (default: none, it must be named)",
-    others="the other runs; more than one separated by commas (default: none, one must be named)",
+    other="the run to compare, or several separated by commas (default: none, it must be named)",
+    third="one more (default: none)",
+    fourth="one more (default: none)",
     plot="SVG file for the curves (default: .compare/RUN-OTHER.svg beside the runs)",
     trust=TRUST_HELP,
     json=JSON_HELP,
 )
-def compare(c, run=None, others=None, plot="", trust=False, json=False):
+def compare(c, run=None, other=None, third=None, fourth=None, plot="", trust=False, json=False):
     """Show what differs between runs, their curves in one picture, and how far their final weights are apart."""
-    names = [name for name in [run, *(others or "").split(",")] if name]
+    words = [run, other, third, fourth]
+    names = [name for word in words for name in (word or "").split(",") if name]
     if len(names) < 2 or len(set(names)) < len(names):
-        raise UsageError(
-            f"compare {' '.join(names)}: name two runs or more, such as: invoke compare first second,third"
-        )
+        raise UsageError(f"compare {' '.join(names)}: name two runs or more, such as invoke compare first second third")
     if len(names) > comparison.MAX_RUNS:
         raise UsageError(f"compare: {len(names)} runs, expected at most {comparison.MAX_RUNS}")
     found = [folders.find_run(name) for name in names]

@@ -1,19 +1,11 @@
-"""What `--loop fit` gives on tf_keras, as it runs on several tasks: here on two devices of one process.
-
-With `keras3` as the last argument: what micro-batches give on Keras 3.
-"""
+"""What `--loop fit` gives on two devices of one process."""
 
 from __future__ import annotations
-
-import os
-import sys
-
-if "keras3" not in sys.argv:
-    os.environ["TF_USE_LEGACY_KERAS"] = "1"  # before anything of TensorFlow
 
 import dataclasses
 import json
 import shutil
+import sys
 import tempfile
 import threading
 import types
@@ -41,7 +33,7 @@ from train.data import (  # noqa: E402
     sources,
 )
 from train.loops import fit  # noqa: E402
-from train.model import keras_compat, legacy_compat, objectives  # noqa: E402
+from train.model import keras_compat, objectives  # noqa: E402
 
 EXAMPLES, FEATURES, CLASSES, STEPS = 40, 6, 3, 13
 CONFIG = TrainConfig(
@@ -161,29 +153,6 @@ def in_micro_batches(folder: Path, one: tf.distribute.Strategy, two: tf.distribu
     }
 
 
-def dropped(strategy: tf.distribute.Strategy) -> list[Any]:
-    """Return what random layers draw on each of two replicas at the steps 0, 1 and 0 again."""
-    with strategy.scope():
-        layers = keras.layers
-        model = keras.Sequential(
-            [keras.Input((16,)), layers.Dropout(0.5), layers.Dropout(0.5), layers.GaussianNoise(1.0)]
-        )
-        legacy_compat.install(model, 7)
-    ones = tf.ones([1, 16])
-
-    @tf.function
-    def run(step: tf.Tensor) -> Any:
-        def replica() -> tf.Tensor:
-            number = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
-            with keras_compat.random_place(step, number):
-                return tf.concat([layer(ones, training=True) for layer in model.layers], 0)
-
-        return strategy.run(replica)
-
-    steps = [tf.constant(step, tf.int64) for step in (0, 1, 0)]
-    return [[value.numpy().tolist() for value in strategy.experimental_local_results(run(step))] for step in steps]
-
-
 def weighted(folder: Path, strategy: tf.distribute.Strategy) -> dict[str, Any]:
     """Return the accuracy that is logged of a step on all examples, and the plain mean it is meant to be."""
     values = {
@@ -209,16 +178,11 @@ def main(result: Path) -> None:
     folder = Path(tempfile.mkdtemp())
     prepare(folder / "data")
     one, two = tf.distribute.OneDeviceStrategy("/CPU:0"), tf.distribute.MirroredStrategy(["/CPU:0", "/CPU:1"])
-    if "keras3" in sys.argv:
-        keras_compat.install()
-        result.write_text(json.dumps({"micro_batches": in_micro_batches(folder, one, two)}))
-        return
+    keras_compat.install()
     found = {
-        "keras": keras.Model.__module__.partition(".")[0],
         "one": train(folder / "one", one),
         "two": train(folder / "two", two),
         "resumed": resumed(folder, two),
-        "dropped": dropped(two),
         "weighted": weighted(folder, two),
         "micro_batches": in_micro_batches(folder, one, two),
     }

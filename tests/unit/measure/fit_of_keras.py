@@ -1,32 +1,169 @@
-"""What Keras's own `fit` does under MultiWorkerMirroredStrategy, as a task of the cluster that TF_CONFIG names."""
+"""What `Model.fit` of Keras 3 gives on the tasks of the cluster that TF_CONFIG names, or in one process without it."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from train.keras3 import callbacks, fit, replicas
+
+EXAMPLES, FEATURES, BATCH = 40, 4, 8
+random = np.random.default_rng(0)
+X = random.normal(size=(EXAMPLES, FEATURES)).astype(np.float32)
+Y = random.integers(0, 3, EXAMPLES)
+WEIGHTS = random.uniform(0, 2, EXAMPLES).astype(np.float32)
+
+
+class Interrupted(Exception):
+    """In place of a kill."""
+
+
+class Interrupt(keras.callbacks.Callback):
+    """Ends a training before an epoch."""
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__()
+        self._epoch = epoch
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == self._epoch:
+            raise Interrupted
+
+
+def new_model(**options: Any) -> keras.Model:
+    """Return a compiled model with what replicas could disagree on."""
+    keras.utils.set_random_seed(3)
+    layers = keras.layers
+    hidden = [layers.Dense(8, activation="tanh"), layers.BatchNormalization(momentum=0.5, synchronized=True)]
+    model = keras.Sequential([keras.Input((FEATURES,)), *hidden, layers.Dense(3)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(
+        keras.optimizers.Adam(0.05), loss, metrics=["accuracy"], weighted_metrics=["accuracy"], jit_compile=False,
+        **options,
+    )  # fmt: skip
+    return model
+
+
+def weights(model: keras.Model) -> list[Any]:
+    """Return a model's weights and moving averages."""
+    return [weight.tolist() for weight in model.get_weights()]
+
+
+def data(*more: np.ndarray) -> tf.data.Dataset:
+    """Return the examples in batches."""
+    return tf.data.Dataset.from_tensor_slices((X, Y, *more)).batch(BATCH)
+
+
+def trained(scope: Callable[[], Any], *arguments: Any, compiled: dict[str, Any] | None = None, **options: Any) -> Any:
+    """Return what a training comes to."""
+    with scope():
+        model = new_model(**(compiled or {}))
+    history = model.fit(*arguments, verbose=0, **options)
+    return {"history": history.history, "epochs": history.epoch, "weights": weights(model)}
+
+
+def error_without_layer(scope: Callable[[], Any]) -> str:
+    """Return how Keras itself fails."""
+    try:
+        trained(scope, data())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def with_callbacks(scope: Callable[[], Any], folder: Path) -> dict[str, Any]:
+    """Return what a training with the usual callbacks comes to, and which files were written by this task."""
+    saved: list[str] = []
+    for name in ("save", "save_weights"):
+        original = getattr(keras.Model, name)
+
+        def recorded(model: Any, filepath: Any, *args: Any, original: Any = original, **options: Any) -> Any:
+            saved.append(str(filepath))
+            return original(model, filepath, *args, **options)
+
+        setattr(keras.Model, name, recorded)
+
+    def usual() -> list[keras.callbacks.Callback]:
+        of = keras.callbacks
+        return [
+            of.BackupAndRestore(str(folder / "backup")),
+            of.ModelCheckpoint(str(folder / "best.keras"), monitor="val_loss", save_best_only=True),
+            of.ModelCheckpoint(str(folder / "epoch-{epoch}.weights.h5"), save_weights_only=True),
+            of.TensorBoard(str(folder / "events"), write_graph=False),
+            of.LearningRateScheduler(lambda epoch: 0.05 / (1 + epoch)),
+            of.EarlyStopping(monitor="val_loss", patience=10),
+        ]
+
+    options = {"epochs": 4, "validation_data": data()}
+    whole = trained(scope, data(), callbacks=usual(), **options)
+    left = sorted(path.name for path in folder.iterdir())
+    folder = folder / "interrupted"
+    try:
+        trained(scope, data(), callbacks=[*usual(), Interrupt(2)], **options)
+    except Interrupted:
+        resumed = trained(scope, data(), callbacks=usual(), **options)
+    shared = [path for path in saved if path.startswith(str(folder.parent))]
+    return {"whole": whole, "left": left, "resumed": resumed, "saved": len(saved), "shared": shared}
+
+
+def drawn(strategy: tf.distribute.Strategy) -> list[float]:
+    """Return the mask that this task's replica draws."""
+    with strategy.scope():
+        dropout = keras.layers.Dropout(0.5, seed=1)
+    return strategy.run(lambda: dropout(tf.ones([64]), training=True)).numpy().tolist()
+
+
+def averages(strategy: tf.distribute.Strategy) -> list[Any]:
+    """Return the moving mean of a plain BatchNormalization, each of whose replicas sees other values."""
+    with strategy.scope():
+        layer = keras.layers.BatchNormalization(momentum=0.0)
+        layer.build((None, 1))
+
+    @tf.function
+    def update() -> Any:
+        replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
+        return layer(tf.fill([2, 1], replica), training=True)
+
+    strategy.run(update)
+    return layer.moving_mean.numpy().tolist()
+
 
 def main(result: Path) -> None:
-    """Fit a small model."""
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse", jit_compile=False)
-    examples = tf.data.Dataset.from_tensor_slices((np.ones((8, 2), np.float32), np.ones((8, 1), np.float32))).batch(4)
-    told = ""
-    try:
-        model.fit(examples, epochs=1, verbose=0)
-    except Exception as error:
-        told = f"{type(error).__name__}: {error}"
-    result.write_text(json.dumps({"tasks": strategy.extended._num_workers, "error": told}))
+    """Measure."""
+    several = "TF_CONFIG" in os.environ
+    strategy = tf.distribute.MultiWorkerMirroredStrategy() if several else tf.distribute.get_strategy()
+    scope = strategy.scope if several else tf.init_scope
+    tf.config.experimental.enable_op_determinism()
+    found: dict[str, Any] = {"error": error_without_layer(scope)} if several else {}
+    found["replaced"] = [fit.apply(), replicas.apply()]
+    found["again"] = [fit.apply(), replicas.apply()]
+    callbacks.apply()
+    folder = result.parent / ("several" if several else "one")
+    (folder / "interrupted").mkdir(parents=True, exist_ok=True)
+    found |= {
+        "callbacks": with_callbacks(scope, folder),
+        "sample_weights": trained(scope, data(WEIGHTS), epochs=2),
+        "execution": trained(scope, data(WEIGHTS), epochs=2, compiled={"steps_per_execution": 2}),
+        "class_weights": trained(scope, X, Y, batch_size=BATCH, shuffle=False, class_weight={0: 0.5, 1: 1.0, 2: 2.0}),
+    }
+    with scope():
+        model = new_model()
+    found["evaluate"] = model.evaluate(data(), verbose=0)
+    found["predict"] = model.predict(tf.data.Dataset.from_tensor_slices(X).batch(BATCH), verbose=0).tolist()
+    if several:
+        found |= {"drawn": drawn(strategy), "averages": averages(strategy)}
+    result.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    sys.stdout.flush()
     os._exit(0)  # TensorFlow waits here for the other task

@@ -262,7 +262,7 @@ def test_a_script_gets_its_arguments_its_environment_and_its_neighbours(
         assert ("1,2\n", str(gang.run.work(task))) == (found["table"], found["cwd"])
         environment = found["environment"]
         assert (str(gang.run.path), str(tmp_path / "data")) == (environment["RUN_DIR"], environment["DATA_DIR"])
-        assert (task, "1", "1") == tuple(environment[k] for k in ("TASK", "PYTHONUNBUFFERED", "TF_USE_LEGACY_KERAS"))
+        assert (task, "1") == tuple(environment[k] for k in ("TASK", "PYTHONUNBUFFERED"))
         assert role == json.loads(environment["TF_CONFIG"])["task"]["type"]
         assert "GATE_FD" not in environment
     assert not (folder / "out.json").exists()
@@ -270,8 +270,10 @@ def test_a_script_gets_its_arguments_its_environment_and_its_neighbours(
 
 def test_this_checkout_is_taken_off_a_script_s_path() -> None:
     path = os.pathsep.join(["/theirs", str(script_agent.ROOT), "", "/more"])
-    assert {"PYTHONPATH": "/theirs:/more", "A": "b"} == script_agent.script_environment({"PYTHONPATH": path, "A": "b"})
-    assert {} == script_agent.script_environment({"PYTHONPATH": str(script_agent.ROOT)})
+    hook = str(script_agent.KERAS_HOOK)
+    expected = {"PYTHONPATH": f"{hook}:/theirs:/more", "A": "b"}
+    assert expected == script_agent.script_environment({"PYTHONPATH": path, "A": "b"})
+    assert {"PYTHONPATH": hook} == script_agent.script_environment({"PYTHONPATH": str(script_agent.ROOT)})
 
 
 def test_a_script_starts_only_when_its_cluster_is_complete(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from invoke import MockContext
 
 import tasks
 from cluster.checks import environment
+from cluster.image.engine import Answer
 from cluster.paths import ROOT
 
 
@@ -22,6 +24,8 @@ def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     monkeypatch.setenv("TF_SOMETHING_TOKEN", "t0ken")
     monkeypatch.setenv("MY_OWN_SECRET", "s3cret")
     monkeypatch.setenv("WARM_SPARE", "0")
+    complaint = f"no Docker Engine answers (cannot connect to {os.environ['DOCKER_HOST']})"
+    monkeypatch.setattr(environment.engine, "probe", lambda: Answer(False, complaint))
     tasks.ns["env"](MockContext())
     return capsys.readouterr().out
 

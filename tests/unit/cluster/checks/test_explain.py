@@ -129,7 +129,7 @@ def test_every_port_is_tried_where_that_is_requested() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as closed:
         there, gone = server.getsockname()[1], closed.getsockname()[1]
         closed.close()
-        cluster = {"worker": [f"127.0.0.1:{there}", f"127.0.0.1:{gone}", "no-such-host.invalid:2222"]}
+        cluster = {"worker": [f"127.0.0.1:{there}", f"127.0.0.1:{gone}", f"{'a' * 64}:2222"]}
         details = [each.detail for each in tf_config_lint.reach(tf_config_lint.read(text(cluster)))]
     assert ["worker 1", "worker 2"] == [detail.split(":")[0] for detail in details]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import signal
@@ -65,7 +66,8 @@ def refused(call: Callable[[], object]) -> Provoked:
 def make(folder: Path, *words: str) -> Provoked:
     """Run make in another folder; return the last error and the exit code of the recipe."""
     command = ["make", "--no-print-directory", "-f", str(ROOT / "Makefile"), "-C", str(folder), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    environment = os.environ | {"LC_ALL": "C"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     printed = done.stdout + done.stderr
     (line,) = re.findall(r"^error: .*$", printed, re.MULTILINE)
     (code,) = re.findall(r"Error (\d+)", printed)

@@ -140,13 +140,6 @@ def test_virtual_shards_are_shared_by_any_number_of_workers_up_to_theirs(trainin
     scaling._check_size(run, run.load_cluster(), spec.build(workers=4))
 
 
-@pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 0)])
-def test_keras_3_and_tf_keras_do_not_share_a_run(training: Callable[..., RunFolder], before: int, after: int) -> None:
-    run = training({"loop": "fit"}, workers=before)
-    assert "with Keras 3 and several with tf_keras" in str(refusal(run, str(after)))
-    assert not run.stop_requested
-
-
 def test_a_run_that_has_ended_is_not_scaled(training: Callable[..., RunFolder]) -> None:
     run = training(workers=2)
     write_json(run.summary, {"state": "stopped"})

@@ -47,15 +47,15 @@ def test_a_local_process_finds_everything_where_it_lies(monkeypatch: pytest.Monk
     assert "/code/a:/b:/packages/of/it:/callers" == path
 
 
-@pytest.mark.parametrize(("workers", "expected"), [(0, None), (1, "1")])
-def test_tf_keras_is_for_clusters(workers: int, expected: str | None) -> None:
-    assert expected == ALL.environment(spec.build(workers), ALL.local_path()).get("TF_USE_LEGACY_KERAS")
+@pytest.mark.parametrize(("ps", "expected"), [(0, None), (1, "1")])
+def test_tf_keras_is_for_parameter_servers(ps: int, expected: str | None) -> None:
+    assert expected == ALL.environment(spec.build(2, ps), ALL.local_path()).get("TF_USE_LEGACY_KERAS")
 
 
 def test_the_caller_may_choose_the_keras(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_USE_LEGACY_KERAS", "0")
-    assert "TF_USE_LEGACY_KERAS" not in ALL.environment(spec.build(2), ALL.local_path())  # inherited
-    assert task_environment(ALL, spec.build(2))["TF_USE_LEGACY_KERAS"] is None  # passed on
+    assert "TF_USE_LEGACY_KERAS" not in ALL.environment(spec.build(2, 1), ALL.local_path())  # inherited
+    assert task_environment(ALL, spec.build(2, 1))["TF_USE_LEGACY_KERAS"] is None  # passed on
 
 
 def test_scripts_in_containers_use_the_caller_s_proxy(monkeypatch: pytest.MonkeyPatch) -> None:

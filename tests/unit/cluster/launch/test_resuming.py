@@ -102,9 +102,9 @@ def test_a_run_that_has_saved_nothing_may_become_any_other(trained: Callable[...
 @pytest.mark.parametrize(
     ("had", "asked"),
     [
-        (("custom", {"workers": 2}), {"loop": "fit"}),
-        (("fit", {"workers": 2}), {"loop": "custom"}),
-        (("fit", {"workers": 0}), {"topology": {"workers": 2}}),
+        (("custom", {"workers": 2, "ps": 1}), {"loop": "fit"}),
+        (("fit", {"workers": 2, "ps": 1}), {"loop": "custom"}),
+        (("fit", {"workers": 0}), {"topology": {"workers": 2, "ps": 1}}),
     ],
 )
 def test_one_keras_does_not_read_the_other_s_checkpoints(
@@ -113,8 +113,9 @@ def test_one_keras_does_not_read_the_other_s_checkpoints(
     assert "Keras" in refusal(trained(loop=had[0], topology=had[1]), **asked)
 
 
-def test_one_process_may_change_its_loop(trained: Callable[..., RunFolder]) -> None:
-    assert [] == notes(trained(topology={"workers": 0}), loop="fit")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_synchronous_training_may_change_its_loop(trained: Callable[..., RunFolder], workers: int) -> None:
+    assert [] == notes(trained(topology={"workers": workers}), loop="fit")
 
 
 @pytest.mark.parametrize("changes", [{"max_steps": 599}, {"epochs": 1.9}, {"epochs": 1.0, "max_steps": 900}])

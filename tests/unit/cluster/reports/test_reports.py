@@ -184,7 +184,7 @@ def test_compare_writes_the_curves_as_one_picture(
     ended("other", rate=0.3)
     ended("third", rate=0.4)
     path = tmp_path / "curves.svg"
-    assert 0 == ran("compare", "one", "other,third", plot=str(path), json=True)
+    assert 0 == ran("compare", "one", "other", "third", plot=str(path), json=True)
     root = ET.parse(path).getroot()
     named = [each.text for each in root.iter("{http://www.w3.org/2000/svg}title")]
     assert {"one", "other", "third"} == set(named)

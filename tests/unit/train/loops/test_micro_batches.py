@@ -69,10 +69,9 @@ def test_memory_must_fall_with_the_number_of_micro_batches() -> None:
     assert largest["4"] * 4 == largest["1"]
 
 
-@pytest.mark.parametrize("legacy", [False, True])
-def test_fit_must_accumulate_as_the_custom_loop_does(legacy: bool) -> None:
-    """On tf_keras, as on several tasks, and on Keras 3: on one device and on two."""
-    found = measured("fit", *([] if legacy else ["keras3"]))["micro_batches"]
+def test_fit_must_accumulate_as_the_custom_loop_does() -> None:
+    """On one device and on two."""
+    found = measured("fit")["micro_batches"]
     for where in ("one", "two"):
         for cut, whole in zip(found[where]["weights"], found["whole"]["weights"], strict=True):
             np.testing.assert_allclose(cut, whole, rtol=1e-4, atol=1e-5)

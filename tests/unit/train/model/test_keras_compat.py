@@ -5,15 +5,12 @@ A trap that is gone is told too: then its guard can go.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cluster.system.ports import free_ports
-from tests.unit.measured import finish, measured, start
+from tests.unit.measured import measured
 
 
 def traps(what: str) -> Any:
@@ -114,26 +111,3 @@ def test_keras_itself_drops_the_same_units_on_every_replica() -> None:
 
 def test_central_storage_itself_refuses_dropout() -> None:
     assert "You must specify an aggregation method" in traps("dropout")["central-2"]["error"]
-
-
-# Model.fit
-
-
-def test_the_fit_of_keras_3_still_fails_on_two_tasks(tmp_path: Path) -> None:
-    """https://github.com/keras-team/keras/issues/20585
-
-    Once this fails: drop tf_keras (`train.config.TrainConfig.needs_tf_keras`), and document what works.
-    """
-    chief, worker = (f"127.0.0.1:{port}" for port in free_ports(2))
-    cluster = {"chief": [chief], "worker": [worker]}
-    tasks = {}
-    for role in cluster:
-        config = json.dumps({"cluster": cluster, "task": {"type": role, "index": 0}})
-        result = tmp_path / f"{role}.json"
-        tasks[result] = start("fit_of_keras", result, TF_CONFIG=config)
-    found = [finish(process, result, timeout_s=300) for result, process in tasks.items()]
-    assert [2, 2] == [one["tasks"] for one in found]
-    errors = [one["error"] for one in found]
-    assert all(error.startswith("ValueError") and "PerReplica" in error for error in errors), (
-        f"Keras 3's fit under MultiWorkerMirroredStrategy is no longer what it was: {errors}; see this test"
-    )

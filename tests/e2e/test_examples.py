@@ -1,0 +1,94 @@
+"""The examples, each run by the commands of its README, from a copy of its folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.run.folder import RunFolder
+from tests.e2e.scenario import ROOT, Clusters, summary
+
+EXAMPLES = ROOT / "examples"
+NO_ENGINE = {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}
+WITHOUT_TENSORBOARD = "--tensorboard-port=0"
+"""Added to the README's command: a user may hold TensorBoard's port."""
+
+
+def commands(example: str) -> list[str]:
+    """Return the commands of an example's README."""
+    return re.findall(r"^\$ (.*)$", (EXAMPLES / example / "README.md").read_text(), re.MULTILINE)
+
+
+@pytest.fixture
+def typed(clusters: Clusters, tmp_path: Path) -> Callable[[str], RunFolder]:
+    """Types the commands of an example's README; returns the run that they make."""
+
+    def type_in(example: str) -> RunFolder:
+        shutil.copytree(EXAMPLES / example, tmp_path / "examples" / example)
+        programs = tmp_path / "bin"
+        programs.mkdir()
+        words = {"python": "", "invoke": f"-m invoke --search-root {ROOT}"}
+        for name, more in words.items():
+            (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {more} "$@"\n')
+            (programs / name).chmod(0o755)
+        before = set(clusters.runs_dir.glob("*/summary.json"))
+        script = "\n".join(commands(example)).replace("invoke up", f"invoke up {WITHOUT_TENSORBOARD}")
+        path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+        folders = {"RUNS_DIR": str(clusters.runs_dir), "DATA_DIR": str(tmp_path / "data")}
+        done = subprocess.run(
+            ["/bin/bash", "-ec", script],
+            cwd=tmp_path,
+            env=os.environ | folders | NO_ENGINE | {"PATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=240,
+        )
+        assert 0 == done.returncode, done.stdout
+        (made,) = set(clusters.runs_dir.glob("*/summary.json")) - before
+        return RunFolder(made.parent)
+
+    return type_in
+
+
+def metrics(run: RunFolder) -> dict[str, Any]:
+    assert "succeeded" == summary(run)["state"]
+    assert 2 == len(summary(run)["tasks"])
+    found: dict[str, Any] = summary(run)["metrics"]
+    return found
+
+
+def test_every_example_is_listed_and_takes_two_commands() -> None:
+    folders = {path.parent.name for path in EXAMPLES.glob("*/README.md")}
+    assert folders == set(re.findall(r"\]\((\w+)/README.md\)", (EXAMPLES / "README.md").read_text()))
+    assert {2} == {len(commands(name)) for name in folders}
+
+
+def test_a_regression_on_a_csv_file_must_learn(typed: Callable[[str], RunFolder]) -> None:
+    assert metrics(typed("csv_regression"))["eval_absolute_error"] < 0.3
+
+
+def test_a_loop_of_one_s_own_must_find_the_line(typed: Callable[[str], RunFolder]) -> None:
+    run = typed("own_loop")
+    assert "succeeded" == summary(run)["state"]
+    line = json.loads((run.work("chief") / "line.json").read_text())
+    assert (3, 2) == (round(line["slope"]), round(line["offset"]))
+
+
+@pytest.mark.long
+def test_a_text_must_be_understood(typed: Callable[[str], RunFolder]) -> None:
+    assert metrics(typed("text"))["eval_accuracy"] > 0.8
+
+
+@pytest.mark.long
+def test_fine_tuning_must_learn_from_few_images(typed: Callable[[str], RunFolder]) -> None:
+    assert metrics(typed("fine_tuning"))["eval_accuracy"] > 0.8

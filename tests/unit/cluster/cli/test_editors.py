@@ -1,0 +1,21 @@
+"""The files for editors name what is there: the interpreter, TensorBoard's port, the tests."""
+
+from __future__ import annotations
+
+import json
+
+from cluster.paths import ROOT
+from cluster.runtime import tensorboard
+
+
+def test_vs_code_debugs_the_tests_of_a_file() -> None:
+    (test,) = json.loads((ROOT / ".vscode" / "launch.json").read_text())["configurations"]
+    assert ("pytest", "${file}") == (test["module"], test["args"][-1])
+
+
+def test_a_dev_container_is_set_up_by_make_and_shows_tensorboard() -> None:
+    container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
+    assert "make setup" in container["postCreateCommand"]
+    assert [tensorboard.PORT] == container["forwardPorts"]
+    dockerfile = (ROOT / "docker" / "Dockerfile").read_text()
+    assert container["image"].split("-")[0] in dockerfile  # the same Python as in the images

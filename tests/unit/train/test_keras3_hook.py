@@ -1,0 +1,86 @@
+"""What a script's process runs first: it mends Keras as that is imported, and says which call needs Keras 2."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from train.keras3 import hook as folder_of_hook
+from train.keras3.hook import sitecustomize as hook
+
+HOOK = Path(hook.__file__).parent
+KERAS = """
+class Checkpoint:
+    def __init__(self, path):
+        raise ValueError("The filepath provided must end in `.keras`. Received: filepath=model\\nmore")
+
+class Adam: pass
+
+def fit():
+    raise ValueError("Input 0 of layer dense is incompatible with the layer")
+"""
+
+
+@pytest.fixture
+def keras(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Something that refuses as Keras 3 does, from the same place."""
+    module = ModuleType("keras.src.callbacks")
+    exec(compile(KERAS, "/x/site-packages/keras/src/callbacks.py", "exec"), vars(module))
+    monkeypatch.setitem(sys.modules, "keras", module)
+    monkeypatch.delenv("TF_USE_LEGACY_KERAS", raising=False)
+    return module
+
+
+def explained(call: str, keras: ModuleType, tmp_path: Path) -> str | None:
+    """Return what is said of the error of a script with this call."""
+    script = tmp_path / "train.py"
+    script.write_text(f"import os\n{call}\n")
+    try:
+        exec(compile(script.read_text(), str(script), "exec"), {"keras": keras, "__name__": "__main__"})
+    except Exception as error:
+        return hook.needs_keras_2(error, error.__traceback__)
+    raise AssertionError("it was to fail")
+
+
+@pytest.mark.parametrize("call", ["keras.Checkpoint('model')", "keras.Adam().lr"])
+def test_a_call_that_keras_3_refuses_must_be_named(call: str, keras: Any, tmp_path: Path) -> None:
+    line = explained(call, keras, tmp_path)
+    assert line is not None
+    assert f"line 2 of train.py, `{call}`" in line
+    assert "TF_USE_LEGACY_KERAS=1" in line
+    assert 1 == len(line.splitlines())
+
+
+@pytest.mark.parametrize("call", ["keras.fit()", "[].nothing", "open('/nowhere/it')"])
+def test_any_other_error_must_speak_for_itself(call: str, keras: Any, tmp_path: Path) -> None:
+    assert explained(call, keras, tmp_path) is None
+
+
+def test_keras_2_must_not_be_suggested_to_itself(keras: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_USE_LEGACY_KERAS", "1")
+    assert explained("keras.Adam().lr", keras, tmp_path) is None
+
+
+def test_the_hook_must_mend_what_is_imported_and_hide_nothing(tmp_path: Path) -> None:
+    """A Keras of the script's own, and a `sitecustomize` of the machine's."""
+    site = tmp_path / "site"
+    (site / "keras").mkdir(parents=True)
+    (site / "keras" / "__init__.py").write_text("class config:\n    backend = staticmethod(lambda: 'jax')\n")
+    (site / "sitecustomize.py").write_text("import builtins\nbuiltins.of_the_machine = True\n")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, keras\nassert of_the_machine\nassert sys.path[0] == sys.argv[1]\n"
+        "assert not [name for name in sys.modules if name.startswith('_tf_cluster')]\nprint(keras.config.backend())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HOOK), str(site)])}
+    command = [sys.executable, str(script), str(tmp_path)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (0, "jax\n", "") == (ended.returncode, ended.stdout, ended.stderr)
+    assert [] == [path.name for path in HOOK.glob("*.py") if path.name != "sitecustomize.py"]
+    assert folder_of_hook.__file__ is None  # a namespace: nothing in it can be imported by another name
