@@ -70,7 +70,10 @@ class Training:
         context, config = self._context, self._context.config
         replicas = context.strategy.num_replicas_in_sync
         what = context.model, self._policy, context.objective, config.global_batch
-        cut, train_step = None, TrainStep(*what, replicas, config.micro_batches, as_function=replicas == 1)
+        cut, train_step = (
+            None,
+            TrainStep(*what, replicas, config.micro_batches, as_function=replicas == 1 < config.micro_batches),
+        )
         if shards := config.bitwise_elastic:
             cut = VirtualShards(shards, replicas)
             train_step = ElasticTrainStep(*what, shards, config.micro_batches, shards=cut)

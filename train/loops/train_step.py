@@ -57,8 +57,9 @@ class TrainStep:
     """Parts of a replica's batch, computed one after the other."""
     as_function: bool = False
     """Whether forward and backward are functions of their own, as in a stage of a pipeline, whose bits they have then:
-    where a value has several uses, TensorFlow adds up its gradients in another order in a function than in a tape. Not
-    for replicas that exchange something as they compute, such as BatchNormalization's averages."""
+    where a value has several uses, TensorFlow adds up its gradients in another order in a function than in a tape. It
+    takes more processor time. Not for replicas that exchange something as they compute, such as averages of
+    BatchNormalization."""
 
     def __post_init__(self) -> None:
         keras_compat.take_summed_gradients(self.policy.optimizer)
