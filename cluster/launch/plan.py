@@ -120,12 +120,12 @@ class Plan(Workload):
             self.cluster,
             self.payload.local_path(),
             folders.data_dir(),
-            memory_bytes=self._stage_memory_bytes,
+            memory_bytes=self.stage_memory_bytes,
             record=self.previous.stages if self.previous else None,
         )
 
     @property
-    def _stage_memory_bytes(self) -> int:
+    def stage_memory_bytes(self) -> int:
         """What each stage may hold; 0 where no limit is known. Stages of one task share its memory, or have a GPU."""
         if self.gpus.memory_bytes or not self.memory.task_bytes:
             return self.gpus.memory_bytes

@@ -73,6 +73,7 @@ def test_every_example_is_listed_and_takes_two_commands() -> None:
     assert {2} == {len(commands(name)) for name in folders}
 
 
+@pytest.mark.long
 def test_a_regression_on_a_csv_file_must_learn(typed: Callable[[str], RunFolder]) -> None:
     assert metrics(typed("csv_regression"))["eval_absolute_error"] < 0.3
 

@@ -148,18 +148,14 @@ class GradientPolicy:
         optimizer = self.optimizer
         if not self.clip_norm and self.loss_scale is None:
             return
-        if hasattr(optimizer, "aggregate_gradients"):  # tf_keras
+        if hasattr(optimizer, "aggregate_gradients"):  # tf_keras, under parameter servers, which have no loss scale
 
             def apply_gradients(pairs: Any, **_options: Any) -> tf.Variable:
                 gradients, variables = zip(*pairs, strict=True)
                 self.apply(self.sum(gradients), variables)
                 return optimizer.iterations
 
-            def compute_gradients(loss: tf.Tensor, variables: Any, tape: tf.GradientTape) -> list[tuple[Any, Any]]:
-                gradients = tape.gradient(loss, variables, output_gradients=self.loss_gradient)
-                return list(zip(gradients, variables, strict=True))
-
-            optimizer.apply_gradients, optimizer.compute_gradients = apply_gradients, compute_gradients
+            optimizer.apply_gradients = apply_gradients
             return
         keras_compat.take_summed_gradients(optimizer)
         optimizer.apply = lambda gradients, variables: self.apply(self.sum(gradients), variables)

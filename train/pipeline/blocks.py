@@ -123,8 +123,7 @@ def _estimate(block: ModelBlock, micro_batch: int, slots: int) -> Block:
         outputs = sum(math.prod(tensor.shape[1:]) for tensor in node.output_tensors)
         places = max(math.prod(tensor.shape[1:-1]) for tensor in node.output_tensors)
         scores = _scores(node.operation, places)
-        # Queries, keys, values and what is mixed of them; the scores before and after their softmax.
-        kept += 4 * micro_batch * (outputs + (4 * outputs + 2 * scores if scores else 0))
+        kept += 4 * micro_batch * (outputs * (1 + _kept_inside(node.operation)) + 2 * scores)
         flops += micro_batch * (_flops(node.operation, outputs, places) + 4 * scores * _head_width(node.operation))
     return Block(
         block.names,
@@ -143,6 +142,15 @@ def _flops(layer: keras.Layer, outputs: int, places: int) -> int:
         if len(variable.shape) >= 2 and "embedding" not in variable.path:
             flops += 2 * math.prod(variable.shape) * places
     return flops
+
+
+def _kept_inside(layer: keras.Layer) -> int:
+    """Return how many times its outputs a layer keeps inside for its backward."""
+    if isinstance(layer, keras.layers.MultiHeadAttention):
+        return 4  # queries, keys, values and what is mixed of them
+    if isinstance(layer, keras.layers.LayerNormalization):
+        return 2  # centred, and scaled
+    return 4 if getattr(layer, "activation", None) is keras.activations.gelu else 0  # the parts of its formula
 
 
 def _scores(layer: keras.Layer, places: int) -> int:

@@ -76,8 +76,14 @@ def read(run: RunFolder) -> tuple[int, list[Span]]:
     return max(steps), spans
 
 
-def draw(spans: Sequence[Span], title: str) -> np.ndarray:
-    """Return the picture of a step, `[H, W, 3] uint8`: a row a stage, a box for each computation."""
+def draw(spans: Sequence[Span], title: str, stages_each: int = 0) -> np.ndarray:
+    """Return the picture of a step, `[H, W, 3] uint8`: a row a stage, a box for each computation.
+
+    Args:
+        spans: of the step; the stages of several pipelines are numbered on.
+        title: above the picture.
+        stages_each: of one pipeline; 0: there is one.
+    """
     stages = 1 + max(span.stage for span in spans)
     begin, end = min(span.begin_s for span in spans), max(span.end_s for span in spans)
     scale = (WIDTH - LEFT - MARGIN) / max(end - begin, 1e-9)
@@ -91,7 +97,9 @@ def draw(spans: Sequence[Span], title: str) -> np.ndarray:
         own = [span for span in spans if span.stage == stage]
         top = TOP + stage * (ROW + MARGIN)
         share = computing(own) / max(end - begin, 1e-9)
-        pen.text((MARGIN, top + ROW // 2 - 6), f"stage {stage}: {share:.0%} busy", fill="black")
+        pipeline, number = divmod(stage, stages_each or stages)
+        name = f"stage {number}" if stages_each in (0, stages) else f"{pipeline}, stage {number}"
+        pen.text((MARGIN, top + ROW // 2 - 6), f"{name}: {share:.0%} busy", fill="black")
         pen.rectangle((LEFT, top, WIDTH - MARGIN, top + ROW), fill="#ececec")
         for span in own:
             _box(pen, span, LEFT + (span.begin_s - begin) * scale, LEFT + (span.end_s - begin) * scale, top)
@@ -123,7 +131,7 @@ def picture_of(run: RunFolder) -> tuple[int, np.ndarray]:
     step, spans = read(run)
     config = run.load_config()
     schedule, micro_batches = config.get("pipeline", {}).get("schedule", ""), config.get("micro_batches", 1)
-    return step, draw(spans, f"{schedule}, {micro_batches} micro-batches, step {step}")
+    return step, draw(spans, f"{schedule}, {micro_batches} micro-batches, step {step}", run.load_cluster().stages)
 
 
 def _box(pen: ImageDraw.ImageDraw, span: Span, left: float, right: float, top: int) -> None:

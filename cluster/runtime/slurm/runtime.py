@@ -80,10 +80,8 @@ class Slurm(Runtime):
 
     def render(self, work: Workload) -> dict[str, Any]:
         """Return the batch script."""
-        if work.payload.script:
-            raise UsageError("--script with --runtime slurm: scripts run as local processes or in containers")
         given = {name: value for name, value in _environment(work).items() if not name.startswith("SLURM")}
-        text = batch.script(work.cluster, job_name(work.run), work.run.path, work.job, given)
+        text = batch.script(work.cluster, job_name(work.run), work.run.path, work.job, given, work.payload.command())
         return {"runtime": self.name, "script": text}
 
     def preflight(self, work: Workload, ending: int = 0) -> None:

@@ -72,7 +72,9 @@ def test_tasks_get_neighbours(
     nvidia_smi: NvidiaSmi, host: str, words: str, per_task: str, workers: int, expected: list[str]
 ) -> None:
     nvidia_smi(host)
-    assert expected == groups(placed(words, per_task, workers=workers))
+    given = placed(words, per_task, workers=workers)
+    assert expected == groups(given)
+    assert given.memory_bytes >= 2**30 or words == MIG  # of an instance it is not known
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cluster import spec
 from cluster.errors import UsageError
+from cluster.gpu.placement import Placement
+from cluster.launch.plan import Plan
 from cluster.options.request import Request
 from cluster.options.topology import topology
+from cluster.runtime.memory import Memory
 
 CONFIG: dict[str, Any] = {"global_batch": 192, "micro_batches": 4, "loop": "custom", "source": "memory"}
 
@@ -118,3 +122,22 @@ def test_options_of_a_pipeline_reach_the_training() -> None:
         "--pipeline.remat",
     ):
         assert expected in words
+
+
+@pytest.mark.parametrize(
+    ("options", "task_bytes", "gpu_bytes", "expected"),
+    [
+        ({"stages": "2"}, 0, 0, 0),
+        ({"stages": "2"}, 1000 * 2**20, 0, 400 * 2**20),  # TensorFlow takes 600 MiB
+        ({"stages": "4", "workers": "0"}, 1000 * 2**20, 0, 100 * 2**20),
+        ({"stages": "2"}, 2**20, 0, 1),
+        ({"stages": "2"}, 1000 * 2**20, 16 * 2**30, 16 * 2**30),
+    ],
+)
+def test_a_stage_may_hold_its_share_of_a_task_s_memory_or_a_gpu_s(
+    options: dict[str, str], task_bytes: int, gpu_bytes: int, expected: int
+) -> None:
+    planned = SimpleNamespace(
+        cluster=cluster(**options), memory=Memory(task_bytes=task_bytes), gpus=Placement(memory_bytes=gpu_bytes)
+    )
+    assert expected == Plan.stage_memory_bytes.fget(planned)  # type: ignore[attr-defined]

@@ -143,9 +143,11 @@ def test_the_job_is_queued_by_a_script_that_names_it(run: RunFolder, monkeypatch
     assert text in slurm.Slurm().commands(work(run), {"script": text})[0]
 
 
-def test_a_script_is_refused(run: RunFolder) -> None:
-    with pytest.raises(UsageError, match="--script"):
-        slurm.Slurm().render(replace(work(run), payload=Payload(Path("/theirs/train.py"))))
+def test_a_script_is_what_the_agents_of_a_job_start(run: RunFolder) -> None:
+    payload = Payload(Path("/theirs/a script.py"), ("--epochs", "3 4"))
+    text = slurm.Slurm().render(replace(work(run), payload=payload))["script"]
+    assert " task --script '/theirs/a script.py' --epochs '3 4' &\n" in text
+    assert "export TF_USE_LEGACY_KERAS=1\n" in text
 
 
 def test_a_machine_without_slurm_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

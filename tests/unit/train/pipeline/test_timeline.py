@@ -63,6 +63,9 @@ def test_the_picture_shows_each_stage_s_work_and_its_idle_time(run, tmp_path):
     width = timeline.WIDTH - timeline.LEFT - timeline.MARGIN
     for row in rows:
         assert abs(idle[row].sum() / width - 3 / 9) < 0.05
+    two_pipelines = timeline.draw([*spans_of(0), *spans_of(1)], "step", 1)
+    assert (two_pipelines[:, timeline.LEFT :] == picture[:, timeline.LEFT :]).all()
+    assert (two_pipelines[:, : timeline.LEFT] != picture[:, : timeline.LEFT]).any()
     assert not idle[rows[0], timeline.LEFT + 5]
     assert idle[rows[1], timeline.LEFT + 5]
 
