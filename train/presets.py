@@ -44,6 +44,27 @@ def transformer_lm() -> TrainConfig:
     )
 
 
+def cifar10_resnet() -> TrainConfig:
+    """CIFAR-10 with ResNet-20 by TFDS's shards, in the batch and the decays of He et al. 2015. Not verified on it."""
+    return TrainConfig(
+        preset="cifar10_resnet",
+        source="stream",
+        dataset="cifar10",
+        model="resnet20",
+        global_batch=128,
+        epochs=160.0,
+        optimizer=Optimizer(
+            name="sgd",
+            learning_rate=0.1,
+            warmup_steps=400,
+            schedule="cosine",
+            nesterov=True,
+            weight_decay=5e-4,
+            no_decay="bias,gamma,beta",
+        ),
+    )
+
+
 PRESETS: dict[str, Callable[[], TrainConfig]] = {
-    preset.__name__: preset for preset in (fashion_mnist, mnist, resnet50_synthetic, transformer_lm)
+    preset.__name__: preset for preset in (fashion_mnist, mnist, cifar10_resnet, resnet50_synthetic, transformer_lm)
 }

@@ -60,7 +60,7 @@ def render(request: Request, place: Place) -> dict[str, list[dict[str, Any]]]:
 
 NOT_RENDERED = (
     *("script", "separate_chief", "requirements", "runtime", "network", "gpus", "gpu_runtime"),
-    *("resume", "trust", "fresh", "detach"),
+    *("resume", "trust", "fresh", "detach", "init_from"),
     *("partition", "time", "account", "nodes", "cpus_per_task"),
     "partition_by",  # what is measured here is no measure of other machines
 )

@@ -48,7 +48,7 @@ class Request:
     )
     preset: str = option(
         Group.TRAINS,
-        "fashion_mnist, mnist, resnet50_synthetic, transformer_lm or package.module:function",
+        "fashion_mnist, mnist, cifar10_resnet, resnet50_synthetic, transformer_lm or package.module:function",
         PRESET,
         needs=Needs.TRAINER,
     )

@@ -12,7 +12,7 @@ from tensorflow import keras  # Keras 3, or tf_keras where `--loop fit` needs th
 from cluster.errors import UsageError, nearest
 from train import references
 from train.config import TrainConfig
-from train.model.resnet import resnet50
+from train.model.resnet import resnet20, resnet50
 from train.model.transformer import transformer_lm
 
 
@@ -47,6 +47,7 @@ def two_conv_cnn(image_shape: tuple[int, int, int], num_classes: int) -> keras.M
 
 MODELS: dict[str, Callable[..., Any]] = {
     "two_conv_cnn": two_conv_cnn,
+    "resnet20": resnet20,
     "resnet50": resnet50,
     "transformer_lm": transformer_lm,
 }

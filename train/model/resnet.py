@@ -1,4 +1,4 @@
-"""ResNet-50 v1.5, the model by which machines are compared.
+"""ResNet-50 v1.5, the model by which machines are compared, and ResNet-20 for small images.
 
 Sources: K. He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385. v1.5 is what NVIDIA calls the one
 whose blocks halve the image in their 3x3 convolution instead of the first 1x1; it takes more time for each image than
@@ -39,6 +39,33 @@ def resnet50(image_shape: tuple[int, int, int], num_classes: int) -> keras.Model
     features = layers.GlobalAveragePooling2D()(features)
     logits = layers.Dense(num_classes, dtype="float32", name="logits")(features)  # in full precision under any policy
     return keras.Model(images, logits, name="resnet50")
+
+
+def resnet20(image_shape: tuple[int, int, int], num_classes: int) -> keras.Model:
+    """Return ResNet-20 for images as small as CIFAR-10's (section 4.2 of He et al.), with projections as shortcuts.
+
+    In training, images are flipped at random.
+
+    Args:
+        image_shape: (height, width, channels).
+        num_classes: number of classes.
+
+    Returns:
+        A model from pixels `[B, H, W, C]` of 0 to 255 to logits `[B, K] float32`.
+    """
+    layers = keras.layers
+    images = keras.Input(image_shape, dtype="float32", name="image")
+    features = layers.RandomFlip("horizontal")(layers.Rescaling(1 / 127.5, offset=-1)(images))
+    features = layers.ReLU()(_normalized(features, 16, 3))
+    for filters in (16, 32, 64):
+        for block in range(3):
+            stride = 2 if filters > 16 and not block else 1
+            shortcut = features if stride == 1 else _normalized(features, filters, 1, stride)
+            features = layers.ReLU()(_normalized(features, filters, 3, stride))
+            features = layers.ReLU()(layers.Add()([_normalized(features, filters, 3), shortcut]))
+    features = layers.GlobalAveragePooling2D()(features)
+    logits = layers.Dense(num_classes, dtype="float32", name="logits")(features)  # in full precision under any policy
+    return keras.Model(images, logits, name="resnet20")
 
 
 def _bottleneck(features: Any, filters: int, stride: int, *, projects: bool) -> Any:
