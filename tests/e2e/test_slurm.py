@@ -19,7 +19,7 @@ from cluster.runtime.job import Job
 from cluster.runtime.slurm import batch
 from cluster.runtime.slurm import runtime as slurm
 from cluster.system.json_files import read_json, write_json
-from tests.e2e.scenario import ROOT, Clusters, step_of, summary
+from tests.e2e.scenario import ROOT, Clusters, summary
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.alone]
@@ -67,17 +67,6 @@ def test_a_job_must_train_to_the_weights_of_processes(job: RunFolder, clusters: 
     await_same_weights(clusters, job, local_hash)
     (attempt,) = (job.control / "slurm").iterdir()
     assert 2 == len({read_json(attempt / f"{task}.json")["node"] for task in ("chief", "worker-0", "worker-1")})
-
-
-def test_a_job_that_loses_a_node_must_train_to_the_same_weights(
-    job: RunFolder, clusters: Clusters, local_hash: str
-) -> None:
-    wait_for(lambda: step_of(job) >= 60, "step 60")
-    end_node(job)
-    wait_for(lambda: len(list((job.control / "slurm").iterdir())) > 1, "a second attempt", timeout_s=240)
-    subprocess.run(["bash", ".ci/slurm"], cwd=ROOT, check=True)
-    await_same_weights(clusters, job, local_hash)
-    assert job.generation > 0
 
 
 def test_a_script_must_run_in_every_task_of_a_job(clusters: Clusters, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -65,7 +66,7 @@ def local_hash(clusters: Clusters) -> str:
 @pytest.fixture
 def run(swarm: Clusters, local_hash: str, request: pytest.FixtureRequest) -> Iterator[RunFolder]:
     """A run that trains on both hosts, called after the test."""
-    name = request.node.name[:40]
+    name = re.sub("[^a-z0-9]+", "-", request.node.name)[-40:].strip("-")
     swarm.invoke("up", f"--name={name}", "--runtime=swarm", "--detach", *OPTIONS, "--", *TRAINING, timeout_s=500)
     run = swarm.run(name)
     assert {"h1", "h2"} == set(places(run).values())

@@ -70,10 +70,8 @@ class Training:
         context, config = self._context, self._context.config
         replicas = context.strategy.num_replicas_in_sync
         what = context.model, self._policy, context.objective, config.global_batch
-        cut, train_step = (
-            None,
-            TrainStep(*what, replicas, config.micro_batches, as_function=replicas == 1 < config.micro_batches),
-        )
+        alone = replicas == 1 and config.micro_batches > 1
+        cut, train_step = None, TrainStep(*what, replicas, config.micro_batches, as_function=alone)
         if shards := config.bitwise_elastic:
             cut = VirtualShards(shards, replicas)
             train_step = ElasticTrainStep(*what, shards, config.micro_batches, shards=cut)
