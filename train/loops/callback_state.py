@@ -4,6 +4,9 @@ Of every callback the public attributes are saved that have changed since it was
 text, lists, tuples, dictionaries and NumPy arrays: the patience of EarlyStopping and its best weights, the best of
 ReduceLROnPlateau and of ModelCheckpoint, what one of the user's own counts. All else, such as open files and paths of
 the task's own, stays as each generation makes it. Nothing is pickled: reading a checkpoint runs no code.
+
+Keras 3 chooses the comparison of a monitored value at the end of the first epoch and reverses the sign of `min_delta`
+then, so the comparison is saved with it: chosen once more, it would reverse the sign again.
 """
 
 from __future__ import annotations
@@ -16,9 +19,13 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow import keras
 
 APART = ("model", "params", "validation_data")
 """Attributes that Keras gives every callback."""
+
+COMPARISONS = {name: getattr(keras.ops, name) for name in ("less", "greater")} if hasattr(keras, "ops") else {}
+"""The functions that Keras 3 compares monitored values with; tf_keras has them from the start."""
 
 
 @dataclass
@@ -111,6 +118,9 @@ def _plain(value: Any, arrays: list[np.ndarray]) -> Any:
         return {"scalar" if isinstance(value, np.generic) else "array": len(arrays) - 1}
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    for name, comparison in COMPARISONS.items():
+        if value is comparison:
+            return {"comparison": name}
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
         return {type(value).__name__: [_plain(part, arrays) for part in value]}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
@@ -124,6 +134,8 @@ def _whole(plain: Any, arrays: list[np.ndarray]) -> Any:
     ((kind, value),) = plain.items()
     if kind in ("array", "scalar"):
         return arrays[value] if kind == "array" else arrays[value][()]
+    if kind == "comparison":
+        return COMPARISONS[value]
     if kind == "dict":
         return {key: _whole(part, arrays) for key, part in value.items()}
     parts = [_whole(part, arrays) for part in value]
