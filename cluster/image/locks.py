@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from cluster.paths import ROOT
 
 DIRECTORY = "requirements"
-TARGETS = ("build", "host", "train-cpu", "train-gpu", "tensorboard", "dev", "peer-ray")
+TARGETS = ("build", "host", "train-cpu", "train-gpu", "tensorboard", "dev", "peer-ray", "mlflow", "wandb")
 CONSTRAINTS = f"{DIRECTORY}/constraints.txt"
 
 # Universal: one lock for every platform and every Python from 3.11 on.

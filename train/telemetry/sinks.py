@@ -72,9 +72,11 @@ class MLflow:
     """An MLflow run of this run's name; a resumed one goes on with it."""
 
     def __init__(self, run: RunFolder, config: TrainConfig) -> None:
-        """Begin it, in the run folder unless MLFLOW_TRACKING_URI names a server."""
+        """Begin it, in an SQLite file of the run folder unless MLFLOW_TRACKING_URI names a server."""
         self._mlflow = _library("mlflow")
-        self._mlflow.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI") or f"file:{run.path.absolute()}/mlflow")
+        if not (server := os.environ.get("MLFLOW_TRACKING_URI")):
+            (run.path / "mlflow").mkdir(exist_ok=True)
+        self._mlflow.set_tracking_uri(server or f"sqlite:///{run.path.absolute()}/mlflow/mlflow.db")
         record = run.control / "mlflow"
         known = record.read_text() if record.exists() else None
         begun = self._mlflow.start_run(run_id=known, run_name=None if known else run.name)
@@ -139,7 +141,7 @@ def _library(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise PrerequisiteError(
-            f"--log-to {name}: its library is missing ({error}); add --requirements requirements/{name}.txt"
+            f"--log-to {name}: its library is missing ({error}); add --requirements requirements/{name}.lock"
         ) from None
 
 

@@ -71,7 +71,7 @@ def test_mlflow_goes_on_with_its_run(make_run: Callable[..., RunFolder], monkeyp
         sink.log(3, {"loss": 0.5, "examples_per_s": None})
         sink.close()
         calls = {call[0]: call[1:] for call in library.calls}
-        assert (f"file:{run.path}/mlflow", {}) == calls["set_tracking_uri"]
+        assert (f"sqlite:///{run.path}/mlflow/mlflow.db", {}) == calls["set_tracking_uri"]
         assert ({"run_id": known, "run_name": None if known else "demo"},) == calls["start_run"]
         assert ({"loss": 0.5}, {"step": 3}) == calls["log_metrics"]
         assert (known is None) == ("log_params" in calls)
