@@ -18,7 +18,7 @@ def seen(clusters: Clusters) -> RunFolder:
     run = clusters.up("seen", "--workers=1", "--detach", "--", *ENDLESS)
     told = clusters.invoke("profile", "worker-0", "--steps", "3", "--run", "seen").splitlines()
     (head,) = [line for line in told if line.startswith("worker-0: steps ")]
-    assert head.endswith(" traced (5, 3 steps asked for: whole calls of the training are traced)")
+    assert head.endswith(" traced (5, 3 steps requested: whole calls of the training are traced)")
     wait_for(lambda: step_of(run) >= FEWEST_STEPS, f"step {FEWEST_STEPS}")
     clusters.invoke("stop", "seen")
     return run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 import tempfile
@@ -114,6 +115,11 @@ def shapes(source: sources.Source) -> dict[str, Any]:
     return {"given": given, "made": len(made), "dynamic": dynamic, "losses": losses.tolist(), "evaluation": evaluation}
 
 
+def updated(train_step: TrainStep, batch: memory.Batch, step: tf.Tensor) -> tf.Tensor:
+    """Do a step on one replica; return its loss and score."""
+    return train_step.update(train_step.compute(lambda _: batch, step, tf.zeros([], tf.int64)))
+
+
 def compiled(source: sources.Source) -> dict[str, Any]:
     """Return the losses of some updates as they are, and compiled whole by XLA."""
     share = {"num_replicas": 1, "first_replica": 0, "local_replicas": 1}
@@ -122,11 +128,7 @@ def compiled(source: sources.Source) -> dict[str, Any]:
     for name, jit in (("plain", False), ("xla", True)):
         keras.utils.set_random_seed(7)
         train_step = new_step(tf.distribute.get_strategy())
-
-        @tf.function(jit_compile=jit)
-        def update(batch: memory.Batch, step: tf.Tensor, train_step: TrainStep = train_step) -> tf.Tensor:
-            return train_step.update(train_step.compute(lambda _: batch, step, tf.zeros([], tf.int64)))
-
+        update = tf.function(functools.partial(updated, train_step), jit_compile=jit)
         found[name] = [float(update(batch, tf.constant(step, tf.int64))[0, 0]) for step in range(3)]
         found[f"{name} iterations"] = int(train_step.policy.optimizer.iterations.numpy())
     return found

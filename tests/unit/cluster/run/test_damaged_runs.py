@@ -48,7 +48,7 @@ CHANGING: dict[str, Callable[[Any, str], Any]] = {
     "profile": lambda c, run: tasks.ns["profile"](c, "chief", run=run, steps="1"),
     "chaos kill": lambda c, run: tasks.ns["chaos"](c, "kill", "chief", timeout="1", run=run),
     "chaos corrupt": lambda c, run: tasks.ns["chaos"](c, "corrupt", "chief", timeout="1", run=run),
-    "chaos storm": lambda c, run: tasks.ns["chaos"](c, "storm", run=run, faults="1"),
+    "chaos storm": lambda c, run: tasks.ns["chaos"](c, "storm", run=run, faults="1", timeout="1"),
     "scale": lambda c, run: tasks.ns["scale"](c, workers="2", run=run),
     "rerun": lambda c, run: tasks.ns["rerun"](c, run=run, runtime="local", trust=True),
     "stop": lambda c, run: tasks.ns["stop"](c, run=run),

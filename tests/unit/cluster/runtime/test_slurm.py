@@ -147,7 +147,7 @@ def test_a_script_is_what_the_agents_of_a_job_start(run: RunFolder) -> None:
     payload = Payload(Path("/theirs/a script.py"), ("--epochs", "3 4"))
     text = slurm.Slurm().render(replace(work(run), payload=payload))["script"]
     assert " task --script '/theirs/a script.py' --epochs '3 4' &\n" in text
-    assert "export TF_USE_LEGACY_KERAS=1\n" in text
+    assert "TF_USE_LEGACY_KERAS" not in text  # Keras 3, as everywhere
 
 
 def test_a_machine_without_slurm_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
