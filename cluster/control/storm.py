@@ -19,14 +19,16 @@ STEPS_BETWEEN = (5, 40)
 """Fewest and most new steps between two faults."""
 
 
-def main(run: RunFolder, count: int, seed: int, kinds: Sequence[str]) -> int:
+def main(run: RunFolder, count: int, seed: int, kinds: Sequence[str], timeout_s: float) -> int:
     """Inject the faults, wait for the end of the run, report the result; return the exit code.
+
+    `timeout_s` bounds the wait for the step of each fault, and for the recovery from it.
 
     Raises:
         UsageError: this run cannot have such a storm.
     """
     check(run, kinds)
-    results = deal(run, count, seed, kinds, lambda line: print(line, flush=True))
+    results = deal(run, count, seed, kinds, lambda line: print(line, flush=True), timeout_s)
     print(f"{counted(len(results), 'fault')} inflicted; waiting for the run's end", flush=True)
     ended = watch.follow(run, lambda value: None)
     print("\n".join(ended_lines(run, short_path(run.path))))
@@ -40,7 +42,14 @@ def main(run: RunFolder, count: int, seed: int, kinds: Sequence[str]) -> int:
     return EXIT_DONE if well else EXIT_FAILED
 
 
-def deal(run: RunFolder, count: int, seed: int, kinds: Sequence[str], log: Callable[[str], None]) -> list[chaos.Result]:
+def deal(
+    run: RunFolder,
+    count: int,
+    seed: int,
+    kinds: Sequence[str],
+    log: Callable[[str], None],
+    timeout_s: float = chaos.RECOVERY_TIMEOUT_S,
+) -> list[chaos.Result]:
     """Inject faults, some steps apart, until there were enough or the run has no room for more.
 
     Args:
@@ -49,6 +58,7 @@ def deal(run: RunFolder, count: int, seed: int, kinds: Sequence[str], log: Calla
         seed: determines the faults; when they are injected depends on the run.
         kinds: to draw from; empty: all that fit the run.
         log: called with a line for each.
+        timeout_s: the longest wait for the step of a fault, and for the recovery from it.
     """
     draw = random.Random(seed)  # noqa: S311  # chaos needs to be repeated, not to be secret
     results: list[chaos.Result] = []
@@ -58,7 +68,7 @@ def deal(run: RunFolder, count: int, seed: int, kinds: Sequence[str], log: Calla
             break  # there is no room for another one
         log(f"fault {number}/{count}: {fault} at step {fault.at_step}")
         try:
-            results.append(chaos.inflict(run, fault))
+            results.append(chaos.inflict(run, fault, timeout_s))
         except UsageError:
             break  # it ended meanwhile
         log(f"  {results[-1].description}")

@@ -81,14 +81,15 @@ def chaos(
     json=False,
 ):  # fmt: skip
     """Inject a real fault into a run and report its cost, once the run has recovered or ended."""
-    folder = folders.find_run(run)
+    folder, timeout_s = folders.find_run(run), spec.parse_count("timeout", timeout, 1, 10**9)
     if kind == STORM:
         count, drawn = spec.parse_count("faults", faults, 1, 10_000), [word for word in kinds.split(",") if word]
-        raise Exit(code=storming.main(folder, count, spec.parse_count("seed", seed, 0, 2**31 - 1), drawn))
+        seed = spec.parse_count("seed", seed, 0, 2**31 - 1)
+        raise Exit(code=storming.main(folder, count, seed, drawn, timeout_s))
     if not kind or (not task and kind in KINDS):
         raise UsageError(f"chaos {kind or ''}: name a fault and a task, such as chaos kill worker-0, or chaos storm")
     fault = injection.Fault(kind, task or "chief", spec.parse_count("at-step", at_step, 0, 10**12), whole)
     injection.check(folder, fault)
-    result = injection.inflict(folder, fault, spec.parse_count("timeout", timeout, 1, 10**9))
+    result = injection.inflict(folder, fault, timeout_s)
     show(dataclasses.asdict(result), lambda _: [f"{fault} at step {result.step}: {result.description}"], as_json=json)
     raise Exit(code=EXIT_DONE if result.as_it_should else EXIT_FAILED)

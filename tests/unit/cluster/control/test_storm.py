@@ -36,7 +36,7 @@ def inflicted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Fault]]:
     """The faults that a storm inflicts and the newest step when it decided on each; the run then does 3 steps more."""
     faults: list[tuple[int, Fault]] = []
 
-    def inflict(run: RunFolder, fault: Fault) -> Result:
+    def inflict(run: RunFolder, fault: Fault, timeout_s: float) -> Result:
         faults.append((run.newest_step, fault))
         beat(run, fault.at_step + 3, run.heartbeats()["chief"]["steps_total"])
         return Result(fault.kind, fault.task, fault.at_step, 0.1, 2.5, 4, None)
@@ -144,7 +144,7 @@ def test_a_fault_that_ended_the_run_is_the_last(run: RunFolder, monkeypatch: pyt
         Result("kill", "chief", 120, 0.1, 2.0, 4, "failed"),
     ]
     left = iter(results)
-    monkeypatch.setattr(chaos, "inflict", lambda run, fault: next(left))
+    monkeypatch.setattr(chaos, "inflict", lambda run, fault, timeout_s: next(left))
     assert results == deal(run)
 
 
@@ -152,7 +152,7 @@ def test_a_run_that_ends_before_the_next_fault_ends_the_storm(run: RunFolder, mo
     first = Result("kill", "chief", 110, 0.1, 2.0, 4, None)
     left = iter([first])
 
-    def inflict(run: RunFolder, fault: Fault) -> Result:
+    def inflict(run: RunFolder, fault: Fault, timeout_s: float) -> Result:
         if (result := next(left, None)) is None:
             raise UsageError("run 'run' ended before step 130; nothing was inflicted")
         return result
@@ -236,7 +236,7 @@ def test_a_storm_is_outlived_with_all_faults_a_success_and_the_same_bits(
     asked = []
 
     def dealing(*arguments: Any) -> list[Result]:
-        asked.append(arguments[:-1])
+        asked.append((*arguments[:4], arguments[5]))
         return [Result("kill", "chief", 110, 0.1, 2.0, 4, None)] * dealt
 
     def follow(folder: RunFolder, on_status: Callable[[Any], None]) -> dict[str, Any]:
@@ -245,8 +245,8 @@ def test_a_storm_is_outlived_with_all_faults_a_success_and_the_same_bits(
 
     monkeypatch.setattr(storm, "deal", dealing)
     monkeypatch.setattr(storm.watch, "follow", follow)
-    assert code == storm.main(run, 2, 7, ["kill"])
-    assert [(run, 2, 7, ["kill"])] == asked
+    assert code == storm.main(run, 2, 7, ["kill"], 12.0)
+    assert [(run, 2, 7, ["kill"], 12.0)] == asked
     lines = capsys.readouterr().out.splitlines()
     inflicted = "1 fault" if dealt == 1 else "2 faults"
     assert f"{inflicted} inflicted; waiting for the run's end" == lines[0]
@@ -265,5 +265,5 @@ def test_a_storm_is_outlived_with_all_faults_a_success_and_the_same_bits(
 
 def test_a_storm_that_is_refused_inflicts_nothing(run: RunFolder, inflicted: list[tuple[int, Fault]]) -> None:
     with pytest.raises(UsageError):
-        storm.main(run, 2, 7, ["stop"])
+        storm.main(run, 2, 7, ["stop"], 12.0)
     assert [] == inflicted
