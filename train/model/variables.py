@@ -20,3 +20,11 @@ def set_defaults(onednn: str = "auto") -> None:
         os.environ.setdefault(name, value)
     if onednn in ONEDNN:
         os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", ONEDNN[onednn])
+
+
+def set_for_trial(onednn: str, *, legacy_keras: bool) -> None:
+    """Set what a process that only tries a model out has: no GPU, a quiet TensorFlow. Call before its import."""
+    os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1")
+    set_defaults(onednn)
+    if legacy_keras:
+        os.environ["TF_USE_LEGACY_KERAS"] = "1"

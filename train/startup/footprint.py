@@ -32,10 +32,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--data-dir", type=Path, required=True, help="prepared data")
     options = parser.parse_args(arguments)
     config = TrainConfig.from_json(options.config)
-    os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1")
-    variables.set_defaults(config.onednn)
-    if config.needs_tf_keras(options.strategy):
-        os.environ["TF_USE_LEGACY_KERAS"] = "1"  # before TensorFlow is imported
+    variables.set_for_trial(config.onednn, legacy_keras=config.needs_tf_keras(options.strategy))
     return user_code.reply(lambda: measure(config, options.strategy, options.data_dir))
 
 
