@@ -130,11 +130,10 @@ def _labels(context: TaskContext, labels: tf.Tensor) -> tf.Tensor:
 def _data(context: TaskContext, first: int) -> Any:
     """Return the endless training data from step `first` on, in the form that `fit` takes under this strategy."""
     config, source = context.config, context.source
-    weighted = source.arrays is not None and source.arrays.train.weights is not None
 
     def pair_or_triple(batch: Batch) -> tuple[tf.Tensor, ...]:
         features = tf.cast(batch.features, tf.float32)
-        return (features, batch.labels, batch.weights) if weighted else (features, batch.labels)
+        return (features, batch.labels, batch.weights) if source.weighted else (features, batch.labels)
 
     def of_task(pipeline: tf.distribute.InputContext) -> tf.data.Dataset:
         if context.asynchronous:
