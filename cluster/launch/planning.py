@@ -94,6 +94,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
     )
     return Plan(
         **vars(work),
+        request=request,
         runtime=runtime,
         why_runtime=why_runtime,
         compose=runtime.render(work) | gpus.record(),
@@ -102,9 +103,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         tensorboard_port=port,
         hang_timeout_s=hang_timeout_s,
         max_restarts=max_restarts,
-        resumes=bool(request.resume),
         replaces=request.fresh and run.path.exists(),
-        trusts=request.trust,
         previous=previous.run,
         init=() if request.resume else initial.find(config.get("init_from", ""), previous.run),
         about_resuming=tuple(about_resuming),

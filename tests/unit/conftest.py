@@ -20,7 +20,7 @@ from cluster.run import liveness, provenance
 from cluster.run.folder import RunFolder
 from cluster.run.liveness import LivenessMonitor
 from cluster.runtime.local import supervisor
-from cluster.runtime.local.processes import processes_of
+from cluster.runtime.local.runtime import processes_of
 from cluster.runtime.network import HOST
 from cluster.system.json_files import read_json, write_json
 from tests import fast

@@ -12,7 +12,7 @@ from typing import Any
 
 from cluster.run.folder import RunFolder
 from cluster.run.heartbeat import Heartbeat
-from cluster.runtime.local.processes import processes_of
+from cluster.runtime.local.runtime import processes_of
 from cluster.system.journal import append_json
 from cluster.system.json_files import write_json
 from cluster.system.processes import identity

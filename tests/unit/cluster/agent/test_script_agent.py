@@ -18,7 +18,7 @@ from cluster.control import watch
 from cluster.launch.scripts import lay_out
 from cluster.run.folder import RunFolder
 from cluster.runtime.local import supervisor
-from cluster.runtime.local.processes import processes_of
+from cluster.runtime.local.runtime import processes_of
 from cluster.runtime.payload import Payload
 from cluster.system.json_files import write_json
 from cluster.view.ended import ended_lines

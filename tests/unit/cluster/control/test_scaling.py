@@ -25,7 +25,7 @@ from cluster.run.folder import LOST_AFTER_S, SCALE, RunFolder
 from cluster.runtime import memory as limits
 from cluster.runtime.base import Shell
 from cluster.runtime.local import supervisor
-from cluster.runtime.local.processes import processes_of
+from cluster.runtime.local.runtime import processes_of
 from cluster.system import memory
 from cluster.system.json_files import read_json, write_json
 from tests.unit.gang import Gang, StartGang

@@ -13,7 +13,6 @@ import pytest
 
 from cluster.control import watch
 from cluster.image import engine
-from cluster.options.request import Request
 from cluster.run import liveness, owner
 from cluster.run.folder import LOST_AFTER_S, RunFolder
 from cluster.run.liveness import LONGEST_LOOK_S, LivenessMonitor, look_once, silent
@@ -173,13 +172,11 @@ def test_an_interrupt_before_the_run_is_watched_says_whether_it_goes_on(
 ) -> None:
     run = make_run()
 
-    def begin(request: Request, sh: object, *, began: float, announce: Callable[[Any], None]) -> None:
-        announce(SimpleNamespace(run=run))
+    def begin(plan: object, sh: object, *, began: float) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(watch.startup, "begin", begin)
-    monkeypatch.setattr(watch.startup, "announce", lambda plan: None)
     monkeypatch.setattr(watch.teardown, "in_progress", lambda run: goes_on)
     with pytest.raises(KeyboardInterrupt):
-        watch.up(Request(), Commands(), began=0.0)
+        watch.up(SimpleNamespace(run=run), Commands(), began=0.0)
     assert goes_on is (run.name in capsys.readouterr().err)

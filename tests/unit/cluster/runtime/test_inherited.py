@@ -20,7 +20,7 @@ from cluster.runtime import inherited
 from cluster.runtime.compose.overlay import Containers, overlay
 from cluster.runtime.compose.runtime import task_environment
 from cluster.runtime.local import supervisor
-from cluster.runtime.local.processes import processes_of
+from cluster.runtime.local.runtime import processes_of
 from cluster.runtime.payload import Payload
 from cluster.system.json_files import read_json, write_json
 from tests.unit.gang import Gang

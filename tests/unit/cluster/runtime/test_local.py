@@ -15,7 +15,7 @@ from cluster.errors import PrerequisiteError, TimedOut
 from cluster.run.folder import RunFolder
 from cluster.runtime import memory as limits
 from cluster.runtime.local import supervisor
-from cluster.runtime.local.processes import processes_of
+from cluster.runtime.local.runtime import processes_of
 from cluster.system import ports, processes
 from cluster.system.json_files import read_json, write_json
 from cluster.system.ports import free_ports

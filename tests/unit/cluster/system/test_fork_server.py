@@ -19,7 +19,7 @@ from cluster.gpu.placement import Placement
 from cluster.launch import teardown
 from cluster.run.folder import RunFolder
 from cluster.runtime.local import supervisor
-from cluster.runtime.local.processes import processes_of
+from cluster.runtime.local.runtime import processes_of
 from cluster.system import processes
 from tests.unit.gang import Gang, StartGang
 from tests.waiting import wait_for

@@ -37,7 +37,7 @@ from cluster.runtime.compose import commands, overlay
 from cluster.runtime.compose.faults import ContainerFaults
 from cluster.runtime.compose.overlay import Containers
 from cluster.runtime.local import supervisor
-from cluster.runtime.local.processes import processes_of
+from cluster.runtime.local.runtime import processes_of
 from cluster.system import user_code
 from cluster.system.json_files import write_json
 
