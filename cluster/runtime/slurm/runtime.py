@@ -25,7 +25,7 @@ from cluster.runtime.network import Network
 from cluster.runtime.scheduled import ScheduledRuntime
 from cluster.runtime.slurm import batch, hosts
 from cluster.runtime.slurm.faults import SlurmFaults
-from cluster.runtime.slurm.queue import NOT_INSTALLED, Queue, last_line
+from cluster.runtime.slurm.queue import CHECK_S, NOT_INSTALLED, Queue, last_line
 from cluster.system.files import open_file
 
 END_S = 90.0
@@ -55,7 +55,7 @@ class Slurm(ScheduledRuntime):
 
     def examine(self) -> list[Finding]:
         """Return whether Slurm answers and has nodes; nothing where it is not installed."""
-        code, printed, complained = self._queue.nodes()
+        code, printed, complained = self._queue.nodes(CHECK_S)
         if code in NOT_INSTALLED:
             return []
         if code:
@@ -66,8 +66,9 @@ class Slurm(ScheduledRuntime):
 
     def examine_hosts(self, runs_dir: Path, data_dir: Path) -> list[Finding]:
         """Return what the nodes have of what a run needs."""
-        if not (found := self.probe()).ready:
-            return [Finding("hosts", "failed", found.detail, found.fix)]
+        code, _, complained = self._queue.nodes(CHECK_S)
+        if code:
+            return [Finding("hosts", "failed", f"Slurm does not answer: {last_line(complained)}", self.way_back)]
         return hosts.examine(runs_dir, data_dir)
 
     def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:  # noqa: ARG002
