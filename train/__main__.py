@@ -25,9 +25,9 @@ from cluster.messages import described, plain
 from cluster.run.folder import RunFolder
 from cluster.system import user_code
 from cluster.system.json_files import read_json
-from train import overrides
 from train.config import TrainConfig
 from train.data import ready
+from train.settings import overrides
 from train.startup import preload
 
 EXIT_BUG = 70

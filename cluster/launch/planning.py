@@ -12,10 +12,11 @@ from cluster import settings, spec
 from cluster.errors import UsageError
 from cluster.gpu import devices, placement
 from cluster.gpu.placement import Placement
-from cluster.launch import configuration, initial, packages, resuming
+from cluster.launch import configuration, resuming
 from cluster.launch.folders import check_folder, data_dir, find_run, free_folder, runs_dir
+from cluster.launch.inputs import initial, packages
+from cluster.launch.inputs.scripts import check_path, check_script
 from cluster.launch.plan import Plan
-from cluster.launch.scripts import check_path, check_script
 from cluster.launch.teardown import in_progress
 from cluster.options.option import Needs
 from cluster.options.request import OPTIONS, Request, check_needs, check_together

@@ -11,10 +11,11 @@ from dataclasses import asdict
 from typing import Any
 
 from cluster.errors import PrerequisiteError
-from cluster.launch import initial, manifest, packages, planning, teardown
+from cluster.launch import manifest, planning, teardown
 from cluster.launch.folders import MIN_FREE_BYTES, check_folder, data_dir, runs_dir
+from cluster.launch.inputs import initial, packages
+from cluster.launch.inputs.scripts import lay_out
 from cluster.launch.plan import Plan
-from cluster.launch.scripts import lay_out
 from cluster.messages import counted, short_path
 from cluster.run import claim, owner, provenance
 from cluster.run.folder import SCALE

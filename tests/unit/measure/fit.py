@@ -32,7 +32,7 @@ from train.data import (  # noqa: E402
     arrays,
     sources,
 )
-from train.loops import fit  # noqa: E402
+from train.loops.keras_fit import fit  # noqa: E402
 from train.model import keras_compat, objectives  # noqa: E402
 
 EXAMPLES, FEATURES, CLASSES, STEPS = 40, 6, 3, 13

@@ -17,7 +17,7 @@ from cluster.errors import UsageError
 from cluster.paths import ROOT
 from train import presets
 from train.config import TrainConfig
-from train.overrides import resolve
+from train.settings.overrides import resolve
 
 
 def refusal(*overrides: str, preset: str = "fashion_mnist") -> str:
@@ -260,7 +260,7 @@ def test_a_preset_of_the_users_own_is_a_base_like_any_other(own: Callable[[str],
         ),
         (
             "def mine(): return TrainConfig(optimizer='sgd')",
-            ": optimizer='sgd' (str): expected a train.optimization.Optimizer",
+            ": optimizer='sgd' (str): expected a train.settings.optimization.Optimizer",
         ),
         (
             "from train.config import Optimizer\ndef mine(): return TrainConfig(optimizer=Optimizer(momentum=None))",

@@ -15,7 +15,7 @@ import pytest
 
 from cluster.agent import script as script_agent
 from cluster.control import watch
-from cluster.launch.scripts import lay_out
+from cluster.launch.inputs.scripts import lay_out
 from cluster.run.folder import RunFolder
 from cluster.runtime.local import supervisor
 from cluster.runtime.local.runtime import processes_of

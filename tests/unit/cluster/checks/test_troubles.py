@@ -23,7 +23,8 @@ from cluster.cli.tasks import docs
 from cluster.errors import EXIT_FAILED, ClusterError
 from cluster.gpu import devices
 from cluster.image import engine
-from cluster.launch import configuration, folders, packages, startup
+from cluster.launch import configuration, folders, startup
+from cluster.launch.inputs import packages
 from cluster.options.request import Request
 from cluster.paths import ROOT
 from cluster.run.folder import RunFolder

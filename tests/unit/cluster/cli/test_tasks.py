@@ -148,7 +148,7 @@ def test_help_lists_every_option_in_its_group(task: str) -> None:
 def test_options_and_overrides_reach_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def plan(request: Request) -> None:
+    def plan(request: Request, *, installs: bool) -> None:
         asked.append(request)
         raise PrerequisiteError("enough")
 
@@ -161,7 +161,7 @@ def test_options_and_overrides_reach_the_request(monkeypatch: pytest.MonkeyPatch
 def test_words_reach_a_script_as_they_were_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def plan(request: Request) -> None:
+    def plan(request: Request, *, installs: bool) -> None:
         asked.append(request.overrides)
         raise PrerequisiteError("enough")
 
@@ -289,7 +289,7 @@ def test_waiting_reports_how_the_run_ended(
 
 
 def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(request: Request) -> None:
+    def interrupt(request: Request, *, installs: bool) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(planning, "plan", interrupt)

@@ -10,7 +10,7 @@ import pytest
 
 from cluster import spec
 from cluster.errors import PrerequisiteError, UsageError
-from cluster.launch import scripts
+from cluster.launch.inputs import scripts
 from cluster.run.folder import RunFolder
 from cluster.runtime.compose import access
 from cluster.runtime.compose.runtime import task_environment

@@ -12,7 +12,7 @@ import pytest
 from cluster import spec
 from cluster.errors import UsageError
 from cluster.launch import planning
-from cluster.launch.scripts import lay_out
+from cluster.launch.inputs.scripts import lay_out
 from cluster.options.request import Request
 from cluster.run import provenance
 from cluster.run.folder import RunFolder

@@ -29,7 +29,7 @@ from cluster.gpu import placement
 from cluster.gpu.placement import Placement
 from cluster.image import engine, images
 from cluster.launch import configuration, folders, planning, startup
-from cluster.launch.scripts import check_script
+from cluster.launch.inputs.scripts import check_script
 from cluster.options.request import Request
 from cluster.run.folder import RunFolder
 from cluster.runtime import registry

@@ -24,7 +24,8 @@ from cluster.system.json_files import read_json
 from train.config import Optimizer, TrainConfig
 from train.context import TaskContext
 from train.data import arrays, sources
-from train.loops import callbacks, custom, fit
+from train.loops import callbacks, custom
+from train.loops.keras_fit import fit
 from train.model import objectives
 
 EXAMPLES, GLOBAL_BATCH = 18, 4

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import PrerequisiteError, UsageError
-from cluster.launch import packages
+from cluster.launch.inputs import packages
 
 PYTHON = packages.host_python()
 

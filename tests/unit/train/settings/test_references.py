@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import UsageError
-from train import references
+from train.settings import references
 
 BUILT_IN = ("two_conv_cnn", "other_cnn")
 
