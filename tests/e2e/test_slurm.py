@@ -156,11 +156,11 @@ def end_task(run: RunFolder) -> None:
 
 def processes_with(**variables: str) -> list[int]:
     """Return the processes that have these variables, and the daemons of Slurm that started them."""
-    wanted = {f"{name}={value}".encode() for name, value in variables.items()}
+    expected = {f"{name}={value}".encode() for name, value in variables.items()}
     found: dict[int, None] = {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if wanted <= set((process / "environ").read_bytes().split(b"\0")):
+            if expected <= set((process / "environ").read_bytes().split(b"\0")):
                 found[int(process.name)] = None
                 parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
                 if "SLURMD_NODENAME" in variables and b"slurmstepd" in Path(f"/proc/{parent}/cmdline").read_bytes():

@@ -125,8 +125,8 @@ def test_a_runtime_from_outside_is_planned(toy: Toy, script: Path) -> None:
     planned = planning.plan(Request(runtime="toy", script=str(script), workers="1", tensorboard_port="0"))
     assert ("toy", "toys: made of wood") == (planned.runtime.name, planned.why_runtime)
     assert ["play with chief", "play with worker-0"] == startup.commands(planned)
-    told = planned.to_json()
-    assert ("toy", "private") == (told["runtime"], told["network"])
+    shown = planned.to_json()
+    assert ("toy", "private") == (shown["runtime"], shown["network"])
     with pytest.raises(UsageError):
         planning.plan(Request(runtime="toy", script=str(script), network="host"))
     with pytest.raises(UsageError):

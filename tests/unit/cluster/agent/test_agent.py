@@ -309,7 +309,7 @@ def test_a_missing_task_is_named_and_the_start_ends_with_4(
 
 
 @pytest.mark.parametrize(
-    ("environment", "told"),
+    ("environment", "message"),
     [
         ({}, "RUN_DIR and TASK not set: an agent is started by `invoke up`"),
         ({"TASK": "worker-1"}, "no task 'worker-1' in this cluster; did you mean 'worker-0'?"),
@@ -317,11 +317,11 @@ def test_a_missing_task_is_named_and_the_start_ends_with_4(
     ],
 )
 def test_an_agent_that_was_started_wrongly_says_so_in_one_line(
-    make_run: Callable[..., RunFolder], environment: dict[str, str], told: str
+    make_run: Callable[..., RunFolder], environment: dict[str, str], message: str
 ) -> None:
     run = {"RUN_DIR": str(make_run(workers=1).path)} if environment else {}
     command = [sys.executable, "-m", "cluster.agent"]
     done = subprocess.run(command, env=os.environ | run | environment, capture_output=True, text=True, timeout=300)
     assert (2, "") == (done.returncode, done.stdout)
-    assert done.stderr.startswith(f"error: {told}")
+    assert done.stderr.startswith(f"error: {message}")
     assert 1 == len(done.stderr.splitlines())

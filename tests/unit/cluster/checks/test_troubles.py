@@ -198,8 +198,8 @@ def pattern(sees: str) -> str:
 @pytest.mark.parametrize("trouble", TROUBLES, ids=lambda trouble: trouble.name)
 def test_a_trouble_is_seen_as_the_table_says(trouble: Trouble, request: pytest.FixtureRequest) -> None:
     provoke = PROVOKE[trouble.name]
-    wanted = provoke.__code__.co_varnames[: provoke.__code__.co_argcount]
-    line, code = provoke(**{name: request.getfixturevalue(name) for name in wanted})
+    expected = provoke.__code__.co_varnames[: provoke.__code__.co_argcount]
+    line, code = provoke(**{name: request.getfixturevalue(name) for name in expected})
     assert re.search(pattern(trouble.sees), line), line
     assert trouble.next in line
     assert trouble.exit_code == code

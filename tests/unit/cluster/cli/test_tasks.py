@@ -146,29 +146,29 @@ def test_help_lists_every_option_in_its_group(task: str) -> None:
 
 
 def test_options_and_overrides_reach_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    requested = []
 
     def plan(request: Request, *, installs: bool) -> None:
-        asked.append(request)
+        requested.append(request)
         raise PrerequisiteError("enough")
 
     monkeypatch.setattr(planning, "plan", plan)
     refusal("up", context("--epochs 1 --model 'a b'"), workers="3", checkpoint_every="5", evaluator=True)
     overrides = ("--epochs", "1", "--model", "a b")
-    assert [Request(workers="3", checkpoint_every="5", evaluator=True, overrides=overrides)] == asked
+    assert [Request(workers="3", checkpoint_every="5", evaluator=True, overrides=overrides)] == requested
 
 
 def test_words_reach_a_script_as_they_were_typed(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    requested = []
 
     def plan(request: Request, *, installs: bool) -> None:
-        asked.append(request.overrides)
+        requested.append(request.overrides)
         raise PrerequisiteError("enough")
 
     monkeypatch.setattr(planning, "plan", plan)
     monkeypatch.setattr(sys, "argv", ["invoke", "up", "--script", "s.py", "--", "two words", "--", "'"])
     refusal("up", context("two words -- '"), script="s.py")  # as invoke joins them
-    assert [("two words", "--", "'")] == asked
+    assert [("two words", "--", "'")] == requested
 
 
 @pytest.mark.parametrize("task", ["up", "plan"])
@@ -190,7 +190,7 @@ def test_no_task_imports_tensorflow() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "told"),
+    ("words", "code", "message"),
     [
         (["up", "--workers", "two"], 2, "error: --workers 'two': expected a whole number from 0 to 512"),
         (["up", "--runtime=local", "--", "--epoch", "1"], 2, "error: override '--epoch' is not an option"),
@@ -198,10 +198,10 @@ def test_no_task_imports_tensorflow() -> None:
         (["status"], 2, "error: there is no current run; start one with `invoke up`, or name one of runs/"),
     ],
 )
-def test_an_error_is_one_line_with_its_exit_code(tmp_path: Path, words: list[str], code: int, told: str) -> None:
+def test_an_error_is_one_line_with_its_exit_code(tmp_path: Path, words: list[str], code: int, message: str) -> None:
     done = invoke(*words, PATH=str(tmp_path))
     assert (code, 1, "") == (done.returncode, len(done.stderr.splitlines()), done.stdout)
-    assert done.stderr.startswith(told)
+    assert done.stderr.startswith(message)
     assert not (tmp_path / "runs").exists()
 
 
@@ -241,7 +241,7 @@ def test_a_command_that_shows_another_s_output_to_nobody_ends_quietly() -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "asked", "told"),
+    ("task", "requested", "expected"),
     [
         ("logs", {"task": "worker-7"}, "error: no task 'worker-7' in this cluster; did you mean 'worker-0'?"),
         ("logs", {"run": "a/b"}, "error: run name 'a/b': expected letters, digits"),
@@ -254,13 +254,13 @@ def test_a_command_that_shows_another_s_output_to_nobody_ends_quietly() -> None:
     ],
 )
 def test_wrong_usage_ends_with_2_and_starts_nothing(
-    make_run: MakeRun, task: str, asked: dict[str, str], told: str
+    make_run: MakeRun, task: str, requested: dict[str, str], expected: str
 ) -> None:
     current(make_run(workers=1))
     c = context()
-    code, message = refusal(task, c, **asked)
+    code, message = refusal(task, c, **requested)
     assert (2, 1, []) == (code, len(message.splitlines()), commands(c))
-    assert message.startswith(told)
+    assert message.startswith(expected)
 
 
 def current(run: RunFolder) -> RunFolder:
@@ -273,8 +273,8 @@ def test_waiting_too_long_ends_with_4(make_run: MakeRun) -> None:
     run = current(make_run(workers=0))
     beat = {"task": "chief", "state": "training", "step": 1, "updated_at": time.time(), "examples_per_s": None}
     write_json(run.status("chief"), beat | {"loss": None, "restarts": 0})
-    told = "error: run run has not ended after 1 s; it goes on, see `invoke status`"
-    assert (4, told) == refusal("wait", timeout="1")
+    message = "error: run run has not ended after 1 s; it goes on, see `invoke status`"
+    assert (4, message) == refusal("wait", timeout="1")
 
 
 @pytest.mark.parametrize(("state", "code"), [("succeeded", 0), ("stopped", 130)])
@@ -359,9 +359,9 @@ def test_an_engine_that_stops_half_way_leaves_nothing_behind(
 
 def test_a_dry_run_prints_what_local_processes_would_be_started_with(tmp_path: Path) -> None:
     done = invoke("up", "--dry", "--runtime=local", "--name=one", "--workers=1", "--", "--epochs", "1")
-    told, prepare, chief, worker = done.stdout.splitlines()
+    first, prepare, chief, worker = done.stdout.splitlines()
     assert (0, "") == (done.returncode, done.stderr)
-    assert told.startswith("MultiWorkerMirroredStrategy on 2 tasks")
+    assert first.startswith("MultiWorkerMirroredStrategy on 2 tasks")
     assert startup.data_command("prepare", "fashion_mnist") == prepare
     for line, task in ((chief, "chief"), (worker, "worker-0")):
         folders = f"RUN_DIR={tmp_path}/runs/one DATA_DIR={tmp_path}/data"
@@ -439,7 +439,7 @@ def test_an_interrupted_test_run_goes_no_further() -> None:
 def test_tasks_run_the_commands_that_their_module_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "base_commands", lambda: ["make a base"])
     monkeypatch.setattr(locks, "lock_commands", lambda upgrade: [["lock", f"upgrade={upgrade}"]])
-    for task, asked, expected in [
+    for task, requested, expected in [
         ("image.base", {}, ["make a base"]),
         ("data.prepare", {"name": "mnist"}, [startup.data_command("prepare", "mnist")]),
         ("data.prepare", {"fresh": True}, [startup.data_command("prepare", "fashion_mnist") + " --fresh"]),
@@ -447,7 +447,7 @@ def test_tasks_run_the_commands_that_their_module_names(monkeypatch: pytest.Monk
         ("requirements.lock", {"upgrade": True}, ["lock upgrade=True"]),
     ]:
         c = context()
-        tasks.ns[task](c, **asked)
+        tasks.ns[task](c, **requested)
         assert expected == commands(c)
 
 

@@ -53,7 +53,7 @@ def stopped(gang: Gang) -> dict[str, Any]:
     return gang.summary()
 
 
-def told(gang: Gang) -> list[dict[str, Any]]:
+def recorded(gang: Gang) -> list[dict[str, Any]]:
     """Return the results that the run folder keeps, without their times."""
     results = list(read_json_lines(gang.run.path / "chaos.jsonl"))
     for result in results:
@@ -86,7 +86,7 @@ def test_a_killed_worker_is_noticed_at_once_and_its_cost_reported_from_the_fault
     assert ("worker-0", 0, 5, {"kind": "kill", "whole": False}) == tuple(
         fault[key] for key in ("task", "generation", "step", "detail")
     )
-    assert [result.__dict__] == told(gang)
+    assert [result.__dict__] == recorded(gang)
     (restart,) = stopped(gang)["restarts"]
     assert ("worker-0", 1, 3) == (restart["task"], restart["generation"], restart["steps_lost"])
     begun = gang.run.generations()[1]["time"]
@@ -214,7 +214,7 @@ def test_a_run_that_ends_meanwhile_is_an_end_and_no_error(start_gang: StartGang)
     gang = begin(start_gang, "if GENERATION: sys.exit('no more')\n" + WORKS_ON)
     result = chaos.inflict(gang.run, Fault("kill", "worker-0"))
     assert ("failed", False) == (result.ended, result.as_it_should)
-    assert ["failed"] == [line["ended"] for line in told(gang)]
+    assert ["failed"] == [line["ended"] for line in recorded(gang)]
 
 
 # What never comes
@@ -224,7 +224,7 @@ def test_a_fault_whose_step_never_comes_is_not_inflicted(start_gang: StartGang) 
     gang = start_gang("train(5), meet(), finish()", workers=1)
     with pytest.raises(UsageError, match=r"run 'run' ended before step 100; nothing was inflicted"):
         chaos.inflict(gang.run, Fault("kill", "worker-0", at_step=100))
-    assert ([], []) == (gang.events("fault"), told(gang))
+    assert ([], []) == (gang.events("fault"), recorded(gang))
     assert ("succeeded", []) == (gang.summary()["state"], gang.summary()["restarts"])
 
 
@@ -239,7 +239,7 @@ def test_waiting_for_the_recovery_is_bounded(start_gang: StartGang) -> None:
     gang = begin(start_gang, "if GENERATION: until(lambda: False)\n" + WORKS_ON)
     with pytest.raises(TimedOut, match=r"waited 0.5 s for the run to recover from kill worker-0; see `invoke status`"):
         chaos.inflict(gang.run, Fault("kill", "worker-0"), timeout_s=0.5)
-    assert (1, []) == (len(gang.events("fault")), told(gang))
+    assert (1, []) == (len(gang.events("fault")), recorded(gang))
     wait_for(lambda: gang.run.generation == 1, "the gang's next life")
 
 
@@ -404,10 +404,10 @@ def test_the_exit_code_reports_whether_the_run_did_as_it_should(
         return Result(fault.kind, fault.task, 52, None, 1.0, 0, "stopped")
 
     monkeypatch.setattr(chaos, "inflict", inflict)
-    asked = {"kind": kind, "task": "worker-0", "at_step": "50", "timeout": "9"}
-    assert (code, "") == ends(**asked)
+    requested = {"kind": kind, "task": "worker-0", "at_step": "50", "timeout": "9"}
+    assert (code, "") == ends(**requested)
     assert f"{kind} worker-0 at step 52: the run stopped 1.0 s later\n" == capsys.readouterr().out
-    assert (code, "") == ends(**asked, json=True)
+    assert (code, "") == ends(**requested, json=True)
     assert {"kind": kind, "task": "worker-0", "step": 52, "ended": "stopped"}.items() <= json.loads(
         capsys.readouterr().out
     ).items()
@@ -422,7 +422,7 @@ def test_a_full_disk_that_is_everybody_s_is_refused_before_anything_is_done(
     monkeypatch.setattr(faults, "BALLAST", "absent/ballast")  # cannot be filled, whatever is decided
     with pytest.raises(UsageError, match="put RUNS_DIR on a small disk of its own"):
         chaos.inflict(gang.run, Fault("diskfull", "worker-0"))
-    assert ([], []) == (gang.events("fault"), told(gang))
+    assert ([], []) == (gang.events("fault"), recorded(gang))
     assert "training" == read_json(gang.run.status("chief"))["state"]
 
 

@@ -92,7 +92,7 @@ def refusal(run: RunFolder, workers: str, ps: str = "") -> ClusterError:
 
 
 @pytest.mark.parametrize(
-    ("topology", "workers", "ps", "told"),
+    ("topology", "workers", "ps", "message"),
     [
         ({"workers": 2}, "", "", "--workers is missing: say how many, such as --workers 1"),
         ({"workers": 2}, "two", "", "--workers 'two': expected a whole number from 0 to 512"),
@@ -124,12 +124,12 @@ def refusal(run: RunFolder, workers: str, ps: str = "") -> ClusterError:
     ],
 )
 def test_a_size_that_the_run_cannot_have_is_refused(
-    training: Callable[..., RunFolder], topology: dict[str, Any], workers: str, ps: str, told: str
+    training: Callable[..., RunFolder], topology: dict[str, Any], workers: str, ps: str, message: str
 ) -> None:
     run = training(**topology)
     error = refusal(run, workers, ps)
     assert (EXIT_USAGE, False) == (error.exit_code, run.stop_requested)
-    assert str(error).startswith(told)
+    assert str(error).startswith(message)
 
 
 def test_virtual_shards_are_shared_by_any_number_of_workers_up_to_theirs(training: Callable[..., RunFolder]) -> None:
@@ -143,8 +143,8 @@ def test_virtual_shards_are_shared_by_any_number_of_workers_up_to_theirs(trainin
 def test_a_run_that_has_ended_is_not_scaled(training: Callable[..., RunFolder]) -> None:
     run = training(workers=2)
     write_json(run.summary, {"state": "stopped"})
-    told = "run 'run' is not in progress; `invoke up --resume run --workers 1` goes on with it"
-    assert told == str(refusal(run, "1"))
+    message = "run 'run' is not in progress; `invoke up --resume run --workers 1` goes on with it"
+    assert message == str(refusal(run, "1"))
 
 
 def test_a_pipeline_is_cut_for_its_stages(training: Callable[..., RunFolder]) -> None:
@@ -169,12 +169,12 @@ def test_memory_counts_the_tasks_that_end(training: Callable[..., RunFolder], mo
     startup.check_machine(scaling.plan(run, "2", ""), ending=2)
 
 
-@pytest.mark.parametrize(("then", "told"), [("", "stopped"), (SCALE, "scaled")])
-def test_a_run_that_is_being_stopped_is_left_alone(training: Callable[..., RunFolder], then: str, told: str) -> None:
+@pytest.mark.parametrize(("then", "what"), [("", "stopped"), (SCALE, "scaled")])
+def test_a_run_that_is_being_stopped_is_left_alone(training: Callable[..., RunFolder], then: str, what: str) -> None:
     run = training(workers=2)
     assert run.request_stop("somebody", then=then)
-    told = f"run 'run' is being {told} already; `invoke status --watch` shows it"
-    assert told == str(refusal(run, "1"))
+    message = f"run 'run' is being {what} already; `invoke status --watch` shows it"
+    assert message == str(refusal(run, "1"))
     assert ("somebody", then) == tuple(read_json(run.control / "stop.json")[key] for key in ("by", "then"))
 
 
@@ -187,11 +187,11 @@ def test_the_plan_keeps_what_was_not_asked_for(training: Callable[..., RunFolder
 
 
 def test_the_command_passes_on_what_it_was_given(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, asked = make_run("named"), []
-    monkeypatch.setattr(scaling, "scale", lambda *words, trust: asked.append((*words[:3], trust)) or 130)
+    run, requested = make_run("named"), []
+    monkeypatch.setattr(scaling, "scale", lambda *words, trust: requested.append((*words[:3], trust)) or 130)
     with pytest.raises(Exit) as ended:
         tasks.ns["scale"](MockContext(), workers="3", ps="1", run="named", trust=True)
-    assert (130, [(run, "3", "1", True)]) == (ended.value.code, asked)
+    assert (130, [(run, "3", "1", True)]) == (ended.value.code, requested)
 
 
 # The swap
@@ -203,9 +203,9 @@ def end_of(gang: Gang) -> dict[str, Any]:
     return gang.summary()
 
 
-def fake_plan(run: RunFolder, lines: str, data: Path, **asked: str) -> Plan:
+def fake_plan(run: RunFolder, lines: str, data: Path, **requested: str) -> Plan:
     """Return a plan whose tasks run the given lines instead of the training program."""
-    planned = scaling.plan(run, asked.get("workers", ""), asked.get("ps", ""))
+    planned = scaling.plan(run, requested.get("workers", ""), requested.get("ps", ""))
     program = [sys.executable, "-c", f"from tests.unit.trainer import *\n{lines}"]
     how = processes_of(planned.cluster, run.path, data, ["--", *program])
     return dataclasses.replace(planned, compose=how)
@@ -215,12 +215,12 @@ def fake_plan(run: RunFolder, lines: str, data: Path, **asked: str) -> Plan:
 def scale(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
     """Scales a gang of fake trainers; what they do next is in `lines`."""
 
-    def run_it(gang: Gang, lines: str = LASTING, **asked: str) -> int:
+    def run_it(gang: Gang, lines: str = LASTING, **requested: str) -> int:
         for task in gang.run.load_cluster().tasks:
             gang.await_step(task.name, 0 if gang.run.load_cluster().serves(task) else 3)
-        planned = fake_plan(gang.run, lines, tmp_path / "data", **asked)
+        planned = fake_plan(gang.run, lines, tmp_path / "data", **requested)
         monkeypatch.setattr(scaling, "plan", lambda run, workers, ps, trust: planned)
-        return scaling.scale(gang.run, asked.get("workers", ""), asked.get("ps", ""), no_shell)
+        return scaling.scale(gang.run, requested.get("workers", ""), requested.get("ps", ""), no_shell)
 
     return run_it
 
@@ -234,8 +234,8 @@ def test_a_run_goes_on_with_other_workers_while_somebody_waits(
     waits = threading.Thread(target=lambda: ended.append(watch.follow(gang.run, lambda value: None, 60)))
     waits.start()
     assert 0 == scale(gang, workers=str(after))
-    told = capsys.readouterr().out.splitlines()[-1]
-    assert told.startswith(f"scaled from {before} to {after} workers at step 0 (3 steps done again: ")
+    message = capsys.readouterr().out.splitlines()[-1]
+    assert message.startswith(f"scaled from {before} to {after} workers at step 0 (3 steps done again: ")
     summary = end_of(gang)
     waits.join()
     assert [summary] == ended
@@ -292,8 +292,8 @@ def test_parameter_servers_are_mentioned(
     lines = "if NAME.startswith(('worker', 'ps')): serve()\n" + LASTING
     gang = start_gang(lines, workers=1, ps=1)
     assert 0 == scale(gang, lines, workers="2", ps="2")
-    told = "scaled from 1 worker and 1 parameter server to 2 workers and 2 parameter servers at step "
-    assert told in capsys.readouterr().out
+    message = "scaled from 1 worker and 1 parameter server to 2 workers and 2 parameter servers at step "
+    assert message in capsys.readouterr().out
     assert {"chief": 0, "worker-0": 0, "worker-1": 0, "ps-0": 0, "ps-1": 0} == end_of(gang)["tasks"]
 
 
@@ -311,8 +311,8 @@ def test_a_run_that_ends_by_itself_first_says_so(
 ) -> None:
     gang = start_gang("train(3), until(lambda: run.stop_requested), finish()", workers=1)
     assert 0 == scale(gang, workers="2")
-    told = capsys.readouterr().out
-    assert "run ended before it was scaled\nsucceeded: 3 steps in" in told
+    output = capsys.readouterr().out
+    assert "run ended before it was scaled\nsucceeded: 3 steps in" in output
     assert {"chief": 0, "worker-0": 0} == gang.summary()["tasks"]
 
 

@@ -131,7 +131,7 @@ def test_a_tpu_that_is_not_there_is_reported_before_anything_else(
 
 
 @pytest.mark.parametrize(
-    ("script", "told"),
+    ("script", "message"),
     [
         (None, "docker is not installed"),
         ("echo 'Cannot connect to the Docker daemon.' >&2; exit 1", "Cannot connect to the Docker daemon."),
@@ -147,7 +147,7 @@ def test_without_an_engine_runs_are_local_and_containers_are_refused(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     script: str | None,
-    told: str,
+    message: str,
 ) -> None:
     monkeypatch.setattr(engine.ask, "__kwdefaults__", {"timeout_s": 0.2 if script and "sleep" in script else 10})
     if script is None:
@@ -156,11 +156,11 @@ def test_without_an_engine_runs_are_local_and_containers_are_refused(
         docker(script)
     error = refusal(Request(runtime="docker"))
     assert EXIT_PREREQUISITE == error.exit_code
-    assert told in str(error)
+    assert message in str(error)
     assert str(error).endswith("or use --runtime local")
     planned = planning.plan(Request(runtime="auto"))
     assert "local" == planned.runtime.name
-    assert told in planned.why_runtime
+    assert message in planned.why_runtime
 
 
 def test_with_an_engine_runs_are_containers(resolved: None, docker: Callable[[str], Path]) -> None:
@@ -183,9 +183,9 @@ def start_refusal(request_: Request) -> ClusterError:
 def test_a_port_in_use_ends_the_start(resolved: None) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        told = str(start_refusal(Request(runtime="local", tensorboard_port=str(port))))
-    assert told.startswith(f"port 127.0.0.1:{port} is in use by another program")
-    assert "--tensorboard-port" in told
+        message = str(start_refusal(Request(runtime="local", tensorboard_port=str(port))))
+    assert message.startswith(f"port 127.0.0.1:{port} is in use by another program")
+    assert "--tensorboard-port" in message
 
 
 def test_our_own_tensorboard_does_not_count_as_another_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,9 +197,9 @@ def test_our_own_tensorboard_does_not_count_as_another_program(tmp_path: Path, m
 
 def test_a_full_disk_ends_the_start(resolved: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup.shutil, "disk_usage", lambda path: SimpleNamespace(free=100 * 2**20))
-    told = str(start_refusal(Request(runtime="local", tensorboard_port="0")))
-    assert told.startswith("100 MiB are free for ")
-    assert "a run needs 512; free space" in told
+    message = str(start_refusal(Request(runtime="local", tensorboard_port="0")))
+    assert message.startswith("100 MiB are free for ")
+    assert "a run needs 512; free space" in message
 
 
 def test_too_little_memory_ends_the_start(resolved: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,9 +213,9 @@ def test_a_runs_folder_that_cannot_be_made_ends_the_start(
 ) -> None:
     (tmp_path / "a file").touch()
     monkeypatch.setenv("RUNS_DIR", str(tmp_path / folder))
-    told = str(start_refusal(Request(runtime="local", tensorboard_port="0")))
-    assert told.startswith(f"runs folder {tmp_path / folder}: ")
-    assert told.endswith("; set RUNS_DIR to one you own")
+    message = str(start_refusal(Request(runtime="local", tensorboard_port="0")))
+    assert message.startswith(f"runs folder {tmp_path / folder}: ")
+    assert message.endswith("; set RUNS_DIR to one you own")
 
 
 def test_a_run_folder_that_cannot_be_written_ends_the_start(
@@ -329,9 +329,9 @@ def test_strategies_of_one_process_have_no_workers_by_default(
 
 
 def test_options_of_up_that_are_overrides_are_passed_on() -> None:
-    asked = Request(loop="fit", precision="bf16", checkpoint_every="2.5s", overrides=("--epochs", "1"))
+    requested = Request(loop="fit", precision="bf16", checkpoint_every="2.5s", overrides=("--epochs", "1"))
     expected = ["--loop", "fit", "--precision", "bf16", "--checkpoint-every", "2.5s", "--epochs", "1"]
-    assert expected == asked.training()
+    assert expected == requested.training()
     assert ["--epochs", "1"] == Request(overrides=("--epochs", "1")).training()
 
 
@@ -376,9 +376,9 @@ def test_a_container_start_builds_images_then_brings_up_every_task(
     assert "docker build ." == commands[1]
     assert commands[2].endswith("up --detach --no-build --pull never chief worker-0")
     assert f"-f {planned.run.compose}" in commands[2]
-    asked = [call.split() for call in calls.read_text().splitlines()]
+    requested = [call.split() for call in calls.read_text().splitlines()]
     probed = [["info", "--format", "{{json", ".ServerVersion}}"], ["compose", "version", "--short"]]
-    assert [*probed, ["info", "--format", "{{.MemTotal}}"]] == asked
+    assert [*probed, ["info", "--format", "{{.MemTotal}}"]] == requested
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")

@@ -142,6 +142,6 @@ def test_a_run_goes_on_with_its_variables(monkeypatch: pytest.MonkeyPatch, make_
     write_json(started, read_json(started) | {"env": ["A=1"]})
     write_json(run.summary, {"state": "stopped"})
     provenance.write(run)
-    asked = Request(resume="one", runtime="local", tensorboard_port="0")
-    assert ("A=1",) == planning.plan(asked).payload.env
-    assert "1" == planning.plan(asked).compose["tasks"]["chief"]["environment"]["A"]
+    requested = Request(resume="one", runtime="local", tensorboard_port="0")
+    assert ("A=1",) == planning.plan(requested).payload.env
+    assert "1" == planning.plan(requested).compose["tasks"]["chief"]["environment"]["A"]

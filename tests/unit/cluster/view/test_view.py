@@ -131,13 +131,13 @@ def test_who_slows_the_others_down_is_reported_below_the_table(run: RunFolder) -
 def test_progress_says_what_is_known(run: RunFolder) -> None:
     beat(run, "chief", "training", step=20, steps_total=120, examples_per_s=480.0, loss=0.5)
     save(run, 10)
-    told = "step 20/120  loss 0.5000  480 examples/s  20 s left  checkpoint at 10"
-    assert told == progress(read_status(run))
+    expected = "step 20/120  loss 0.5000  480 examples/s  20 s left  checkpoint at 10"
+    assert expected == progress(read_status(run))
     run.begin_generation(1)
     run.begin_generation(2)
     write_json(run.ledger(1), LIFE | {"generation": 1, "saves": {"every_s": 12.34}})
     write_json(run.ledger(2), LIFE | {"generation": 2, "saves": {}})  # it has not saved yet
-    assert f"{told}, every 12.3 s" == progress(read_status(run))
+    assert f"{expected}, every 12.3 s" == progress(read_status(run))
 
 
 # The live view
@@ -240,12 +240,12 @@ def test_a_success_reports_accuracy_folder_tensorboard_and_what_is_next(
     ] == rest
 
 
-@pytest.mark.parametrize(("restarts", "told"), [(0, ""), (1, ", 1 restart"), (2, ", 2 restarts")])
-def test_restarts_are_counted(run: RunFolder, restarts: int, told: str) -> None:
+@pytest.mark.parametrize(("restarts", "expected"), [(0, ""), (1, ", 1 restart"), (2, ", 2 restarts")])
+def test_restarts_are_counted(run: RunFolder, restarts: int, expected: str) -> None:
     end(run, "succeeded")
     value = read_json(run.summary) | {"restarts": [{}] * restarts, "steps": 1, "wall_s": 1.0}
     write_json(run.summary, value)
-    assert f"succeeded: 1 step in 1.0 s{told}" == ended_lines(run, "runs/demo")[0]
+    assert f"succeeded: 1 step in 1.0 s{expected}" == ended_lines(run, "runs/demo")[0]
 
 
 def test_a_stop_reports_how_to_go_on(run: RunFolder) -> None:
@@ -274,14 +274,14 @@ def test_a_failure_reports_the_root_cause_last(run: RunFolder) -> None:
 
 def test_an_exit_code_that_the_error_begins_with_is_shown_once(run: RunFolder) -> None:
     end(run, "failed", task="chief", exit_code=1, error="exit code 1, last line: nan")
-    (told,) = [line for line in ended_lines(run, "runs/demo") if line.startswith("root cause: ")]
-    assert re.fullmatch(r"root cause: chief at \d\d:\d\d:\d\d: exit code 1, last line: nan", told)
+    (expected,) = [line for line in ended_lines(run, "runs/demo") if line.startswith("root cause: ")]
+    assert re.fullmatch(r"root cause: chief at \d\d:\d\d:\d\d: exit code 1, last line: nan", expected)
 
 
 def test_a_failure_that_is_no_task_s_is_reported_too(run: RunFolder) -> None:
     end(run, "failed", error="no task writes heartbeats")
-    (told,) = [line for line in ended_lines(run, "runs/demo") if line.startswith("root cause: ")]
-    assert re.fullmatch(r"root cause: the run at \d\d:\d\d:\d\d: no task writes heartbeats", told)
+    (expected,) = [line for line in ended_lines(run, "runs/demo") if line.startswith("root cause: ")]
+    assert re.fullmatch(r"root cause: the run at \d\d:\d\d:\d\d: no task writes heartbeats", expected)
 
 
 @pytest.mark.parametrize(
@@ -320,11 +320,11 @@ def test_a_run_in_which_nothing_lives_has_failed(run: RunFolder, worker: str) ->
 def test_the_summary_reports_where_the_time_went_and_who_was_slow(run: RunFolder) -> None:
     started = read_json(run.control / "started.json")["time"]
     seconds = {"input": 1.0, "compute": 5.0, "save": 0.5, "evaluate": 0.25}
-    told = {"generation": 0, "began": started + 2, "first_step_at": started + 4, "updated_at": started + 11}
-    write_json(run.ledger(0), told | {"first": 0, "step": 9, "timed_steps": 8, "seconds": seconds})
-    life = {"steps": 8, "step_ms": {"mean": 100.0}, "busy_share": 0.5, "input_share": 0.01}
-    beat(run, "chief", "done", pace=life)
-    beat(run, "worker-0", "done", pace=life | {"busy_share": 0.75})
+    ledger = {"generation": 0, "began": started + 2, "first_step_at": started + 4, "updated_at": started + 11}
+    write_json(run.ledger(0), ledger | {"first": 0, "step": 9, "timed_steps": 8, "seconds": seconds})
+    generation_record = {"steps": 8, "step_ms": {"mean": 100.0}, "busy_share": 0.5, "input_share": 0.01}
+    beat(run, "chief", "done", pace=generation_record)
+    beat(run, "worker-0", "done", pace=generation_record | {"busy_share": 0.75})
     write_json(run.control / "outcome.json", {"state": "succeeded", "time": started + 20})
     value = summary.write(run, settle_s=0)
     assert {
@@ -332,7 +332,7 @@ def test_the_summary_reports_where_the_time_went_and_who_was_slow(run: RunFolder
     } == value["goodput_split"]  # fmt: skip
     assert value["wall_s"] == pytest.approx(sum(value["goodput_split"].values()))
     assert [{"task": "worker-0", "slower": 1.5, "input_part": 0.0}] == value["pace"]["stragglers"]
-    assert life == value["pace"]["tasks"]["chief"]
+    assert generation_record == value["pace"]["tasks"]["chief"]
     assert [
         "time         other 46 %, train 30 % (5 % input), start 10 %, compile 10 %, save 2 %, evaluate 1 %",
         "pace         worker-0 is 1.5x slower, 0 % of it in input",
@@ -436,7 +436,7 @@ SCALED = {"precision": "bf16", "optimizer": "sgd", "base_learning_rate": 0.1, "b
 
 
 @pytest.mark.parametrize(
-    ("training", "told"),
+    ("training", "expected"),
     [
         (
             TRAINING | {"clip_norm": 0.0},
@@ -452,10 +452,10 @@ SCALED = {"precision": "bf16", "optimizer": "sgd", "base_learning_rate": 0.1, "b
         ),
     ],
 )
-def test_a_plan_says_in_one_line_how_gradients_become_updates(training: dict[str, Any], told: str) -> None:
+def test_a_plan_says_in_one_line_how_gradients_become_updates(training: dict[str, Any], expected: str) -> None:
     value = {"run": "demo", "strategy": "OneDeviceStrategy", "replicas": 1, "runtime": "local", "tasks": []}
     with_task = value | {"tasks": [{"task": "chief", "address": "chief:2222", "tf_config": None}]}
-    assert told == plan_lines(with_task | BATCH | {"training": training})[2]
+    assert expected == plan_lines(with_task | BATCH | {"training": training})[2]
 
 
 def test_findings_end_with_their_fix(tmp_path: Path) -> None:
@@ -486,10 +486,10 @@ def test_nothing_that_a_task_reports_steers_the_terminal(run: RunFolder) -> None
     beat(run, "worker-0", HOSTILE)
     save(run, 1)
     end(run, "failed", task="chief", exit_code=1, error=f"loss {HOSTILE}")
-    told = lines_of(run)
-    assert all(line.isprintable() for line in told)
-    assert r"\x1b]0;title\x07\x1b[2J\nroot cause: none \u202e\x9b2J" in "\n".join(told)  # and it can still be read
-    assert not [line for line in told if line.startswith("root cause: none")]
+    lines = lines_of(run)
+    assert all(line.isprintable() for line in lines)
+    assert r"\x1b]0;title\x07\x1b[2J\nroot cause: none \u202e\x9b2J" in "\n".join(lines)  # and it can still be read
+    assert not [line for line in lines if line.startswith("root cause: none")]
     assert HOSTILE in read_json(run.summary)["cause"]["error"]  # what is kept stays as it was
 
 

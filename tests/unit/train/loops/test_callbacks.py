@@ -48,11 +48,11 @@ class Recorder(keras.callbacks.Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._told: list[tuple[str, int, dict[str, float]]] = []  # of one life: what is public goes on with the next
+        self._calls: list[tuple[str, int, dict[str, float]]] = []  # what is public goes on with the next generation
         self._biases: list[float] = []
 
     def record(self, name: str, index: int, logs: dict[str, float] | None) -> None:
-        self._told.append((name, index, dict(logs or {})))
+        self._calls.append((name, index, dict(logs or {})))
         self._biases.append(float(self.model.trainable_variables[-1].numpy()[0]))
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -81,11 +81,11 @@ class Recorder(keras.callbacks.Callback):
     @property
     def names(self) -> list[tuple[str, int]]:
         """What it was called with, without logs."""
-        return [one[:2] for one in self._told]
+        return [one[:2] for one in self._calls]
 
     def logs(self, name: str) -> list[dict[str, float]]:
         """The logs of one kind of call."""
-        return [logs for told, _, logs in self._told if told == name]
+        return [logs for called, _, logs in self._calls if called == name]
 
 
 @dataclasses.dataclass
@@ -168,7 +168,7 @@ def train(own_parts: types.ModuleType, make_run: Callable[..., RunFolder], tmp_p
 
 def batches(*first_and_last: tuple[int, int]) -> list[tuple[str, int]]:
     """Return what is reported of inner calls that do these steps of the epoch."""
-    return [told for first, last in first_and_last for told in (("batch begins", first), ("batch ends", last))]
+    return [call for first, last in first_and_last for call in (("batch begins", first), ("batch ends", last))]
 
 
 def test_a_training_is_reported_from_its_beginning_to_its_end(train: Train) -> None:
@@ -224,9 +224,9 @@ def test_a_learning_rate_scheduler_sets_the_rate_of_the_epoch(train: Train) -> N
 
 def test_the_callbacks_of_the_tutorial_work(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     run = train(EPOCH_ENDS[4], callbacks="tutorial").run
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("learning rate")]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("learning rate")]
     rates = ["0.001", "0.001", "0.001", "0.0001"]
-    assert [f"learning rate of epoch {number}: {rate}" for number, rate in enumerate(rates, start=1)] == told
+    assert [f"learning rate of epoch {number}: {rate}" for number, rate in enumerate(rates, start=1)] == lines
     assert 4 == len(list(run.path.glob("callbacks/chief/epoch-*.weights.h5")))
     assert list(run.path.glob("tensorboard/chief/keras/train/events*"))
 

@@ -1,6 +1,6 @@
 """What goes wrong with Keras 3 under tf.distribute, and that our guards put it right: each test fails without its own.
 
-A trap that is gone is told too: then its guard can go.
+A trap that is gone is reported too: then its guard can go.
 """
 
 from __future__ import annotations
