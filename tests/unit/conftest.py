@@ -110,6 +110,12 @@ def resolved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def recorded_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration of the run that goes on, without the process that checks it."""
+    monkeypatch.setattr(configuration, "resolve", lambda request, base, *_: (read_json(base), (), ""))
+
+
+@pytest.fixture
 def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
     """Puts a `docker` with this script on the PATH, alone; returns the file that lists how it was called."""
 

@@ -27,3 +27,8 @@ class Commands(list[str]):
 
     def __call__(self, command: str) -> None:
         self.append(command)
+
+
+def no_shell(command: str) -> None:
+    """Fail: no command is to be run."""
+    pytest.fail(f"nothing is to be run: {command}")

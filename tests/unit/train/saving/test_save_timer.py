@@ -12,7 +12,7 @@ import pytest
 
 from cluster.run.folder import RunFolder
 from cluster.system.json_files import write_json
-from tests.unit.lives import LIFE
+from tests.unit.ledgers import LEDGER
 from train.saving.timer import (
     CALM_MTBF_S,
     EXPECTED_COST_S,
@@ -190,7 +190,7 @@ def test_calls_grow_from_one_step_and_shrink_to_one() -> None:
 
 def life(run: RunFolder, generation: int, first: int, **values: Any) -> None:
     """Leave what the chief records of a life."""
-    write_json(run.ledger(generation), LIFE | {"generation": generation, "first": first} | values)
+    write_json(run.ledger(generation), LEDGER | {"generation": generation, "first": first} | values)
 
 
 def fail(run: RunFolder, generation: int) -> None:
@@ -208,9 +208,9 @@ def test_the_past_is_what_failures_ended(make_run: Callable[..., RunFolder]) -> 
     fail(run, 1)
     life(run, 1, 10, first_step_at=None)  # no step was done
     fail(run, 2)
-    life(run, 2, 10, seconds=LIFE["seconds"] | {"compute": 7.0, "save": 0.0}, saves={})
+    life(run, 2, 10, seconds=LEDGER["seconds"] | {"compute": 7.0, "save": 0.0}, saves={})
     run.begin_generation(3, resumed=True)
-    life(run, 3, 20, seconds=LIFE["seconds"] | {"compute": 100.0, "save": 0.0})
+    life(run, 3, 20, seconds=LEDGER["seconds"] | {"compute": 100.0, "save": 0.0})
     fail(run, 4)  # of which the chief recorded nothing
     fail(run, 5)
     life(run, 5, 40)  # this one, should it have begun to record
