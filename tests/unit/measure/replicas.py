@@ -374,7 +374,7 @@ def fed(found: dict[str, sources.Source]) -> dict[str, Any]:
 
 
 def guarded(found: dict[str, sources.Source]) -> dict[str, Any]:
-    """Return what goes wrong without the guards, and put them on; then what they hold."""
+    """Return what goes wrong without keras_compat, and install it; then what it prevents."""
     traps = {
         "counters": counters(),
         "dropout": {name: dropped(name) for name in ("mirrored-2", "central-2")},

@@ -1,4 +1,4 @@
-"""The start barrier: it opens when everybody answers everybody, and otherwise ends in time saying who is missing."""
+"""The rendezvous: it is complete when everybody answers everybody, and otherwise ends in time saying who is missing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def three() -> ClusterSpec:
 
 @dataclass
 class Arrival:
-    """A task at the barrier, in a thread of its own."""
+    """A task at the rendezvous, in a thread of its own."""
 
     thread: threading.Thread
     ended: list[Exception | None]
@@ -38,7 +38,7 @@ class Arrival:
 
 
 def arrive(cluster: ClusterSpec, name: str, token: str = "run/0", timeout_s: float = 8, **more: Callable) -> Arrival:
-    """Have a task come to the barrier."""
+    """Have a task come to the rendezvous."""
     ended: list[Exception | None] = []
 
     def come() -> None:

@@ -51,7 +51,7 @@ def test_waiting_for_the_recovery_is_bounded(start_gang: StartGang) -> None:
     with pytest.raises(TimedOut, match=r"waited 0.5 s for the run to recover from kill worker-0; see `invoke status`"):
         chaos.inflict(gang.run, Fault("kill", "worker-0"), timeout_s=0.5)
     assert (1, []) == (len(gang.events("fault")), recorded(gang))
-    wait_for(lambda: gang.run.generation == 1, "the gang's next life")
+    wait_for(lambda: gang.run.generation == 1, "the gang's next generation")
 
 
 def test_what_still_lasts_is_undone_when_nothing_recovers(

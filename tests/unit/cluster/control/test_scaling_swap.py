@@ -33,7 +33,7 @@ train(4 if GENERATION else 3)
 if not GENERATION: work()
 until(lambda: (run.path / 'enough').exists()), finish()
 """
-"""Trains until it is stopped, and in its next life until it is `enough`."""
+"""Trains until it is stopped, and in its next generation until it is `enough`."""
 
 
 def end_of(gang: Gang) -> dict[str, Any]:

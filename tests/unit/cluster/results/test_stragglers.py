@@ -1,4 +1,4 @@
-"""Who is slower than the others and who waits for input; and what a life's steps leave of themselves."""
+"""Who is slower than the others and who waits for input; and what a generation's steps leave of themselves."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def train(own_parts: types.ModuleType, make_run: Callable[..., RunFolder], tmp_p
         with strategy.scope():
             model = new_model()
         spec = run.load_cluster()
-        assignment = TaskContext(
+        context = TaskContext(
             run=run,
             task=spec.task("chief"),
             spec=spec,
@@ -160,7 +160,7 @@ def train(own_parts: types.ModuleType, make_run: Callable[..., RunFolder], tmp_p
             heartbeat=Heartbeat(run, spec.task("chief"), 0),
             stop=threading.Event(),
         )
-        (fit if config.loop == "fit" else custom).Training(assignment).run()
+        (fit if config.loop == "fit" else custom).Training(context).run()
         return Trained(run, recorder)
 
     return do
@@ -383,7 +383,7 @@ def test_without_callbacks_there_are_none() -> None:
 
 
 def _as_far_as_build(reference: str) -> Any:
-    """Return as much of an assignment as `callbacks.build` needs."""
+    """Return as much of a context as `callbacks.build` needs."""
     return types.SimpleNamespace(
         config=TrainConfig(callbacks=reference),
         run=RunFolder(Path("run")),
