@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from cluster.options.request import Request
 from cluster.paths import ROOT
 from cluster.runtime.compose import overlay
 from cluster.system.json_files import write_json
+from tests.unit.beats import beat
 from tests.unit.command_line import MakeRun, commands, context, current, invoke, refusal
 
 
@@ -108,8 +108,7 @@ def test_wrong_usage_ends_with_2_and_starts_nothing(
 
 def test_waiting_too_long_ends_with_4(make_run: MakeRun) -> None:
     run = current(make_run(workers=0))
-    beat = {"task": "chief", "state": "training", "step": 1, "updated_at": time.time(), "examples_per_s": None}
-    write_json(run.status("chief"), beat | {"loss": None, "restarts": 0})
+    beat(run, "chief", step=1)
     message = "error: run run has not ended after 1 s; it goes on, see `invoke status`"
     assert (4, message) == refusal("wait", timeout="1")
 

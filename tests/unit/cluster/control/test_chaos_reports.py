@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ from cluster.paths import ROOT
 from cluster.run.folder import RunFolder
 from cluster.runtime import faults
 from cluster.system.json_files import read_json, write_json
+from tests.unit.beats import beat
 from tests.unit.cluster.control.faulty import STEPS_ON, WORKS_ON, begin, recorded, slowing
 from tests.unit.gang import StartGang
 from tests.waiting import wait_for
@@ -109,18 +109,9 @@ def test_a_result_is_reported_in_one_line(result: Result, line: str) -> None:
 def run(make_run: MakeRun) -> RunFolder:
     """A run that trains, as far as its folder says."""
     made = make_run(workers=1)
-    beat(made)
+    beat(made, "chief", step=5)
     (made.path.parent / ".current").write_text(made.name + "\n")
     return made
-
-
-def beat(run: RunFolder, age_s: float = 0.0) -> None:
-    """Leave the chief's heartbeat."""
-    values = {"task": "chief", "state": "training", "generation": 0, "step": 5}
-    write_json(run.status("chief"), values | {"updated_at": time.time() - age_s})
-
-
-# What is refused
 
 
 @pytest.mark.parametrize("kind", chaos.KINDS)
@@ -167,7 +158,7 @@ def test_a_run_that_is_not_in_progress_is_refused(run: RunFolder, ended: bool) -
     if ended:
         write_json(run.summary, {"state": "succeeded"})
     else:
-        beat(run, age_s=60)  # nothing of it lives
+        beat(run, "chief", age_s=60)  # nothing of it lives
     with pytest.raises(UsageError, match=r"^run 'run' is not in progress; start one with `invoke up --detach`$"):
         chaos.check(run, Fault("kill", "worker-0"))
 

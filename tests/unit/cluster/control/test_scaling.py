@@ -19,6 +19,7 @@ from cluster.run.folder import LOST_AFTER_S, SCALE, RunFolder
 from cluster.runtime import memory as limits
 from cluster.system import memory
 from cluster.system.json_files import read_json, write_json
+from tests.unit.beats import beat
 from tests.unit.launching import no_shell
 
 MakeRun = Callable[..., RunFolder]
@@ -43,9 +44,7 @@ def training(make_run: MakeRun) -> Callable[..., RunFolder]:
 def beats(run: RunFolder, age_s: float = 0, state: str = "training") -> None:
     """Have every task's last heartbeat be so old."""
     for task in run.load_cluster().tasks:
-        values = {"task": task.name, "role": task.role, "state": state, "generation": run.generation, "step": 7}
-        values |= {"restarts": 0, "examples_per_s": None, "loss": None, "updated_at": time.time() - age_s}
-        write_json(run.status(task.name), values)
+        beat(run, task.name, state, age_s=age_s, generation=run.generation, step=7)
 
 
 def scale_requested(run: RunFolder, age_s: float = 0) -> None:

@@ -15,6 +15,7 @@ from cluster.run.folder import RunFolder
 from cluster.runtime.local import supervisor
 from cluster.spec import Role
 from cluster.system.json_files import write_json
+from tests.unit.beats import beat
 from tests.unit.launching import Commands, refusal
 
 MakeRun = Callable[..., RunFolder]
@@ -30,11 +31,6 @@ def test_a_run_that_exists_is_not_overwritten_by_chance(resolved: None, make_run
 def test_an_unknown_run_is_refused_with_the_nearest(resolved: None, make_run: MakeRun) -> None:
     make_run("monday")
     assert str(refusal(Request(resume="mondey"))).endswith("; did you mean 'monday'?")
-
-
-def beat(run: RunFolder, task: str, state: str, age_s: float = 0) -> None:
-    """Leave a heartbeat."""
-    write_json(run.status(task), {"task": task, "state": state, "updated_at": time.time() - age_s})
 
 
 @pytest.mark.parametrize("requested", [{"resume": "run"}, {"name": "run", "fresh": True}])

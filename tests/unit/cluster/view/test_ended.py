@@ -104,8 +104,8 @@ def test_waiting_is_bounded(run: RunFolder) -> None:
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("worker", ["training", "done"])
 def test_a_run_in_which_nothing_lives_has_failed(run: RunFolder, worker: str) -> None:
-    beat(run, "chief", "training", step=5, updated_at=time.time() - 60)
-    beat(run, "worker-0", worker, step=5, updated_at=time.time() - 60)
+    beat(run, "chief", "training", step=5, age_s=60)
+    beat(run, "worker-0", worker, step=5, age_s=60)
     ended = watch.follow(run, lambda value: None, timeout_s=5)
     assert ("failed", 5) == (ended["state"], ended["steps"])
     assert "no task writes heartbeats: the engine or the supervisor stopped" == ended["cause"]["error"]
@@ -131,3 +131,9 @@ def test_the_summary_reports_where_the_time_went_and_who_was_slow(run: RunFolder
         "time         other 46 %, train 30 % (5 % input), start 10 %, compile 10 %, save 2 %, evaluate 1 %",
         "pace         worker-0 is 1.5x slower, 0 % of it in input",
     ] == ended_lines(run, "runs/demo")[1:3]
+
+
+def test_a_run_that_claims_to_start_after_its_end_took_no_time(run: RunFolder) -> None:
+    write_json(run.control / "started.json", read_json(run.control / "started.json") | {"time": time.time() + 60})
+    run.end("succeeded")
+    assert 0.0 == summary.write(run, settle_s=0)["wall_s"]

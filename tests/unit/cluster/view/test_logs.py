@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 
 import pytest
 
@@ -80,7 +79,7 @@ def test_followed_logs_go_on_until_the_run_ends(
 def test_a_task_is_healthy_while_its_heartbeat_is_fresh(
     run: RunFolder, state: str, age_s: float, healthy: bool
 ) -> None:
-    beat(run, "chief", state, step=3, updated_at=time.time() - age_s)
+    beat(run, "chief", state, step=3, age_s=age_s)
     shown = "lost" if age_s and state == "training" else state
     assert (healthy, f"chief is {shown} at step 3") == health.check(run, "chief")
 

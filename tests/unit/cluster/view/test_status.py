@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from cluster.run.folder import RunFolder
@@ -71,7 +69,7 @@ def test_an_ended_run_has_its_summary_s_state_and_nothing_left_to_do(run: RunFol
 
 def test_a_table_has_a_row_for_every_task(run: RunFolder) -> None:
     beat(run, "chief", "training", step=20, steps_total=120, examples_per_s=4801.4, loss=0.51234, restarts=1, **PACE)
-    beat(run, "worker-0", "waiting", updated_at=time.time() - 9)
+    beat(run, "worker-0", "waiting", age_s=9)
     head, names, chief, worker = status_table(read_status(run))
     assert "demo  training  MultiWorkerMirroredStrategy  step 20/120" in head
     columns = ["TASK", "STATE", "STEP", "EXAMPLES/S", "LOSS", "RESTARTS", "AGE", "MS/STEP", "BUSY", "INPUT"]
