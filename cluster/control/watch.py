@@ -208,7 +208,7 @@ def kill(run: RunFolder, sh: Shell) -> dict[str, Any]:
 
 
 def _announce_that_it_goes_on(run: RunFolder) -> None:
-    """Say that a run continues although nobody watches it any more; the error is reported separately."""
+    """Report that a run continues although nobody watches it any more; the error is reported separately."""
     with contextlib.suppress(Exception):
         if teardown.in_progress(run):
             print(_goes_on(run), file=sys.stderr, flush=True)

@@ -58,7 +58,7 @@ exit $code
 
 
 def _directives(spec: ClusterSpec, name: str, run_dir: Path, job: Job) -> str:
-    wanted = {
+    options = {
         "job-name": name,
         "ntasks": str(len(spec.tasks)),
         "nodes": job.nodes,
@@ -73,5 +73,5 @@ def _directives(spec: ClusterSpec, name: str, run_dir: Path, job: Job) -> str:
         "open-mode": "append",
         "export": "NONE",
     }
-    lines = [f"#SBATCH --{name}={shlex.quote(value)}" for name, value in wanted.items() if value]
+    lines = [f"#SBATCH --{name}={shlex.quote(value)}" for name, value in options.items() if value]
     return "\n".join([*lines, "#SBATCH --requeue"])
