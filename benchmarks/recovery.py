@@ -12,7 +12,7 @@ from cluster.runtime.local import supervisor
 
 VICTIMS = ("worker-1", "chief", "worker-0")
 CALM_S = 25.0
-"""Training before each kill: a standby process starts 10 s after its task began to train, and takes some to be ready."""
+"""Training before each kill: a standby process starts 10 s after its task began to train, and rehearses."""
 STANDBY = {"with warm spares": "1", "without": "0"}
 
 
