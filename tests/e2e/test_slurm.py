@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -16,7 +18,7 @@ import pytest
 from cluster.run.folder import RunFolder
 from cluster.runtime.slurm import runtime as slurm
 from cluster.system.json_files import read_json
-from tests.e2e.scenario import ENDLESS, ROOT, Clusters, step_of, summary
+from tests.e2e.scenario import ENDLESS, ROOT, TRAIN_IMAGE, Clusters, step_of, summary
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.alone]
@@ -48,22 +50,22 @@ def trained_locally(clusters: Clusters, name: str, steps: str) -> str:
 @pytest.fixture
 def job(clusters: Clusters, local_hash: str, request: pytest.FixtureRequest) -> Iterator[RunFolder]:
     """A run that trains as a job on two of the three nodes, called after the test."""
-    yield from queued(clusters, request.node.name[:40], STEPS)
+    yield from queued(clusters, request.node.name, STEPS)
 
 
 @pytest.fixture
 def long_job(clusters: Clusters, request: pytest.FixtureRequest) -> Iterator[RunFolder]:
     """A run that trains as a job until it is stopped."""
-    yield from queued(clusters, request.node.name[:40], *ENDLESS)
+    yield from queued(clusters, request.node.name, *ENDLESS)
 
 
 def queued(clusters: Clusters, name: str, *training: str) -> Iterator[RunFolder]:
-    clusters.invoke("up", f"--name={name}", *OPTIONS, "--", *TRAINING, *training)
-    run = clusters.run(name)
+    run = clusters.run(re.sub("[^a-z0-9]+", "-", name)[-40:].strip("-"))
+    clusters.invoke("up", f"--name={run.name}", *OPTIONS, "--", *TRAINING, *training)
     wait_for(lambda: step_of(run) >= 60, "step 60", timeout_s=120)
     yield run
     subprocess.run(["bash", ".ci/slurm"], cwd=ROOT, check=True)  # revives a node
-    clusters.invoke("down", name)
+    clusters.invoke("down", run.name)
 
 
 def number_of(run: RunFolder) -> str:
@@ -99,21 +101,49 @@ def test_a_script_must_run_in_every_task_of_a_job(clusters: Clusters, tmp_path: 
         assert f"task {{'type': 'worker', 'index': {index}}}" in run.log(task).read_text()
 
 
-def test_every_command_must_mean_the_same_for_a_job(clusters: Clusters) -> None:
-    clusters.invoke("up", "--name=scaled", *OPTIONS, "--", *TRAINING, *ENDLESS)
-    run = clusters.run("scaled")
-    shown = json.loads(clusters.invoke("status", "scaled", "--json"))
-    assert ("running", 3) == (shown["state"], len(shown["tasks"]))
-    assert "worker-1" in clusters.invoke("logs", "worker-1", "--run=scaled")
+def test_every_command_must_mean_the_same_for_a_job(clusters: Clusters, long_job: RunFolder) -> None:
+    name = f"--run={long_job.name}"
+    status = json.loads(clusters.invoke("status", "--json", name))
+    assert ("training", 3) == (status["state"], len(status["tasks"]))
+    assert "step 60/" in clusters.invoke("logs", "worker-1", name)
     clusters.invoke("chaos", "kill", "worker-1", timeout_s=300)
-    clusters.invoke("scale", "--workers=1", "--run=scaled", timeout_s=300)
-    assert 2 == len(run.load_cluster().tasks)
-    clusters.invoke("stop", "scaled")
-    assert "stopped" == summary(run)["state"]
-    wait_for(lambda: not number_of(run), "the end of the job")
-    steps = str(summary(run)["steps"] + 20)
-    clusters.invoke("up", "--resume=scaled", "--tensorboard-port=0", "--", f"--max-steps={steps}", timeout_s=400)
-    assert ("succeeded", "slurm") == (summary(run)["state"], run.started["runtime"])
+    clusters.invoke("scale", "--workers=1", name, timeout_s=300)
+    assert 2 == len(long_job.load_cluster().tasks)
+    clusters.invoke("stop", long_job.name)
+    assert "stopped" == summary(long_job)["state"]
+    wait_for(lambda: not number_of(long_job), "the end of the job")
+    words = (f"--resume={long_job.name}", "--tensorboard-port=0")
+    clusters.invoke("up", *words, "--", f"--max-steps={summary(long_job)['steps'] + 20}", timeout_s=400)
+    assert ("succeeded", "slurm") == (summary(long_job)["state"], long_job.started["runtime"])
+
+
+@pytest.fixture(scope="module")
+def apptainer_image(images: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The image of the tasks, as Apptainer has it: a folder."""
+    if shutil.which("apptainer") is None:
+        pytest.skip("there is no Apptainer")
+    folder = tmp_path_factory.mktemp("apptainer")
+    subprocess.run(["docker", "save", f"--output={folder / 'train.tar'}", TRAIN_IMAGE], check=True)
+    build = ["apptainer", "build", "--sandbox", "train", "docker-archive:train.tar"]
+    subprocess.run(build, cwd=folder, check=True, capture_output=True)
+    return folder / "train"
+
+
+@pytest.mark.docker
+def test_a_job_in_an_image_must_train_to_the_weights_of_processes(
+    clusters: Clusters, local_hash: str, apptainer_image: Path
+) -> None:
+    words = ("--name=contained", f"--apptainer={apptainer_image}", *OPTIONS)
+    clusters.invoke("up", *words, "--", *TRAINING, STEPS)
+    run = clusters.run("contained")
+    wait_for(lambda: step_of(run) >= 60, "step 60", timeout_s=120)
+    mounts = {os.readlink(f"/proc/{each}/ns/mnt") for each in processes_with(TASK="chief", RUN_DIR=str(run.path))}
+    assert mounts - {os.readlink("/proc/self/ns/mnt")}, "no process of the chief is in a container"
+    clusters.invoke("chaos", "kill", "worker-1", timeout_s=300)
+    clusters.invoke("wait", "contained", timeout_s=400)
+    assert ("succeeded", local_hash) == (summary(run)["state"], summary(run)["weights_sha256"])
+    assert run.generation > 0
+    clusters.invoke("down", "contained")
 
 
 def end_node(run: RunFolder) -> None:
