@@ -137,8 +137,8 @@ def test_a_job_in_an_image_must_train_to_the_weights_of_processes(
     clusters.invoke("up", *words, "--", *TRAINING, STEPS)
     run = clusters.run("contained")
     wait_for(lambda: step_of(run) >= 60, "step 60", timeout_s=120)
-    mounts = {os.readlink(f"/proc/{each}/ns/mnt") for each in processes_with(TASK="chief", RUN_DIR=str(run.path))}
-    assert mounts - {os.readlink("/proc/self/ns/mnt")}, "no process of the chief is in a container"
+    members = ["self", *processes_with(TASK="chief", RUN_DIR=str(run.path))]
+    assert len({Path(f"/proc/{each}/ns/mnt").readlink() for each in members}) > 1, "the chief is in no container"
     clusters.invoke("chaos", "kill", "worker-1", timeout_s=300)
     clusters.invoke("wait", "contained", timeout_s=400)
     assert ("succeeded", local_hash) == (summary(run)["state"], summary(run)["weights_sha256"])
