@@ -168,11 +168,10 @@ def _secrets(work: Workload) -> list[str]:
 def _environment(work: Workload) -> dict[str, str]:
     """Return what every task gets: nothing of the node that it will be on is known yet."""
     payload = work.payload
-    select, path = inherited.for_process, payload.local_path()
+    kept, path = inherited.for_process(), payload.local_path()
     if work.job.apptainer:
-        select, path = inherited.for_image, payload.path
+        kept, path = inherited.for_image(), payload.path
     more = payload.environment(work.cluster, path)
-    kept = select()
     given = {name: value for name, value in more.items() if value is not None}
     own = {"RUN_DIR": str(work.run.path), "DATA_DIR": str(work.data_dir)}
     gpus = {"GPUS_PER_TASK": work.job.gpus_per_task} if work.job.gpus_per_task else {"CUDA_VISIBLE_DEVICES": NO_DEVICE}
