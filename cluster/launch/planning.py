@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
@@ -185,7 +186,10 @@ def _job(request: Request, previous: _Previous, runtime: Runtime, cluster: Clust
         if value := getattr(request, name):
             raise UsageError(f"--{OPTIONS[name].key} {value} with {runtime.tasks}: they have no such; leave it out")
     recorded = previous.started.get("job", {})
-    job = Job(**{name: str(getattr(request, name) or recorded.get(name, "")) for name in runtime.job_options})
+    requested = {name: str(getattr(request, name) or recorded.get(name, "")) for name in runtime.job_options}
+    if image := requested.get("apptainer"):  # a run goes on from any folder
+        requested["apptainer"] = str(Path(os.path.expanduser(image)).absolute())  # noqa: PTH111
+    job = Job(**requested)
     job.check()
     if job.gpus_per_task and request.devices and request.devices != job.gpus_per_task:
         raise UsageError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import shlex
+import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -23,7 +24,7 @@ from cluster.runtime.base import Availability, Shell, Workload
 from cluster.runtime.faults import FaultInjector
 from cluster.runtime.network import Network
 from cluster.runtime.scheduled import ScheduledRuntime
-from cluster.runtime.slurm import batch, hosts
+from cluster.runtime.slurm import batch, container, hosts
 from cluster.runtime.slurm.faults import SlurmFaults
 from cluster.runtime.slurm.queue import CHECK_S, NOT_INSTALLED, Queue, last_line
 from cluster.system.files import open_file
@@ -40,7 +41,7 @@ class Slurm(ScheduledRuntime):
     tasks = "tasks of a Slurm job"
     look_s = 5.0  # many users share a site's controller
     way_back = "use a login node"
-    job_options = frozenset({"partition", "time", "account", "nodes", "cpus_per_task", "gpus_per_task"})
+    job_options = frozenset({"partition", "time", "account", "nodes", "cpus_per_task", "gpus_per_task", "apptainer"})
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,15 +85,17 @@ class Slurm(ScheduledRuntime):
     def render(self, work: Workload) -> dict[str, Any]:
         """Return the batch script."""
         given = {name: value for name, value in _environment(work).items() if not name.startswith("SLURM")}
-        text = batch.script(work.cluster, job_name(work.run), work.run.path, work.job, given, work.payload.command())
+        python = container.command(work) if work.job.apptainer else [sys.executable]
+        agent = [*python, "-m", "cluster.agent", *work.payload.command()]
+        text = batch.script(work.cluster, job_name(work.run), work.run.path, work.job, given, agent)
         return {"runtime": self.name, "script": text}
 
     def preflight(self, work: Workload, ending: int = 0) -> None:
         """Leave memory and GPUs to Slurm, which gives the job nodes that have them."""
 
-    def commands(self, work: Workload, rendered: dict[str, Any]) -> list[str]:  # noqa: ARG002
+    def commands(self, work: Workload, rendered: dict[str, Any]) -> list[str]:
         """Return the command that queues the job, with its script."""
-        return [f"sbatch <<'SCRIPT'\n{rendered['script']}SCRIPT"]
+        return [f"{_sbatch(work)} <<'SCRIPT'\n{rendered['script']}SCRIPT"]
 
     def start(self, work: Workload, sh: Shell) -> None:
         """Queue the job."""
@@ -100,7 +103,7 @@ class Slurm(ScheduledRuntime):
         with open_file(path, "wb") as file:
             file.write(self.render(work)["script"].encode())
         owner.begin(work.run, self.name)
-        sh(shlex.join(["sbatch", str(path)]))
+        sh(f"{_sbatch(work)} {shlex.quote(str(path))}")
 
     def scheduled_name(self, run: RunFolder) -> str:
         """Return the name of the run's job."""
@@ -137,13 +140,26 @@ def job_name(run: RunFolder) -> str:
     return f"tf-cluster-{run.name}-{hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:8]}"
 
 
+def _sbatch(work: Workload) -> str:
+    """Return the command that queues a batch script, with the variables whose values are in no file of the run."""
+    names = _secrets(work)
+    return f"sbatch --export={','.join(names)}" if names else "sbatch"
+
+
+def _secrets(work: Workload) -> list[str]:
+    """Return the variables that `--env NAME` takes from the caller."""
+    return [name for name, value in inherited.parse(work.payload.env).items() if value is None]
+
+
 def _environment(work: Workload) -> dict[str, str]:
     """Return what every task gets: nothing of the node that it will be on is known yet."""
     payload = work.payload
-    more = payload.environment(work.cluster, payload.local_path())
-    kept = inherited.for_process([name for name, value in more.items() if value is None])
+    kept, path = inherited.for_process(), payload.local_path()
+    if work.job.apptainer:
+        kept, path = inherited.for_image(), payload.path
+    more = payload.environment(work.cluster, path)
     given = {name: value for name, value in more.items() if value is not None}
     own = {"RUN_DIR": str(work.run.path), "DATA_DIR": str(work.data_dir)}
     gpus = {"GPUS_PER_TASK": work.job.gpus_per_task} if work.job.gpus_per_task else {"CUDA_VISIBLE_DEVICES": NO_DEVICE}
-    temporary = {"TMPDIR"} & kept.keys()  # this machine's own; a node has another
-    return {name: value for name, value in (kept | given | own | gpus).items() if name not in temporary}
+    elsewhere = {"TMPDIR", *_secrets(work)}  # a node has a folder of its own
+    return {name: value for name, value in (kept | given | own | gpus).items() if name not in elsewhere}
