@@ -21,9 +21,9 @@ from tensorflow.python.autograph.core import ag_ctx  # has no public name
 
 from cluster.errors import ClusterError, UsageError
 from cluster.messages import described
-from train import references
 from train.data import arrays
 from train.data.function.record import PARTS
+from train.settings import references
 
 SPLITS = ("train", "test")
 
