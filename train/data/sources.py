@@ -265,6 +265,18 @@ def _cut(batches: tf.data.Dataset, parts: int) -> tf.data.Dataset:
     return batches.map(lambda batch: tf.nest.map_structure(cut, batch)).unbatch()
 
 
+def joined(batches: tf.data.Dataset, parts: int) -> tf.data.Dataset:
+    """Return whole batches of so many parts, which come one after the other."""
+    if parts == 1:
+        return batches
+
+    def join(of: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(of, [of.shape[0] * of.shape[1], *of.shape[2:]])
+
+    whole = batches.batch(parts, drop_remainder=True)
+    return whole.map(lambda batch: tf.nest.map_structure(join, batch)).with_options(memory.own_share())
+
+
 def _stacked(batches: tf.data.Dataset, shards: VirtualShards, micro_batches: int, replicas: range) -> tf.data.Dataset:
     """Return for each of some replicas the batches of all parts of its shards, `[most, B, ...]`.
 

@@ -166,6 +166,16 @@ def test_micro_batches_and_virtual_shards_cut_the_same_examples(source: Callable
         np.testing.assert_array_equal(expected.features, tf.concat(cut, 0))
 
 
+def test_parts_are_joined_to_whole_batches(source: Callable[[Any], sources.Source]) -> None:
+    batches = source(ranges).train_dataset(
+        first_step=0, num_steps=3, global_batch=6, num_replicas=3, first_replica=0, local_replicas=3, seed=7
+    )
+    parts = [batch.features.numpy() for batch in batches]
+    whole = [batch.features.numpy() for batch in sources.joined(batches, 3)]
+    np.testing.assert_array_equal(np.concatenate(parts), np.concatenate(whole))
+    assert [(6, 2)] * 3 == [each.shape for each in whole]
+
+
 def test_dictionaries_weights_and_types(source: Callable[[Any], sources.Source]) -> None:
     def data(split: str, _shard: Shard) -> Any:
         count = TRAIN if split == "train" else TEST
