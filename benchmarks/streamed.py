@@ -104,7 +104,7 @@ def preset() -> TrainConfig:
         epochs=1,
         bitwise_elastic=2,
         steps_per_loop=5,
-        checkpoint_every="2s",
+        checkpoint_every=20,
         optimizer=Optimizer(learning_rate=1e-3, warmup_steps=0),
     )
 
