@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cluster import spec, tf_config
 from cluster.launch import configuration, folders
+from cluster.options import elastic
 from cluster.run.folder import RunFolder
 from cluster.runtime import tensorboard
 from cluster.runtime.base import Runtime, Workload
@@ -29,6 +31,8 @@ class Plan(Workload):
     tensorboard_port: int
     hang_timeout_s: int
     max_restarts: int
+    elastic: Mapping[str, Any]
+    """Without how many workers it goes on; empty if it needs all of them."""
     resumes: bool
     replaces: bool
     trusts: bool
@@ -43,8 +47,12 @@ class Plan(Workload):
     @property
     def notes(self) -> list[str]:
         """What the caller should know of it besides."""
-        others = [*self._keras_notes, *self.about_resuming, *filter(None, [self.network.warning])]
+        others = [*self._keras_notes, *self.about_resuming, *self._elastic_notes, *filter(None, [self.network.warning])]
         return [*self.gpus.lines(), *self.gpus.notes, *others]
+
+    @property
+    def _elastic_notes(self) -> list[str]:
+        return elastic.notes(self.elastic, self.config)
 
     @property
     def _keras_notes(self) -> list[str]:
@@ -87,7 +95,11 @@ class Plan(Workload):
                 }
                 for task in self.cluster.tasks
             ],
-            "notes": [*self.gpus.notes, *self.about_resuming, *filter(None, [self.network.warning])],
+            "elastic": self.elastic or None,
+            "notes": [
+                *(*self.gpus.notes, *self.about_resuming, *self._elastic_notes),
+                *filter(None, [self.network.warning]),
+            ],
             "config": self.config,
             "compose": self.compose,
         }

@@ -17,6 +17,7 @@ from cluster.launch.folders import check_folder, data_dir, find_run, free_folder
 from cluster.launch.plan import Plan
 from cluster.launch.scripts import check_path, check_script
 from cluster.launch.teardown import in_progress
+from cluster.options import elastic
 from cluster.options.option import Needs
 from cluster.options.request import OPTIONS, Request, check_needs, check_together
 from cluster.options.topology import check_hardware
@@ -73,9 +74,11 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         cluster = spec.build(**topology | {"devices": devices_each})
 
     config, payload, data = _resolve(request, previous, runtime, int(job.cpus_per_task or 0), installs=installs)
+    elastic_run = elastic.parse(request, cluster, previous.started if request.resume else {})
     about_resuming: list[str] = []
     if payload.script is None:
         check_sharing(config, cluster, previous.run.load_config() if previous.run else None)
+        elastic.check_batch(elastic_run, cluster, config)
         if request.resume:
             about_resuming = resuming.check(run, request.preset, config, cluster)
 
@@ -102,6 +105,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         tensorboard_port=port,
         hang_timeout_s=hang_timeout_s,
         max_restarts=max_restarts,
+        elastic=elastic_run,
         resumes=bool(request.resume),
         replaces=request.fresh and run.path.exists(),
         trusts=request.trust,
