@@ -55,6 +55,18 @@ def save(run: RunFolder, *steps: int) -> None:
 # Status
 
 
+def test_who_was_left_out_is_shown_and_is_lost_or_waits(run: RunFolder) -> None:
+    beat(run, "chief", "training", generation=1, step=7)
+    beat(run, "worker-0", "training", updated_at=time.time() - 1000)
+    run.begin_generation(1, task="worker-0", left_out=["worker-0"])
+    value = read_status(run)
+    assert ["worker-0"] == value["left_out"]
+    assert ["training", "lost"] == [each["state"] for each in value["tasks"]]
+    assert "without worker-0" in progress(value)
+    beat(run, "worker-0", "waiting", generation=1)
+    assert ["training", "waiting"] == [each["state"] for each in read_status(run)["tasks"]]
+
+
 def test_a_run_that_has_not_begun_is_starting(run: RunFolder) -> None:
     value = read_status(run)
     assert ("demo", "starting", "MultiWorkerMirroredStrategy", 0, 0) == tuple(
@@ -85,6 +97,7 @@ def test_status_holds_what_the_contract_lists(run: RunFolder, monkeypatch: pytes
         "examples_per_s": 480.0,
         "tensorboard": "http://127.0.0.1:6007",
         "pace": {"stragglers": [], "starved": []},
+        "left_out": [],
         "last_event": None,
     } == value
     assert ["chief", "worker-0"] == [task["task"] for task in tasks]
