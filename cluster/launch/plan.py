@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,6 @@ class Plan(Workload):
     tensorboard_port: int
     hang_timeout_s: int
     max_restarts: int
-    elastic: Mapping[str, Any]
-    """Without how many workers it goes on; empty if it needs all of them."""
     resumes: bool
     replaces: bool
     trusts: bool

@@ -94,6 +94,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         memory=memory,
         network=_network(request, previous, runtime, cluster, payload),
         job=job,
+        elastic=elastic_run,
     )
     return Plan(
         **vars(work),
@@ -105,7 +106,6 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         tensorboard_port=port,
         hang_timeout_s=hang_timeout_s,
         max_restarts=max_restarts,
-        elastic=elastic_run,
         resumes=bool(request.resume),
         replaces=request.fresh and run.path.exists(),
         trusts=request.trust,

@@ -24,6 +24,8 @@ def script(
     job: Job,
     environment: Mapping[str, str],
     arguments: Sequence[str] = (),
+    *,
+    elastic: bool = False,
 ) -> str:
     """Return the batch script of a run.
 
@@ -34,19 +36,21 @@ def script(
         job: what is requested of Slurm.
         environment: what every task gets.
         arguments: of the agents; empty for the built-in trainer.
+        elastic: whether the job outlives the loss of a node, without which its run may go on.
     """
+    outlives = "--no-kill --wait=0" if elastic else f"--wait={LEAVE_S}"
     agent = shlex.join([sys.executable, "-m", "cluster.agent.schedulers.slurm"])
     words = " ".join(shlex.quote(word) for word in arguments)
     exported = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(environment.items()))
     return f"""#!/bin/bash
-{_directives(spec, name, run_dir, job)}
+{_directives(spec, name, run_dir, job, elastic=elastic)}
 
 {exported}
 
 trap {shlex.quote(f"{agent} stop")} USR1  # the time limit is near: every task saves at the same step and ends
 trap 'ended=yes' TERM  # scancel or preemption: the tasks do the same, and Slurm decides what follows
 
-srun --export=ALL --kill-on-bad-exit=0 --wait={LEAVE_S} {agent} task {words} &
+srun --export=ALL --kill-on-bad-exit=0 {outlives} {agent} task {words} &
 while kill -0 $! 2>/dev/null; do wait $!; done
 
 [ -n "$ended" ] && exit 143
@@ -57,7 +61,7 @@ exit $code
 """
 
 
-def _directives(spec: ClusterSpec, name: str, run_dir: Path, job: Job) -> str:
+def _directives(spec: ClusterSpec, name: str, run_dir: Path, job: Job, *, elastic: bool) -> str:
     wanted = {
         "job-name": name,
         "ntasks": str(len(spec.tasks)),
@@ -74,4 +78,4 @@ def _directives(spec: ClusterSpec, name: str, run_dir: Path, job: Job) -> str:
         "export": "NONE",
     }
     lines = [f"#SBATCH --{name}={shlex.quote(value)}" for name, value in wanted.items() if value]
-    return "\n".join([*lines, "#SBATCH --requeue"])
+    return "\n".join([*lines, *(["#SBATCH --no-kill"] if elastic else []), "#SBATCH --requeue"])

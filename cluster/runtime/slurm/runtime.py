@@ -81,7 +81,10 @@ class Slurm(Runtime):
     def render(self, work: Workload) -> dict[str, Any]:
         """Return the batch script."""
         given = {name: value for name, value in _environment(work).items() if not name.startswith("SLURM")}
-        text = batch.script(work.cluster, job_name(work.run), work.run.path, work.job, given, work.payload.command())
+        arguments, elastic = work.payload.command(), bool(work.elastic)
+        text = batch.script(
+            work.cluster, job_name(work.run), work.run.path, work.job, given, arguments, elastic=elastic
+        )
         return {"runtime": self.name, "script": text}
 
     def preflight(self, work: Workload, ending: int = 0) -> None:
