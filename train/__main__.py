@@ -26,9 +26,9 @@ from cluster.run import membership
 from cluster.run.folder import RunFolder
 from cluster.system import user_code
 from cluster.system.json_files import read_json
-from train import overrides
 from train.config import TrainConfig
 from train.data import ready
+from train.settings import overrides
 from train.startup import preload
 
 EXIT_BUG = 70
@@ -106,7 +106,7 @@ def train(run: RunFolder) -> int:
 
 
 def wait_at_gate() -> None:
-    """Wait for the agent's word that the cluster is complete, and which life this is. Without an agent is no gate."""
+    """Wait until the agent reports that the cluster is complete, and which generation this is; no agent, no wait."""
     if "GATE_FD" in os.environ:
         with os.fdopen(int(os.environ["GATE_FD"]), "rb") as gate:
             if not (line := gate.readline()):

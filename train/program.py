@@ -21,7 +21,8 @@ from train import evaluator, strategy
 from train.config import TrainConfig
 from train.context import TaskContext
 from train.data import blocks, sources
-from train.loops import custom, fit
+from train.loops import custom
+from train.loops.keras_fit import fit
 from train.loops.train_step import exact_order
 from train.model import initial, keras_compat, models, objectives
 from train.model.export import is_legacy

@@ -12,7 +12,7 @@ from typing import Any
 
 from cluster.control import watch
 from cluster.errors import EXIT_DONE, EXIT_FAILED, UsageError
-from cluster.launch import manifest, startup, teardown
+from cluster.launch import manifest, planning, startup, teardown
 from cluster.messages import counted, plain, short_path
 from cluster.options.request import Request
 from cluster.run import membership
@@ -80,7 +80,8 @@ def rerun(
     _check(run)
     runtime = runtime or str(manifest.read(run).get("runtime", "auto"))
     request = Request(again=run.name, runtime=runtime, tensorboard_port="0", trust=trust)
-    planned = startup.begin(request, sh, began=time.time())
+    began = time.time()
+    planned = startup.begin(planning.plan(request), sh, began=began)
     try:
         ended = watch.follow(planned.run, lambda value: None)
     except BaseException:

@@ -106,7 +106,7 @@ def plan(run: RunFolder, workers: str, ps: str, *, trust: bool = False) -> Plan:
 
 
 def stop(run: RunFolder) -> bool:
-    """Have every task save and end; return False if the run has finished instead.
+    """Make every task save and end; return False if the run has finished instead.
 
     Raises:
         UsageError: somebody else is stopping it.

@@ -62,7 +62,7 @@ def render(request: Request, place: Place) -> dict[str, list[dict[str, Any]]]:
 NOT_RENDERED = (
     *("script", "separate_chief", "requirements", "runtime", "network", "gpus", "gpu_runtime"),
     *("resume", "trust", "fresh", "detach", "init_from"),
-    *("partition", "time", "account", "nodes", "cpus_per_task"),
+    *("partition", "constraint", "time", "account", "nodes", "cpus_per_task", "apptainer"),
     "partition_by",  # what is measured here is no measure of other machines
 )
 """Options that say what happens on the machine of `up`, or need code that the image does not hold."""

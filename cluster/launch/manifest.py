@@ -13,7 +13,7 @@ from typing import Any
 
 from cluster import tf_config
 from cluster.image import checkout, locks
-from cluster.launch import initial
+from cluster.launch.inputs import initial
 from cluster.launch.plan import Plan
 from cluster.paths import ROOT
 from cluster.run import launch_records, records

@@ -9,6 +9,7 @@ from typing import Any
 from cluster import spec, tf_config
 from cluster.launch import configuration, folders
 from cluster.options import elastic
+from cluster.options.request import Request
 from cluster.run.folder import RunFolder
 from cluster.runtime import tensorboard
 from cluster.runtime.base import Runtime, Workload
@@ -19,6 +20,7 @@ from cluster.runtime.memory import TASK_MEMORY_BYTES
 class Plan(Workload):
     """What is started, on which runtime, and how it is looked after."""
 
+    request: Request
     runtime: Runtime
     why_runtime: str
     """In words what runs the tasks, and why."""
@@ -30,16 +32,18 @@ class Plan(Workload):
     tensorboard_port: int
     hang_timeout_s: int
     max_restarts: int
-    resumes: bool
     replaces: bool
-    trusts: bool
-    """Whether its run may go on though this user did not start it."""
     previous: RunFolder | None = None
     """The run that goes on, or is repeated."""
     init: tuple[Path, ...] = ()
     """The files with the weights that training begins with."""
     about_resuming: tuple[str, ...] = ()
     """What the caller should know of a run that goes on."""
+
+    @property
+    def resumes(self) -> bool:
+        """Whether it goes on with an earlier run."""
+        return bool(self.request.resume)
 
     @property
     def notes(self) -> list[str]:

@@ -190,6 +190,13 @@ class Request:
     cpus_per_task: str = option(
         Group.RUNS, "processors of each task", "the scheduler's", kinds=(int,), needs=Needs.QUEUE
     )
+    apptainer: str = option(
+        Group.RUNS,
+        "image of Apptainer that the tasks of a Slurm job run in, a file that every node sees",
+        "none, they run in this environment",
+        needs=Needs.QUEUE,
+        is_path=True,
+    )
     checkpoint_every: str = option(
         Group.KEPT,
         "optimizer steps such as 200, or seconds such as 30s, between two checkpoints",

@@ -19,6 +19,7 @@ from typing import Any
 from cluster.errors import UsageError
 from cluster.findings import Finding
 from cluster.gpu.placement import Placement
+from cluster.run import owner
 from cluster.run.folder import RunFolder
 from cluster.runtime import network
 from cluster.runtime.faults import FaultInjector
@@ -238,3 +239,11 @@ class Runtime(ABC):
     @abstractmethod
     def faults(self, run: RunFolder) -> FaultInjector:
         """Return what injects faults into the run's tasks."""
+
+
+def recorded_runtime(run: RunFolder) -> str:
+    """Return the name of the runtime that a run was started on; empty where its records are damaged."""
+    if owned := owner.read(run):
+        return owned.runtime
+    rendered = run.composed
+    return str(rendered.get("x-runtime") or rendered.get("runtime") or "")

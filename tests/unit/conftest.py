@@ -22,7 +22,7 @@ from cluster.run.folder import RunFolder
 from cluster.run.heartbeat import Heartbeat
 from cluster.run.liveness import LivenessMonitor
 from cluster.runtime.local import supervisor
-from cluster.runtime.local.processes import processes_of
+from cluster.runtime.local.runtime import processes_of
 from cluster.runtime.network import HOST
 from cluster.system.json_files import read_json, write_json
 from tests import fast
@@ -118,6 +118,12 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 def resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     """The configuration, without the process that checks it."""
     monkeypatch.setattr(configuration, "resolve", lambda *_: (dict(CONFIG), (), ""))
+
+
+@pytest.fixture
+def recorded_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration of the run that goes on, without the process that checks it."""
+    monkeypatch.setattr(configuration, "resolve", lambda request, base, *_: (read_json(base), (), ""))
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ CHIEF = {"type": "chief", "index": 0}
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("", "Expecting value"),
         ("{", "Expecting property name"),
@@ -93,8 +93,8 @@ CHIEF = {"type": "chief", "index": 0}
         (json.dumps({"cluster": {"chief": ["chief:http"]}, "task": CHIEF}), "'chief:http' is not host:port"),
     ],
 )
-def test_anything_else_is_refused_with_an_example(text: str, told: str) -> None:
+def test_anything_else_is_refused_with_an_example(text: str, message: str) -> None:
     with pytest.raises(UsageError) as refused:
         tf_config.parse(text)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
     assert 'expected {"cluster": {"chief": ["host:port"]' in str(refused.value)

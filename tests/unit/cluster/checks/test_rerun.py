@@ -94,8 +94,8 @@ def test_another_commit_with_the_same_code_is_no_difference(made: Callable[..., 
     first, documented = made("one", code=code), made("two", sha256="bb", code=code | {"commit": "b"})
     assert [] == rerun.compare(first, documented, 0.0).differences
     changed = made("three", sha256="bb", code=code | {"commit": "b", "train_sha256": "3"})
-    told = rerun.compare(first, changed, 0.0).differences
-    assert ["code.commit", "code.train_sha256"] == [each.partition(":")[0] for each in told]
+    found = rerun.compare(first, changed, 0.0).differences
+    assert ["code.commit", "code.train_sha256"] == [each.partition(":")[0] for each in found]
 
 
 def test_only_a_run_that_succeeded_can_be_made_again(made: Callable[..., RunFolder], make_run: MakeRun) -> None:
@@ -123,7 +123,7 @@ def test_a_rerun_that_is_interrupted_has_stopped(
         raise KeyboardInterrupt
 
     first, second = made("one"), make_run("two", workers=0)
-    monkeypatch.setattr(planning, "plan", lambda asked: SimpleNamespace(run=second))
+    monkeypatch.setattr(planning, "plan", lambda requested: SimpleNamespace(run=second))
     monkeypatch.setattr(startup, "start", lambda *_, **__: None)
     monkeypatch.setattr(watch, "follow", interrupt)
     with pytest.raises(KeyboardInterrupt):

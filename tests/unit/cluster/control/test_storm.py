@@ -120,8 +120,8 @@ def test_the_kinds_that_were_asked_for_are_all_that_is_drawn(
 
 
 def test_each_fault_is_reported_before_and_after(run: RunFolder, inflicted: list[tuple[int, Fault]]) -> None:
-    told: list[str] = []
-    storm.deal(run, 2, 0, ["kill"], told.append)
+    lines: list[str] = []
+    storm.deal(run, 2, 0, ["kill"], lines.append)
     (_, first), (_, second) = inflicted
     after = "  noticed after 0.10 s, next new step after 2.50 s, 4 steps done again"
     assert [
@@ -129,7 +129,7 @@ def test_each_fault_is_reported_before_and_after(run: RunFolder, inflicted: list
         after,
         f"fault 2/2: kill {second.task} at step {second.at_step}",
         after,
-    ] == told
+    ] == lines
 
 
 # When it is over
@@ -252,10 +252,10 @@ def test_a_storm_is_outlived_with_all_faults_a_success_and_the_same_bits(
     run.event("chief", "fault", step=100, kind="kill")
     if calm:
         write_json(make_run("calm", workers=1).summary, summary("succeeded", calm))
-    asked = []
+    requested = []
 
     def dealing(*arguments: Any) -> list[Result]:
-        asked.append((*arguments[:4], arguments[5]))
+        requested.append((*arguments[:4], arguments[5]))
         return [Result("kill", "chief", 110, 0.1, 2.0, 4, None)] * dealt
 
     def follow(folder: RunFolder, on_status: Callable[[Any], None]) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def test_a_storm_is_outlived_with_all_faults_a_success_and_the_same_bits(
     monkeypatch.setattr(storm, "deal", dealing)
     monkeypatch.setattr(storm.watch, "follow", follow)
     assert code == storm.main(run, 2, 7, ["kill"], 12.0)
-    assert [(run, 2, 7, ["kill"], 12.0)] == asked
+    assert [(run, 2, 7, ["kill"], 12.0)] == requested
     lines = capsys.readouterr().out.splitlines()
     inflicted = "1 fault" if dealt == 1 else "2 faults"
     assert f"{inflicted} inflicted; waiting for the run's end" == lines[0]

@@ -181,9 +181,9 @@ def test_a_run_without_faults_says_nothing_of_them(ended: EndedRun) -> None:
     assert [] == reference.fault_lines(ended("another", restarts=1))
 
 
-@pytest.mark.parametrize(("weights", "told"), [("abc", "the same bits as"), ("def", "NOT those of")])
+@pytest.mark.parametrize(("weights", "verdict"), [("abc", "the same bits as"), ("def", "NOT those of")])
 def test_a_run_with_faults_reports_their_cost_and_whether_its_bits_are_the_same(
-    ended: EndedRun, weights: str, told: str
+    ended: EndedRun, weights: str, verdict: str
 ) -> None:
     ended("calm")
     run = ended("stormy", weights=weights, restarts=4)  # after 2, 3, 4 and 5 s
@@ -191,7 +191,7 @@ def test_a_run_with_faults_reports_their_cost_and_whether_its_bits_are_the_same(
         run.event("chief", "fault", kind="kill")
     assert [
         "faults       5 inflicted; next new step after 3.50 s (median), 5.00 s (most)",
-        f"weights      {told} the undisturbed run calm",
+        f"weights      {verdict} the undisturbed run calm",
     ] == reference.fault_lines(run)
 
 

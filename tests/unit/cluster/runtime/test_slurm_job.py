@@ -36,9 +36,9 @@ def test_what_is_left_out_is_left_to_the_site() -> None:
 
 
 def test_what_is_asked_for_is_in_the_script() -> None:
-    asked = {"partition": "gpu,long", "account": "lab", "time": "2-12:00", "nodes": "3"}
-    found = directives(script(Job(**asked, gpus_per_task="2")))
-    assert asked | {"gpus-per-task": "2"} == {name: found[name] for name in (*asked, "gpus-per-task")}
+    requested = {"partition": "gpu,long", "account": "lab", "time": "2-12:00", "nodes": "3"}
+    found = directives(script(Job(**requested, gpus_per_task="2")))
+    assert requested | {"gpus-per-task": "2"} == {name: found[name] for name in (*requested, "gpus-per-task")}
 
 
 def test_the_job_saves_before_its_time_is_over_and_is_queued_again() -> None:
