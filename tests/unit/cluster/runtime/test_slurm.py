@@ -32,15 +32,16 @@ class Site:
     def __init__(self, run: RunFolder, *states: str) -> None:
         self.run, self.states = run, list(states)
         self.commands: list[str] = []
-        self.questions = 0
+        self.questions, self.waits_s = 0, 0.0
 
     def answer(self, command: list[str], timeout_s: float) -> tuple[int, str, str]:
         self.questions += 1
-        if command[0] == "sinfo":
-            return 0, "3 idle\n", ""
+        self.waits_s += timeout_s
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
         if state == "down":
             return 1, "", "slurm_load_jobs error: Unable to contact slurm controller"
+        if command[0] == "sinfo":
+            return 0, "3 idle\n", ""
         mine, another = f"12|{state}|{slurm.job_name(self.run)}\n" if state else "", "13|RUNNING|another\n"
         return 0, mine if any(word.startswith("--name=") for word in command) else mine + another, ""
 
@@ -121,6 +122,15 @@ def test_a_controller_that_does_not_answer_is_asked_once_however_many_runs_there
     with pytest.raises(PrerequisiteError):
         runtime.remove(run, there.sh, 0)
     assert 1 == there.questions
+
+
+def test_the_check_of_hosts_waits_once_and_not_long_for_a_controller(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, runtime = site(run, monkeypatch, "down"), slurm.Slurm()
+    found = [*runtime.examine_hosts(run.path.parent, run.path.parent), *runtime.examine()]
+    assert ["failed", "warning"] == [each.state for each in found]
+    assert (1, True) == (there.questions, there.waits_s <= 5)
 
 
 def test_nobody_is_asked_for_a_run_whose_job_is_known_to_be_gone(
