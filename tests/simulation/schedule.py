@@ -184,16 +184,18 @@ class Schedule:
         """Check that somebody ends a program that was frozen while it trained: its agent, or all if that is frozen."""
         generation, thread, until = program.generation, task.thread, program.frozen_until
         patience_s = (SILENT_S if whole else FROZEN_S) + SEEN_S
+        began = self.world.now
+        watchers = {other: other.thread for other in self.world.tasks.values() if other is not task and other.alive}
         settled = program.state in ("training", "evaluating") and not self.drawn.scripted
 
         def seen() -> None:
             gone = program.code is not None or "outcome" in self.folder.records or "stop" in self.folder.records
             others = task.thread is not thread or (task.frozen_until > until if whole else task.frozen_until > 0)
-            if not gone and not others and self.folder.newest_generation == generation:
+            watched = any(each.thread is then and each.frozen_until <= began for each, then in watchers.items())
+            if not gone and not others and (watched or not whole) and self.folder.newest_generation == generation:
                 raise Broken(f"seen: {task.name} is frozen in {generation}, and nobody does anything about it")
 
-        watched = len(self.world.tasks) > 1 and not (whole and task.name == "evaluator")
-        if settled and watched and patience_s < until - self.world.now:
+        if settled and not (whole and task.name == "evaluator") and patience_s < until - self.world.now:
             self.world.at(patience_s, seen)
 
     def _watch(self) -> None:
