@@ -52,6 +52,8 @@ def judge(
     data = Finding("data on hosts", "ok", "its folder is there")
     if blind:
         data = Finding("data on hosts", "failed", f"not on {', '.join(blind)}", fixes.data)
+    if missing:  # whom the others do not reach either
+        return [found, data]
     unreached = [f"{each['node']}: {each['unreached']}" for each in reports if each["unreached"]]
     network = Finding("network of hosts", "ok", "every host reaches every other")
     if unreached:

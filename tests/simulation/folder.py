@@ -8,6 +8,7 @@ from typing import Any
 from cluster.recovery.ends import End
 from cluster.recovery.step_record import Progress
 from cluster.run.folder import FINAL_STATES, RunFolder
+from cluster.run.membership import LEFT_OUT
 from cluster.spec import ClusterSpec, Task
 from tests.simulation.world import Now, World
 
@@ -231,3 +232,9 @@ def read_progress(run: SimFolder, task: str) -> Progress | None:
 def generation_record(run: SimFolder, generation: int) -> dict[str, Any]:
     """Replace `step_record.generation_record`."""
     return run._read(f"generations/{generation}") or {}
+
+
+def left_out(run: SimFolder, generation: int | None = None) -> frozenset[str]:
+    """Replace `membership.left_out`."""
+    number = run.generation if generation is None else generation
+    return frozenset(generation_record(run, number).get(LEFT_OUT, ()))

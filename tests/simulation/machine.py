@@ -5,17 +5,19 @@ from __future__ import annotations
 import signal
 import types
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import pytest
 
-from cluster.agent import agent, decisions, ports, rendezvous, script, watchdog
+from cluster.agent import agent, decisions, members, ports, rendezvous, script, watchdog
 from cluster.agent.agent import Agent
 from cluster.agent.ports import Abandoned
+from cluster.agent.rendezvous import Incomplete
 from cluster.agent.script import ScriptAgent
-from cluster.errors import TimedOut
 from cluster.recovery import ends, policy, step_record
 from cluster.results import summary
+from cluster.run import membership
 from cluster.spec import ClusterSpec, Task
 from tests.simulation import folder
 from tests.simulation.training import SimProgram
@@ -97,7 +99,7 @@ def hold_rendezvous(
             if abandon():
                 raise Abandoned("the rendezvous was abandoned")
             if world.now > deadline:
-                raise TimedOut(f"missing {sorted(others - mine.met)}")
+                raise Incomplete(f"missing {sorted(others - mine.met)}", others - mine.met)
             world.sleep(POLL_S)
     finally:
         if world.meetings.get(task.name) is mine:
@@ -110,6 +112,23 @@ def listen(task: Task, *, abandon: Callable[[], bool], **_: Any) -> Any:
     if abandon():
         raise Abandoned("waiting for the port was abandoned")
     return types.SimpleNamespace(close=lambda: None)
+
+
+def await_turn(task: Task, *, token: str, abandon: Callable[[], bool], **_: Any) -> None:
+    """Replace `rendezvous.await_turn`."""
+    Now.world.waiting[task.name] = token
+    try:
+        while not abandon():
+            Now.world.sleep(POLL_S)
+    finally:
+        Now.world.waiting.pop(task.name, None)
+
+
+def reaches(task: Task, other: Task, token: str, timeout_s: float) -> bool:
+    """Replace `rendezvous.reaches`."""
+    world = Now.world
+    answers = world.waiting.get(other.name) == token and world.tasks[other.name].frozen_until <= world.now
+    return answers and world.random.random() >= DROPPED_SHARE
 
 
 def write_summary(run: folder.SimFolder) -> None:
@@ -130,10 +149,11 @@ def install(patch: pytest.MonkeyPatch) -> None:
         **{name: getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGKILL", "SIG_IGN")},
         signal=lambda *_: None,
     )
-    for module in (agent, decisions, watchdog, policy, script):
+    for module in (agent, decisions, members, watchdog, policy, script):
         patch.setattr(module, "time", Clock)
-    for module in (agent, decisions):
+    for module in (agent, decisions, members):
         patch.setattr(module, "Heartbeat", folder.SimHeartbeat)
+    for module in (agent, decisions):
         patch.setattr(module, "MemoryKills", NoKills)
         patch.setattr(module, "POLL_S", POLL_S)
     patch.setattr(agent, "signal", signals)
@@ -143,6 +163,11 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ports, "listen", listen)
     patch.setattr(ports, "await_servers", lambda *_, **__: True)
     patch.setattr(rendezvous, "wait", hold_rendezvous)
+    patch.setattr(rendezvous, "await_turn", await_turn)
+    patch.setattr(rendezvous, "reaches", reaches)
+    patch.setattr(members, "Returns", partial(members.Returns, clock=Clock.monotonic))
+    patch.setattr(membership, "left_out", folder.left_out)
+    patch.setattr(policy, "left_out", folder.left_out)
     patch.setattr(summary, "write", write_summary)
     patch.setattr(ends, "record", folder.record_end)
     patch.setattr(ends, "recorded", lambda run, number: [end for (of, _), end in run.ends.items() if of == number])

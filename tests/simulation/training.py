@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from cluster.errors import EXIT_PEER_LOST
 from cluster.recovery.step_record import Progress
+from cluster.run.membership import LEFT_OUT
 from cluster.spec import Role
 from tests.simulation.folder import Beat
 from tests.simulation.world import Broken, SimTask, World
@@ -181,11 +182,16 @@ class Training:
             if self.served:
                 self.session.append(program)
             return
-        if set(self.joined) == set(self.members):
+        if set(self.joined) == self._members_of(program.generation):
             self.session = list(self.joined.values())
             self._stopping = any(each._stop_requested for each in self._leaders(self.session))
             session = self.session
             self.world.at(self.world.random.uniform(0.5, 2), lambda: self._begin(session))
+
+    def _members_of(self, generation: int) -> set[str]:
+        """Return the tasks that form the cluster of a generation."""
+        record = self.world.folder.records[f"generations/{generation}"]
+        return set(self.members) - set(record.get(LEFT_OUT, ()))
 
     def _leaders(self, session: list[SimProgram]) -> list[SimProgram]:
         """Return those whose programs end by themselves."""

@@ -91,6 +91,7 @@ class SimTask:
         self.world.log(self.name, "task killed")
         self.world.folder.died(self.name)
         self.world.meetings.pop(self.name, None)
+        self.world.waiting.pop(self.name, None)
         for program in self.programs:
             program.exit(-9)
         if self.world.running is not self:  # let its thread unwind
@@ -141,6 +142,8 @@ class World:
         self.tasks = {task.name: SimTask(self, task) for task in spec.tasks}
         self.meetings: dict[str, Any] = {}
         """The rendezvous in which each task is."""
+        self.waiting: dict[str, str] = {}
+        """The tasks that were left out and answer greetings, with their token."""
         self.folder: Any = None
         self.training: Any = None
         self.pids: list[Any] = []

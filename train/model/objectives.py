@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import tensorflow as tf
 
 from cluster.errors import UsageError
-from train import references
 from train.config import TrainConfig
+from train.settings import references
 
 PerExample = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 """(labels `[B]` or `[B, K]`, outputs `[B, K]`) -> `[B] float32`."""

@@ -60,8 +60,7 @@ def path_of(run: RunFolder, task: str) -> Path:
 
 def examine(run: RunFolder, cluster: ClusterSpec, task: Task, node: str) -> dict[str, Any]:
     """Return whether this host sees the data, what keeps it from reaching the others, and its link to one."""
-    found: dict[str, Any] = {"node": node, "data": Path(os.environ["DATA_DIR"]).is_dir(), "unreached": ""}
-    others = [member for member in cluster.tasks if member.name != task.name]
+    found, others = alone(node), [member for member in cluster.tasks if member.name != task.name]
     if not others:
         return found
     try:
@@ -70,6 +69,11 @@ def examine(run: RunFolder, cluster: ClusterSpec, task: Task, node: str) -> dict
         return found | vars(measure(task, next_one))
     except (ClusterError, OSError, ValueError) as error:
         return found | {"unreached": str(error)}
+
+
+def alone(node: str) -> dict[str, Any]:
+    """Return what a host has by itself: whether it sees the data."""
+    return {"node": node, "data": Path(os.environ["DATA_DIR"]).is_dir(), "unreached": ""}
 
 
 def measure(task: Task, other: Task, clock: Callable[[], float] = time.time) -> Link:
@@ -95,10 +99,10 @@ def _send(other: Task, clock: Callable[[], float]) -> Link:
         try:
             with socket.create_connection((other.host, other.port), REACH_S) as connection:
                 stream = connection.makefile("rw")
-                asked = clock()
+                sent_at = clock()
                 stream.write("time\n")
                 stream.flush()
-                skew_s = float(json.loads(stream.readline(64))) - (asked + clock()) / 2
+                skew_s = float(json.loads(stream.readline(64))) - (sent_at + clock()) / 2
                 return Link(skew_s, _bandwidth(connection, stream))
         except (OSError, ValueError):
             if time.monotonic() > deadline:

@@ -25,7 +25,7 @@ def report(node: str, **more: Any) -> dict[str, Any]:
     ("reports", "wrong"),
     [
         ([report("n1"), report("n2")], {}),
-        ([report("n1")], {"hosts": "failed"}),
+        ([report("n1", unreached="worker-0 did not start")], {"hosts": "failed"}),
         ([], {"hosts": "failed"}),
         ([report("n1"), report("n2", data=False)], {"data on hosts": "failed"}),
         ([report("n1"), report("n2", skew_s=-9.0)], {"clocks": "warning"}),

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from cluster.errors import UsageError, nearest
-from train import references
 from train.config import TrainConfig
-from train.field_types import check_types, option, shown
 from train.presets import PRESETS
+from train.settings import references
+from train.settings.field_types import check_types, option, shown
 
 
 class Help(Exception):
