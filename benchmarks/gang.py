@@ -24,7 +24,7 @@ from cluster.messages import counted
 from cluster.run import provenance
 from cluster.run.folder import RunFolder
 from cluster.runtime.local import supervisor
-from cluster.runtime.local.processes import processes_of
+from cluster.runtime.local.runtime import processes_of
 from cluster.system import memory, processes
 from cluster.system.json_files import read_json, write_json
 from cluster.system.ports import free_ports
