@@ -253,6 +253,7 @@ def check_sharing(config: dict[str, Any], cluster: ClusterSpec, previous: Mappin
         UsageError: they cannot.
     """
     spec.check_precision(cluster, config.get("precision", "fp32"))
+    spec.check_data_workers(cluster, config)
     spec.check_stages(cluster, config, previous)
     if shards := config.get("bitwise_elastic", 0):  # the training program has checked that they cut the batch evenly
         spec.check_shards(cluster, shards)
