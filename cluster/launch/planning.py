@@ -33,7 +33,7 @@ from cluster.runtime.job import Job
 from cluster.runtime.memory import Memory
 from cluster.runtime.network import Network
 from cluster.runtime.payload import Payload
-from cluster.spec import ClusterSpec
+from cluster.spec import ClusterSpec, Role
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
     run = _run_folder(request, stops_first=stops_first)
 
     runtime, why_runtime = registry.choose(request.runtime or _queue(previous) or registry.AUTO, cluster.kind)
+    _check_prepares(cluster, runtime)
     job = _job(request, previous, runtime, cluster)
     gpus = Placement() if runtime.is_remote else _place(request, run, previous, cluster)
     if devices_each := len(gpus.of("chief")) or int(job.gpus_per_task or 0):
@@ -236,6 +237,16 @@ def _place(request: Request, run: RunFolder, previous: _Previous, cluster: Clust
         )
     words = request.gpus if request.gpus or request.gpus_per_task else recorded["gpus"]
     return replace(placed, requested=words, device_request=way, nccl_debug=level)
+
+
+def _check_prepares(cluster: ClusterSpec, runtime: Runtime) -> None:
+    """Check that the runtime can run data workers beside the cluster."""
+    workers = len(cluster.of(Role.DATA_WORKER))
+    if workers and runtime.is_remote:
+        raise UsageError(
+            f"--data-workers {workers} with --runtime {runtime.name}, which has none yet: use --runtime docker or "
+            "local, or leave it out"
+        )
 
 
 def busy(run: RunFolder | None = None) -> dict[str, str]:
