@@ -42,6 +42,7 @@ def test_a_process_is_debugged(clusters: Clusters) -> None:
     debug(clusters, "debugged", "local")
 
 
+@pytest.mark.long
 @pytest.mark.docker
 @pytest.mark.usefixtures("require_engine", "images")
 def test_a_container_is_held_for_longer_than_a_silent_task_may_last(clusters: Clusters) -> None:
