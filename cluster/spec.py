@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -140,6 +140,10 @@ class ClusterSpec:
     def restarts_alone(self, task: Task) -> bool:
         """Whether the task may start again while the others go on; every other task takes the gang with it."""
         return task.role == Role.EVALUATOR or (task.role == Role.WORKER and self.kind.served)
+
+    def without(self, names: Collection[str]) -> ClusterSpec:
+        """Return the cluster without the tasks of these names; the others keep theirs."""
+        return replace(self, tasks=tuple(task for task in self.tasks if task.name not in names))
 
     def listening(self, ports: Sequence[int]) -> ClusterSpec:
         """Return the cluster with its tasks on these ports of 127.0.0.1, one each."""
@@ -291,22 +295,16 @@ def check_stages(cluster: ClusterSpec, config: dict[str, Any], previous: Mapping
 
 
 def _check_undivided(config: dict[str, Any]) -> None:
-    """Check that a configuration for stages has nothing that takes the whole model or its update.
+    """Check that a configuration for stages has no update that takes the whole model's gradients.
 
     Raises:
         UsageError: it has.
     """
-    given = {"init-from": config.get("init_from"), "freeze": config.get("freeze"), "metrics": config.get("metrics")}
-    given["best.metric"] = config.get("best", {}).get("metric")
-    for option, value in given.items():
-        if value:
-            raise UsageError(
-                f"--{option} {value} with --strategy pipeline, which has no such training yet: leave it out"
-            )
-    optimizer = config.get("optimizer", {})
-    if optimizer.get("ema") or ":" in optimizer.get("name", ""):
-        option = f"ema {optimizer['ema']}" if optimizer.get("ema") else f"name {optimizer['name']}"
-        raise UsageError(f"--optimizer.{option} with --strategy pipeline, whose stages update apart: leave it out")
+    if ":" in (name := config.get("optimizer", {}).get("name", "")):
+        raise UsageError(
+            f"--optimizer.name {name} with --strategy pipeline, whose stages update apart: use an optimizer of Keras, "
+            "such as adam"
+        )
 
 
 def check_precision(cluster: ClusterSpec, precision: str) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 from cluster.errors import EXIT_PEER_LOST, ClusterError, RunFailed
 from cluster.messages import described, plain
+from cluster.run import membership
 from cluster.run.folder import RunFolder
 from cluster.system import user_code
 from cluster.system.json_files import read_json
@@ -84,7 +85,7 @@ def train(run: RunFolder) -> int:
     wait_at_gate()
     faulthandler.enable()  # a crash in native code shows the stack that led to it
     faulthandler.register(signal.SIGUSR1)  # the agent asks for every thread's stack when the gang hangs
-    cluster = run.load_cluster()
+    cluster = membership.cluster(run, int(os.environ.get("GENERATION", "0")))
     task = cluster.task(os.environ.get("TASK", "chief"))
     try:
         program.Program(run, task).main()
@@ -111,6 +112,8 @@ def wait_at_gate() -> None:
             if not (line := gate.readline()):
                 sys.exit(EXIT_PEER_LOST)  # the agent is gone, or ends this generation
             os.environ.update(json.loads(line))
+            if not os.environ.get("TF_CONFIG"):  # of a chief that goes on alone
+                os.environ.pop("TF_CONFIG", None)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from cluster.launch import startup, teardown
 from cluster.launch.plan import Plan
 from cluster.messages import short_path
 from cluster.results import summary
-from cluster.run import claim, owner, records
+from cluster.run import claim, membership, owner, records
 from cluster.run.folder import LOST_AFTER_S, SCALE_PATIENCE_S, RunFolder
 from cluster.run.liveness import LivenessMonitor
 from cluster.runtime import registry, tensorboard
@@ -64,7 +64,7 @@ def until_training(run: RunFolder, on_status: Callable[[dict[str, Any]], None]) 
     """Watch a run until every task trains; return False if it ended before."""
     monitor = LivenessMonitor(run)
     while not run.ended:
-        names = {task.name for task in run.load_cluster().tasks}  # anew: it may be scaled meanwhile
+        names = {task.name for task in membership.cluster(run).tasks}  # anew: it may be scaled meanwhile
         value = read_status(run, monitor.look(), with_board=False)
         on_status(value)
         under_way = {"training", "saving", "evaluating", "done"}

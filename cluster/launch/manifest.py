@@ -40,6 +40,7 @@ def write(plan: Plan) -> None:
         "config": _config(plan),
         "init": initial.hashes(plan.run.init),
         "own_code": _own_code(plan.payload),
+        "elastic": dict(plan.elastic),
         "cluster": plan.cluster.to_json(),
         "tf_config": {task.name: tf_config.render(plan.cluster, task) for task in plan.cluster.tasks},
     }

@@ -8,6 +8,7 @@ from typing import Any
 
 from cluster import spec, tf_config
 from cluster.launch import configuration, folders
+from cluster.options import elastic
 from cluster.options.request import Request
 from cluster.run.folder import RunFolder
 from cluster.runtime import tensorboard
@@ -47,8 +48,12 @@ class Plan(Workload):
     @property
     def notes(self) -> list[str]:
         """What the caller should know of it besides."""
-        others = [*self._keras_notes, *self.about_resuming, *filter(None, [self.network.warning])]
+        others = [*self._keras_notes, *self.about_resuming, *self._elastic_notes, *filter(None, [self.network.warning])]
         return [*self.gpus.lines(), *self.gpus.notes, *others]
+
+    @property
+    def _elastic_notes(self) -> list[str]:
+        return elastic.notes(self.elastic, self.config)
 
     @property
     def _keras_notes(self) -> list[str]:
@@ -91,7 +96,11 @@ class Plan(Workload):
                 }
                 for task in self.cluster.tasks
             ],
-            "notes": [*self.gpus.notes, *self.about_resuming, *filter(None, [self.network.warning])],
+            "elastic": self.elastic or None,
+            "notes": [
+                *(*self.gpus.notes, *self.about_resuming, *self._elastic_notes),
+                *filter(None, [self.network.warning]),
+            ],
             "config": self.config,
             "compose": self.compose,
         }

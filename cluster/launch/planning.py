@@ -19,6 +19,7 @@ from cluster.launch.inputs import initial, packages
 from cluster.launch.inputs.scripts import check_path, check_script
 from cluster.launch.plan import Plan
 from cluster.launch.teardown import in_progress
+from cluster.options import elastic
 from cluster.options.option import Needs
 from cluster.options.request import OPTIONS, Request, check_needs, check_together
 from cluster.options.topology import check_hardware
@@ -75,9 +76,11 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         cluster = spec.build(**topology | {"devices": devices_each})
 
     config, payload, data = _resolve(request, previous, runtime, int(job.cpus_per_task or 0), installs=installs)
+    elastic_run = elastic.parse(request, cluster, previous.started if request.resume else {})
     about_resuming: list[str] = []
     if payload.script is None:
         check_sharing(config, cluster, previous.run.load_config() if previous.run else None)
+        elastic.check_batch(elastic_run, cluster, config)
         if request.resume:
             about_resuming = resuming.check(run, request.preset, config, cluster)
 
@@ -93,6 +96,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         memory=memory,
         network=_network(request, previous, runtime, cluster, payload),
         job=job,
+        elastic=elastic_run,
     )
     return Plan(
         **vars(work),

@@ -21,6 +21,7 @@ from cluster.run import claim, owner, provenance
 from cluster.run.folder import SCALE
 from cluster.runtime import registry, tensorboard
 from cluster.runtime.base import Shell
+from cluster.runtime.payload import data_words
 from cluster.system import files, interrupts, json_files
 
 
@@ -166,8 +167,8 @@ def _data_commands(plan: Plan) -> list[str]:
     """Return what gets the data: once, here, never from several tasks at once. A script gets its own."""
     if plan.payload.script:
         return []
-    name, streams = plan.config["dataset"], plan.config.get("source") == "stream"
-    return [data_command("shard" if streams else "prepare", name, path=plan.payload.local_path())]
+    verb, *words = data_words(plan.config)
+    return [data_command(verb, plan.config["dataset"], *words, path=plan.payload.local_path())]
 
 
 def start_tensorboard(port: int, requested: str, sh: Shell) -> None:
@@ -221,7 +222,7 @@ def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> N
     started |= {"hang_timeout_s": plan.hang_timeout_s, "max_restarts": plan.max_restarts}
     started |= {"gpus": plan.gpus.to_json(), "memory": plan.memory.requested, "network": plan.network.requested}
     started |= {"env": list(plan.payload.env), "code_dirs": [str(folder) for folder in plan.payload.code_dirs]}
-    started["job"] = asdict(plan.job)
+    started |= {"job": asdict(plan.job), **plan.elastic}
     json_files.write_json(plan.run.control / "started.json", started)
     _begin_life(plan)
 
@@ -255,6 +256,6 @@ def _begin_life(plan: Plan) -> dict[str, Any]:
     plan.run.begin_generation(plan.run.generation + 1 if plan.resumes else 0, resumed=plan.resumes)
     if not plan.resumes:
         return {}
-    for beat in (plan.run.path / "status").glob("*.json"):
-        files.remove(beat)
+    for record in (*(plan.run.path / "status").glob("*.json"), *plan.run.away("").glob("*")):
+        files.remove(record)
     return plan.run.reopen()

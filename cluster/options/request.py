@@ -219,6 +219,19 @@ class Request:
         kinds=(int,),
         bounds=(0, 1000),
     )
+    min_workers: str = option(
+        Group.KEPT,
+        "workers that are enough: the run goes on without those that stay away, at the same global batch",
+        "all",
+        kinds=(int,),
+        needs=Needs.TRAINER,
+    )
+    grow: bool = switch(
+        Group.KEPT,
+        "with --min-workers: take in workers that return, at the next checkpoint",
+        "no, they wait for `invoke scale`",
+        needs=Needs.TRAINER,
+    )
     name: str = option(Group.KEPT, "name of the run", "preset, date and time", needs=Needs.NEW_RUN)
     resume: str = option(
         Group.KEPT, "go on with this run, on its own topology unless another is given", "start a new run"

@@ -83,6 +83,10 @@ class Layout:
         """The identities of the newest attempt's processes, as the task itself sees them."""
         return self.control / "programs" / f"{task}.json"
 
+    def away(self, task: str) -> Path:
+        """There while a fault keeps the task away, so that its supervisor does not bring it back."""
+        return self.control / "away" / task
+
     def log(self, task: str) -> Path:
         """The output of the task's program."""
         return self.path / "logs" / f"{task}.log"

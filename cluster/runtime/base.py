@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ class Workload:
     memory: Memory
     network: Network
     job: Job = EMPTY
+    elastic: Mapping[str, Any] = field(default_factory=dict)
+    """Without how many workers it goes on, as in `started.json`; empty if it needs all of them."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ def script(
     job: Job,
     environment: Mapping[str, str],
     agent: Sequence[str],
+    *,
+    elastic: bool = False,
 ) -> str:
     """Return the batch script of a run.
 
@@ -34,18 +36,20 @@ def script(
         job: what is requested of Slurm.
         environment: what every task gets.
         agent: the command of every task's agent.
+        elastic: whether the job outlives the loss of a node, without which its run may go on.
     """
+    outlives = "--no-kill --wait=0" if elastic else f"--wait={LEAVE_S}"
     step = shlex.join([sys.executable, "-m", "cluster.agent.schedulers.slurm"])
     exported = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(environment.items()))
     return f"""#!/bin/bash
-{_directives(spec, name, run_dir, job)}
+{_directives(spec, name, run_dir, job, elastic=elastic)}
 
 {exported}
 
 trap {shlex.quote(f"{step} stop")} USR1  # the time limit is near: every task saves at the same step and ends
 trap 'ended=yes' TERM  # scancel or preemption: the tasks do the same, and Slurm decides what follows
 
-srun --export=ALL --kill-on-bad-exit=0 --wait={LEAVE_S} {step} task {shlex.join(agent)} &
+srun --export=ALL --kill-on-bad-exit=0 {outlives} {step} task {shlex.join(agent)} &
 while kill -0 $! 2>/dev/null; do wait $!; done
 
 [ -n "$ended" ] && exit 143
@@ -56,7 +60,7 @@ exit $code
 """
 
 
-def _directives(spec: ClusterSpec, name: str, run_dir: Path, job: Job) -> str:
+def _directives(spec: ClusterSpec, name: str, run_dir: Path, job: Job, *, elastic: bool) -> str:
     options = {
         "job-name": name,
         "ntasks": str(len(spec.tasks)),
@@ -73,4 +77,4 @@ def _directives(spec: ClusterSpec, name: str, run_dir: Path, job: Job) -> str:
         "export": "NONE",
     }
     lines = [f"#SBATCH --{name}={shlex.quote(value)}" for name, value in options.items() if value]
-    return "\n".join([*lines, "#SBATCH --requeue"])
+    return "\n".join([*lines, *(["#SBATCH --no-kill"] if elastic else []), "#SBATCH --requeue"])

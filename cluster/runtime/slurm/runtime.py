@@ -87,7 +87,8 @@ class Slurm(ScheduledRuntime):
         given = {name: value for name, value in _environment(work).items() if not name.startswith("SLURM")}
         python = container.command(work) if work.job.apptainer else [sys.executable]
         agent = [*python, "-m", "cluster.agent", *work.payload.command()]
-        text = batch.script(work.cluster, job_name(work.run), work.run.path, work.job, given, agent)
+        name, elastic = job_name(work.run), bool(work.elastic)
+        text = batch.script(work.cluster, name, work.run.path, work.job, given, agent, elastic=elastic)
         return {"runtime": self.name, "script": text}
 
     def preflight(self, work: Workload, ending: int = 0) -> None:

@@ -12,7 +12,7 @@ from cluster.control import chaos, storm
 from cluster.control.chaos import Fault, Result
 from cluster.errors import UsageError
 from cluster.run.folder import RunFolder
-from cluster.system.json_files import write_json
+from cluster.system.json_files import read_json, write_json
 
 MakeRun = Callable[..., RunFolder]
 LONG = 10**9
@@ -91,6 +91,25 @@ def test_only_what_the_run_can_outlive_is_drawn(
     assert {task.name for task in run.load_cluster().tasks} - {"evaluator"} == {fault.task for fault in drawn}
     assert {"kill"} == {fault.kind for fault in drawn if fault.whole}
     assert {True, False} == {fault.whole for fault in drawn if fault.kind == "kill"}
+
+
+@pytest.mark.parametrize(("runtime", "drawn"), [("local", True), ("docker", True), ("swarm", False)])
+def test_a_worker_is_lost_only_where_the_run_goes_on_without(
+    make_run: MakeRun, inflicted: list[tuple[int, Fault]], runtime: str, drawn: bool
+) -> None:
+    run = make_run("another", workers=2)
+    write_json(run.compose, {"x-runtime": runtime})
+    write_json(run.control / "started.json", read_json(run.control / "started.json") | {"min_workers": 1})
+    beat(run, 0)
+    deal(run, count=200)
+    lost = {fault.task for _, fault in inflicted if fault.kind == "lose"}
+    assert ({"worker-0", "worker-1"} if drawn else set()) == lost
+
+
+def test_who_was_left_out_is_spared(run: RunFolder, inflicted: list[tuple[int, Fault]]) -> None:
+    run.begin_generation(1, left_out=["worker-0"])
+    deal(run, count=50)
+    assert {"chief", "worker-1"} == {fault.task for _, fault in inflicted}
 
 
 def test_the_kinds_that_were_asked_for_are_all_that_is_drawn(

@@ -46,6 +46,14 @@ def ended(make_run: Callable[..., RunFolder]) -> EndedRun:
     return make
 
 
+def test_another_number_of_workers_gives_the_same_bits_with_virtual_shards_alone(ended: EndedRun) -> None:
+    for config, same in ((None, None), ({"bitwise_elastic": 4}, True)):
+        ended(f"calm-{same}", config=config)
+        run = ended(f"smaller-{same}", config=config, restarts=1)
+        run.begin_generation(2, task="worker-0", left_out=["worker-0"])
+        assert same is reference.same_bits(run)
+
+
 # Which one it is
 
 

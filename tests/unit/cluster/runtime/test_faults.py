@@ -70,6 +70,15 @@ def test_a_task_that_is_frozen_is_frozen_whole_until_it_is_relieved(run: RunFold
     wait_for(lambda: set(states(victims).values()) == {"S"}, "the task that goes on", timeout_s=10)
 
 
+def test_a_lost_task_is_killed_whole_and_kept_away_until_it_is_undone(run: RunFolder, victims: dict[str, int]) -> None:
+    injector = ProcessFaults(run)
+    injector.lose("worker-0")
+    wait_for(lambda: set(states(victims).values()) == {"Z"}, "the end of both", timeout_s=10)
+    assert run.away("worker-0").exists()
+    injector.undo("worker-0")
+    assert not run.away("worker-0").exists()
+
+
 def test_a_slow_program_stops_again_and_again_and_no_more_once_relieved(
     run: RunFolder, victims: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +199,14 @@ def test_a_container_that_is_cut_off_comes_back_under_its_own_name(run: RunFolde
     assert ("network", "disconnect", "--force", "run_cluster", "c0ffee") == disconnect
     injector.undo("worker-0")
     assert [("network", "connect", "--alias", "worker-0", "run_cluster", "c0ffee")] == docker.done()
+
+
+def test_a_lost_container_stays_away_until_it_is_started(run: RunFolder, docker: Engine) -> None:
+    injector = registry.of(run).faults(run)
+    injector.lose("worker-0")
+    assert ("kill", "c0ffee") == docker.done()[-1]
+    injector.undo("worker-0")
+    assert [("start", "c0ffee")] == docker.done()
 
 
 def test_a_slow_container_gets_every_core_back(run: RunFolder, docker: Engine) -> None:

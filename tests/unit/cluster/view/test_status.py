@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from cluster.run.folder import RunFolder
@@ -46,11 +48,24 @@ def test_status_holds_what_the_contract_lists(run: RunFolder, monkeypatch: pytes
         "examples_per_s": 480.0,
         "tensorboard": "http://127.0.0.1:6007",
         "pace": {"stragglers": [], "starved": []},
+        "left_out": [],
         "last_event": None,
     } == value
     assert ["chief", "worker-0"] == [task["task"] for task in tasks]
     assert {"step": 10, "every_s": None} == {name: checkpoint[name] for name in ("step", "every_s")}
     assert 0 <= checkpoint["age_s"] < 60
+
+
+def test_who_was_left_out_is_shown_and_is_lost_or_waits(run: RunFolder) -> None:
+    beat(run, "chief", "training", generation=1, step=7)
+    beat(run, "worker-0", "training", updated_at=time.time() - 1000)
+    run.begin_generation(1, task="worker-0", left_out=["worker-0"])
+    value = read_status(run)
+    assert ["worker-0"] == value["left_out"]
+    assert ["training", "lost"] == [each["state"] for each in value["tasks"]]
+    assert "without worker-0" in progress(value)
+    beat(run, "worker-0", "waiting", generation=1)
+    assert ["training", "waiting"] == [each["state"] for each in read_status(run)["tasks"]]
 
 
 def test_a_run_that_ended_says_how_to_train_as_long_again(run: RunFolder) -> None:
