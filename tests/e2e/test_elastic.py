@@ -129,7 +129,7 @@ def test_scale_must_bring_in_a_worker_that_waits(clusters: Clusters) -> None:
     chaos.inflict(run, Fault("lose", "worker-0", at_step=20), SLOW_MACHINE_S)
     wait_for(lambda: (run.heartbeat("worker-0") or {}).get("state") == "waiting", "worker-0 to wait", SLOW_MACHINE_S)
     await_members(run, "worker-0")
-    assert "without worker-0" in clusters.invoke("status", "scaled")
+    assert "without worker-0" in clusters.invoke("status", "--run=scaled")
     told = clusters.invoke("scale", "--workers=2", "--run=scaled", timeout_s=SLOW_MACHINE_S)
     assert "scaled from 1 to 2 workers at step " in told
     await_members(run)
