@@ -106,7 +106,7 @@ def test_every_command_must_mean_the_same_for_a_job(clusters: Clusters, long_job
     name = f"--run={long_job.name}"
     status = json.loads(clusters.invoke("status", "--json", name))
     assert ("training", 3) == (status["state"], len(status["tasks"]))
-    assert "step 60/" in clusters.invoke("logs", "worker-1", name)
+    assert "step 60/" in clusters.invoke("logs", "chief", name)
     clusters.invoke("chaos", "kill", "worker-1", timeout_s=300)
     clusters.invoke("scale", "--workers=1", name, timeout_s=300)
     assert 2 == len(long_job.load_cluster().tasks)
