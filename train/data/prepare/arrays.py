@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from cluster.errors import PrerequisiteError, RunFailed
 from cluster.system.files import sha256
+from train import named
 from train.data import arrays
 from train.data.prepare import debian, download, store
 from train.data.prepare.download import SourceFile
@@ -137,7 +138,8 @@ def _prepare(
             scratch, data_dir, name, version, classes=classes, splits=splits, source=source, source_files=source_files
         )
     for split in (array_set.train, array_set.test):
-        say(f"wrote {split.features.path} {list(split.features.shape)} and its labels")
+        for file in named.leaves(split.features):
+            say(f"wrote {file.path} {list(file.shape)} and its labels")
     say(f"{name} is ready, from: {source} ({time.monotonic() - started:.0f} s)")
     return array_set
 
