@@ -27,7 +27,7 @@ LOOPS = ("custom", "fit")
 ONEDNN = ("auto", "on", "off")
 SINKS = ("csv", "mlflow", "wandb")
 SOURCES = ("memory", "stream")
-DATASETS = ("fashion_mnist", "mnist", "jargon_file", "tiny_shakespeare")
+DATASETS = ("fashion_mnist", "mnist", "jargon_file", "tiny_shakespeare", "breast_cancer", "imdb_reviews")
 MODELS = ("two_conv_cnn", "resnet20", "resnet50", "transformer_lm")
 REPEATABLE = ("two_conv_cnn",)
 """Those whose bits were seen to repeat with oneDNN's kernels. A ResNet's 1x1 convolutions with stride 2 do not."""

@@ -99,9 +99,7 @@ def long(*case: str) -> object:
         long("tuned", "servers", "custom"),
     ],
 )
-def test_a_run_that_was_killed_must_end_with_the_same_bits(
-    own: Clusters, model: str, topology: str, loop: str
-) -> None:
+def test_a_run_that_was_killed_must_end_with_the_same_bits(own: Clusters, model: str, topology: str, loop: str) -> None:
     if model == "tuned" and not own.run("base").ended:
         own.invoke(*words("base", f"{MODELS['parcels']} --workers=0", "undisturbed", "--seed=5"))
     options, name = f"{MODELS[model]} {TOPOLOGIES[topology]} --loop={loop}", f"{model}-{topology}-{loop}"

@@ -30,7 +30,14 @@ from train.named import Named
 if TYPE_CHECKING:
     import numpy as np
 
-VERSIONS = {"fashion_mnist": "3.0.1", "mnist": "3.0.1", "jargon_file": "4.4.7", "tiny_shakespeare": "1.0.0"}
+VERSIONS = {
+    "fashion_mnist": "3.0.1",
+    "mnist": "3.0.1",
+    "jargon_file": "4.4.7",
+    "tiny_shakespeare": "1.0.0",
+    "breast_cancer": "1.0.0",
+    "imdb_reviews": "1.0.0",
+}
 """The datasets known here and the version of each: another version may order its examples differently."""
 
 WINDOW = 1024
