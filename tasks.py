@@ -12,7 +12,7 @@ from invoke import Collection, Exit
 
 from cluster import spec
 from cluster.cli.command_line import JSON_HELP, has_dry_run, in_checkout, shell, show, task
-from cluster.cli.tasks import checks, data, docs, explain, image, k8s, machine, reports, requirements, runs, saved, tour
+from cluster.cli.tasks import checks, data, docs, image, k8s, machine, reports, runs, saved, tour
 from cluster.errors import UsageError
 from cluster.launch import startup
 
@@ -92,7 +92,7 @@ ns = Collection(
     checks.verify,
     checks.rerun,
     checks.chaos,
-    explain.explain,
+    checks.explain,
     reports.runs,
     reports.compare,
     reports.report,
@@ -106,5 +106,5 @@ ns = Collection(
     data=Collection(data.prepare, data.shard, data.verify),
     docs=Collection(docs.options, docs.troubleshooting),
     k8s=Collection(k8s.render),
-    requirements=Collection(requirements.lock),
+    requirements=Collection(image.lock),
 )

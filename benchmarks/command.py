@@ -27,7 +27,7 @@ NEEDS_ENGINE = ("images",)
 
 
 def chosen(only: str) -> list[str]:
-    """Return the benchmarks that were asked for.
+    """Return the requested benchmarks.
 
     Raises:
         UsageError: there is no such.
@@ -93,7 +93,7 @@ def check_plots() -> None:
 
 
 def _possible(names: Sequence[str], runtime: str, *, named: bool, log: Callable[[str], object]) -> list[str]:
-    """Return what can be measured here: without an engine not its images, unless they were asked for by name."""
+    """Return what can be measured here: without an engine not its images, unless they were requested by name."""
     chosen, why = registry.choose(runtime)
     if chosen.name == "docker" or named:
         return list(names)

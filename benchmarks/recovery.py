@@ -12,26 +12,26 @@ from cluster.runtime.local import supervisor
 
 VICTIMS = ("worker-1", "chief", "worker-0")
 CALM_S = 25.0
-"""Training before each kill: a spare is started 10 s after its task began to train, and takes some to get ready."""
-SPARE = {"with warm spares": "1", "without": "0"}
+"""Training before each kill: a standby process starts 10 s after its task began to train, and rehearses."""
+STANDBY = {"with warm spares": "1", "without": "0"}
 
 
 def measure(bench: Bench) -> list[Figure]:
     """Kill one task after the other of a run with spares and of one without; a round has as many kills as victims."""
     victims = VICTIMS[:1] if bench.quick else VICTIMS
-    seconds: dict[str, list[float]] = {how: [] for how in SPARE}
+    seconds: dict[str, list[float]] = {how: [] for how in STANDBY}
     for number in bench.turns():
         if number % len(VICTIMS):
             continue  # one round here is as many kills
-        for how, spare in SPARE.items():
-            seconds[how] += _recoveries(bench, f"spare-{spare}-{number}", spare, victims)
+        for how, standby in STANDBY.items():
+            seconds[how] += _recoveries(bench, f"standby-{standby}-{number}", standby, victims)
     with_s, without_s = seconds.values()
     title = "SIGKILL of a task to the next new step, chief and 2 workers, with warm spares"
     return [Figure("recovery", title, "s", seconds, ratios(with_s, without_s))]
 
 
-def _recoveries(bench: Bench, name: str, spare: str, victims: tuple[str, ...]) -> list[float]:
-    run = bench.up(name, "--workers=2", "--checkpoint-every=100", "--detach", steps=ENDLESS, WARM_SPARE=spare)
+def _recoveries(bench: Bench, name: str, standby: str, victims: tuple[str, ...]) -> list[float]:
+    run = bench.up(name, "--workers=2", "--checkpoint-every=100", "--detach", steps=ENDLESS, WARM_SPARE=standby)
     found = []
     for victim in victims:
         time.sleep(CALM_S)

@@ -205,7 +205,7 @@ def cores() -> int:
 
 @contextmanager
 def bench(**options: Any) -> Iterator[Bench]:
-    """Give a folder for runs, and end what is left in it, also where this process is asked to end."""
+    """Provide a folder for runs, and end what is left in it, also on SIGTERM."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     kept = {name: os.environ.get(name) for name in ("RUNS_DIR", "DATA_DIR")}
     data_dir = str(folders.data_dir())

@@ -31,11 +31,11 @@ def measure(bench: Bench) -> list[Figure]:
     if cores() < 2:
         raise PrerequisiteError(f"scaling: {cores()} core, expected 2; measure it on another machine, see --only")
     steps = bench.steps(STEPS)
-    asked = {ONE: (0, 1), SAME_SHARE: (1, 2), SAME_BATCH: (1, 1), ONE_LARGE: (0, 4), LARGE: (1, 8)}
-    rates: dict[str, list[float]] = {name: [] for name in (*asked, APART)}
+    layouts = {ONE: (0, 1), SAME_SHARE: (1, 2), SAME_BATCH: (1, 1), ONE_LARGE: (0, 4), LARGE: (1, 8)}
+    rates: dict[str, list[float]] = {name: [] for name in (*layouts, APART)}
     own = sorted(os.sched_getaffinity(0))
     for turn in bench.turns():
-        for number, (name, (workers, batches)) in enumerate(asked.items()):
+        for number, (name, (workers, batches)) in enumerate(layouts.items()):
             run = _start(bench, f"scaling-{turn}-{number}", workers, batches * GLOBAL_BATCH, own)
             rates[name].append(batches * _rate(bench, [run], steps))
         chiefs = [_start(bench, f"scaling-{turn}-chief-{core}", 0, GLOBAL_BATCH, [core]) for core in own[:2]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -140,6 +140,10 @@ class ClusterSpec:
     def restarts_alone(self, task: Task) -> bool:
         """Whether the task may start again while the others go on; every other task takes the gang with it."""
         return task.role == Role.EVALUATOR or (task.role == Role.WORKER and self.kind.served)
+
+    def without(self, names: Collection[str]) -> ClusterSpec:
+        """Return the cluster without the tasks of these names; the others keep theirs."""
+        return replace(self, tasks=tuple(task for task in self.tasks if task.name not in names))
 
     def listening(self, ports: Sequence[int]) -> ClusterSpec:
         """Return the cluster with its tasks on these ports of 127.0.0.1, one each."""

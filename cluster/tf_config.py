@@ -28,7 +28,7 @@ def render(spec: ClusterSpec, task: Task) -> dict[str, Any] | None:
     cluster: dict[str, list[str]] = {}
     for member in spec.members:
         cluster.setdefault(Role.WORKER if workers_alone else member.role, []).append(member.address)
-    role, index = task.role, task.index
+    role, index = task.role, spec.of(task.role).index(task)  # among those that are there
     if workers_alone and role != Role.EVALUATOR:
         role, index = Role.WORKER, spec.members.index(task)
     return {"cluster": cluster, "task": {"type": role.value, "index": index}}

@@ -193,8 +193,8 @@ def _run_folders(item: pytest.Item) -> Iterator[Path]:
 
 
 def _last_words(run: Path) -> str:
-    told = []
+    lines = []
     for path in [run / "events.jsonl", *sorted(run.glob("logs/*.log"))]:
         if path.exists():
-            told += [f"--- {path.relative_to(run)}", *path.read_text(errors="replace").splitlines()[-LAST_LINES:]]
-    return "\n".join(told)
+            lines += [f"--- {path.relative_to(run)}", *path.read_text(errors="replace").splitlines()[-LAST_LINES:]]
+    return "\n".join(lines)

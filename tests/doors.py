@@ -24,10 +24,10 @@ SIOCGIFADDR = 0x8915
 def speaks(address: str, port: int, timeout_s: float = 2) -> bool:
     """Whether a gRPC server answers there."""
     try:
-        with socket.create_connection((address, port), timeout_s) as asked:
-            asked.settimeout(timeout_s)
-            asked.sendall(HELLO)
-            return OWN_SETTING in asked.recv(512)
+        with socket.create_connection((address, port), timeout_s) as connection:
+            connection.settimeout(timeout_s)
+            connection.sendall(HELLO)
+            return OWN_SETTING in connection.recv(512)
     except OSError:
         return False
 
@@ -35,10 +35,10 @@ def speaks(address: str, port: int, timeout_s: float = 2) -> bool:
 def addresses() -> list[str]:
     """Return every address of this machine's interfaces, of its loopback, too."""
     found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
         for _, name in socket.if_nameindex():
             try:
-                answer = fcntl.ioctl(asked, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                answer = fcntl.ioctl(query, SIOCGIFADDR, struct.pack("256s", name.encode()))
             except OSError:  # it has none
                 continue
             found.append(socket.inet_ntoa(answer[20:24]))

@@ -22,12 +22,13 @@ from typing import Any
 
 from cluster.errors import EXIT_PEER_LOST, ClusterError, RunFailed
 from cluster.messages import described, plain
+from cluster.run import membership
 from cluster.run.folder import RunFolder
 from cluster.system import user_code
 from cluster.system.json_files import read_json
-from train import overrides
 from train.config import TrainConfig
 from train.data import ready
+from train.settings import overrides
 from train.startup import preload
 
 EXIT_BUG = 70
@@ -84,7 +85,7 @@ def train(run: RunFolder) -> int:
     wait_at_gate()
     faulthandler.enable()  # a crash in native code shows the stack that led to it
     faulthandler.register(signal.SIGUSR1)  # the agent asks for every thread's stack when the gang hangs
-    cluster = run.load_cluster()
+    cluster = membership.cluster(run, int(os.environ.get("GENERATION", "0")))
     task = cluster.task(os.environ.get("TASK", "chief"))
     try:
         program.Program(run, task).main()
@@ -105,12 +106,14 @@ def train(run: RunFolder) -> int:
 
 
 def wait_at_gate() -> None:
-    """Wait for the agent's word that the cluster is complete, and which life this is. Without an agent is no gate."""
+    """Wait until the agent reports that the cluster is complete, and which generation this is; no agent, no wait."""
     if "GATE_FD" in os.environ:
         with os.fdopen(int(os.environ["GATE_FD"]), "rb") as gate:
             if not (line := gate.readline()):
                 sys.exit(EXIT_PEER_LOST)  # the agent is gone, or ends this generation
             os.environ.update(json.loads(line))
+            if not os.environ.get("TF_CONFIG"):  # of a chief that goes on alone
+                os.environ.pop("TF_CONFIG", None)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,14 @@ from typing import Any
 
 from cluster import spec, strategies
 from cluster.errors import UsageError
-from train import heads, references
 from train.data.arrays import WINDOW
-from train.field_types import check_choice, check_range, check_types, option
-from train.optimization import OPTIMIZERS, Optimizer
 from train.pipeline.partition import PARTITIONS
 from train.pipeline.schedule import SCHEDULES
 from train.saving import timer
-from train.stopping import Best
+from train.settings import heads, references
+from train.settings.field_types import check_choice, check_range, check_types, option
+from train.settings.optimization import OPTIMIZERS, Optimizer
+from train.settings.stopping import Best
 
 __all__ = ["Best", "Optimizer", "Pipeline", "TrainConfig", "Transformer"]
 

@@ -12,6 +12,7 @@ from tensorflow import keras
 
 from cluster.errors import ClusterError, PrerequisiteError, RunFailed
 from cluster.messages import system_error
+from cluster.run import membership
 from cluster.run.folder import RunFolder
 from cluster.run.heartbeat import Heartbeat
 from cluster.spec import Role, Task, precision_of
@@ -20,7 +21,8 @@ from train import evaluator, strategy
 from train.config import TrainConfig
 from train.context import TaskContext
 from train.data import blocks, sources
-from train.loops import custom, fit
+from train.loops import custom
+from train.loops.keras_fit import fit
 from train.loops.train_step import exact_order
 from train.model import initial, keras_compat, models, objectives
 from train.model.export import is_legacy
@@ -37,9 +39,9 @@ class Program:
     def __init__(self, run: RunFolder, task: Task) -> None:
         self.run = run
         self.task = task
-        self.spec = run.load_cluster()
-        self.config = TrainConfig.from_json(read_json(run.config))
         generation, restarts = int(os.environ.get("GENERATION", "0")), int(os.environ.get("RESTARTS", "0"))
+        self.spec = membership.cluster(run, generation)
+        self.config = TrainConfig.from_json(read_json(run.config))
         configure_threads(self.config)
         self.heartbeat = Heartbeat(run, task, generation, restarts)
         self.stop = threading.Event()

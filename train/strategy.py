@@ -57,7 +57,7 @@ def check_gpus() -> list[tf.config.PhysicalDevice]:
 def build(spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strategy:
     """Return the strategy, its cluster formed. Reads TF_CONFIG from the environment.
 
-    Every member must be up (the agents' start barrier sees to it): TensorFlow waits for a missing one for ever.
+    Every member must be up (the agents' rendezvous sees to it): TensorFlow waits for a missing one for ever.
     """
     return BUILDERS[spec.strategy](spec, devices)
 

@@ -38,7 +38,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
 
 
 def report_nothing(folder: Path) -> None:
-    """Have Ray send no usage report, whatever the caller's environment or `~/.ray/config.json` says."""
+    """Disable Ray's usage report, whatever the caller's environment or `~/.ray/config.json` says."""
     config = folder / "usage.json"
     config.write_text(json.dumps({"usage_stats": False}))
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_USAGE_STATS_CONFIG_PATH=str(config))

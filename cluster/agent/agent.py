@@ -29,7 +29,7 @@ from cluster.agent.diagnosis import MemoryKills, explain_missing
 from cluster.agent.program import Program, Trainer
 from cluster.agent.standby import Standby
 from cluster.agent.watchdog import FROZEN_S, Finding, Watchdog
-from cluster.errors import EXIT_FAILED, EXIT_TIMEOUT, ClusterError
+from cluster.errors import EXIT_FAILED, EXIT_PEER_LOST, EXIT_TIMEOUT, ClusterError
 from cluster.recovery import attempts, ends, step_record
 from cluster.recovery.attempts import OUTSIDE, OWN
 from cluster.run.folder import RunFolder
@@ -61,19 +61,31 @@ class Agent(Decisions):
     def main(self) -> int:
         """Make one attempt after the other until the run has an outcome."""
         then = os.environ.get("STOP_THEN", "")
-        signal.signal(signal.SIGTERM, lambda *_: self.run.request_stop(self.task.name, then=then))
+        signal.signal(signal.SIGTERM, lambda *_: self._act_on_terminate(then))
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # `invoke up` turns a Ctrl-C into a stop request
         self._report_own_death()
         while not self.run.outcome:
-            self._attempt(self.run.generation)
+            generation = self.run.generation
+            if self.members.has(generation):
+                self._attempt(generation)
+            else:
+                self.members.await_turn(generation, partial(self._is_over, generation), self._listener)
         self.standby.end()
         self._finish()
         return 0
+
+    def _act_on_terminate(self, then: str) -> None:
+        """Request that the run stops, unless it goes on without this task."""
+        if not self.members.has(self.run.generation):
+            raise SystemExit(EXIT_PEER_LOST)
+        self.run.request_stop(self.task.name, then=then)
 
     def _report_own_death(self) -> None:
         """Report that the whole task died, if a heartbeat of this generation says that the engine restarted it."""
         beat = self.run.heartbeat(self.task.name)
         if not beat or beat["generation"] != self.run.generation or "importing" in beat:
+            return
+        if not self.members.has(beat["generation"]):
             return
         finished = beat["state"] in ("done", "stopped")
         self.exit_code = beat.get("exit_code", 0 if finished else as_exit_code(-signal.SIGKILL))
@@ -94,12 +106,13 @@ class Agent(Decisions):
 
     def _attempt(self, generation: int) -> None:
         """Run the program once in this generation, and act on its end."""
+        self._join(generation)
         restarts = attempts.restarts(self.run, self.task.name)
         heartbeat = Heartbeat(self.run, self.task, generation, restarts).start()
         if not self._pause(heartbeat, generation):
             heartbeat.stop()
             return
-        variables = {"GENERATION": str(generation), "RESTARTS": str(restarts)}
+        variables = {"GENERATION": str(generation), "RESTARTS": str(restarts), **self.members.variables(self.spec)}
         self.run.programs(self.task.name).unlink(missing_ok=True)  # of the previous attempt
         program = self.standby.take() or self._program(os.environ | variables)
         self._memory_kills = MemoryKills()
@@ -145,7 +158,7 @@ class Agent(Decisions):
             return True
         heartbeat.update(state="waiting")
         waiting: ports.Waiting = {
-            "timeout_s": self.rendezvous_timeout_s,
+            "timeout_s": self.members.patience_s(self.rendezvous_timeout_s),
             "abandon": lambda: self._is_over(generation) or self.run.stop_requested or program.ended,
             "report": lambda obstacle: heartbeat.update(obstacle=obstacle),
         }
@@ -163,7 +176,10 @@ class Agent(Decisions):
                 self._act_on_early_end(program, generation)
             return False
         except ClusterError as error:
-            self.run.end("failed", task=self.task.name, exit_code=error.exit_code, error=str(error))
+            missing = error.missing if isinstance(error, rendezvous.Incomplete) else ()
+            timeout_s = self.rendezvous_timeout_s
+            if not missing or not self.members.go_on_without(self.recovery, generation, missing, timeout_s):
+                self.run.end("failed", task=self.task.name, exit_code=error.exit_code, error=str(error))
             return False
         self.run.event(self.task.name, "cluster complete", generation=generation)
         return True
@@ -212,6 +228,7 @@ class Agent(Decisions):
                 program.show_stacks()
             if finding := watchdog.examine():
                 return self._act_on_finding(finding, program, generation)
+            self.members.take_in_returned(self.recovery, generation)
             if self.run.stop_requested and not self.serves:
                 self._request_end(program)
             if self._resuming or (program.can_wait and not self.standby.settled):
@@ -256,8 +273,8 @@ class Agent(Decisions):
     def _act_on_exit(self, program: Program, generation: int) -> None:
         """Apply the failure policy to a program that ended."""
         code = program.wait()
-        if self.run.outcome:
-            return  # what ends after the run changes nothing
+        if self._is_over(generation):
+            return  # what ends after the run or its generation changes nothing
         end = self._end_of(program, code, generation)
         side_car = self.task.role == Role.EVALUATOR
         if self._state in ("done", "stopped") or (side_car and self.run.stop_requested):

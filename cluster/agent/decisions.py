@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from cluster.agent.diagnosis import MemoryKills, describe
+from cluster.agent.members import Members
 from cluster.agent.program import Program
 from cluster.agent.standby import Standby
 from cluster.agent.watchdog import SILENT_S, Watchdog
@@ -17,9 +18,10 @@ from cluster.recovery.attempts import LOST_CONTACT, OUTSIDE
 from cluster.recovery.ends import End
 from cluster.recovery.policy import Recovery
 from cluster.results import summary
-from cluster.run import launch_records, records
+from cluster.run import launch_records, membership, records
 from cluster.run.folder import RunFolder
 from cluster.run.heartbeat import Heartbeat
+from cluster.run.membership import LEFT_OUT
 from cluster.spec import Role
 
 POLL_S = 0.1
@@ -46,12 +48,18 @@ class Decisions:
         self.restarts_alone = self.spec.restarts_alone(self.task)
         self.exit_code: int | None = None
         self.recovery = Recovery(run, self.spec, self.task)
+        self.members = Members(run, self.spec, self.task)
         self._memory_kills = MemoryKills()
         self._watchdog: Watchdog
         self._resuming = False
         """Whether the event `resumed` is due once the program trains, after a restart of this task alone."""
         self._pause_s = 0.0
         """How long to wait before the next attempt, if only this task starts again."""
+
+    def _join(self, generation: int) -> None:
+        """Take part in the cluster of a generation, which may leave out other tasks."""
+        self.spec = self.members.cluster(generation)
+        self.recovery = Recovery(self.run, self.spec, self.task)
 
     @property
     def _state(self) -> str:
@@ -129,7 +137,8 @@ class Decisions:
             return self._wait_until_over(generation)
         stopped = self._state == "stopped"
         if stopped and self.run.stop_withdrawn(generation):
-            self.run.begin_generation(generation + 1, resumed=True)
+            left_out = sorted(membership.left_out(self.run, generation))
+            self.run.begin_generation(generation + 1, resumed=True, **({LEFT_OUT: left_out} if left_out else {}))
         else:
             self.run.end("stopped" if stopped else "succeeded", task=self.task.name)
         return None
@@ -141,7 +150,9 @@ class Decisions:
         beat = Heartbeat(self.run, self.task, self.run.generation)
         previous = self.run.heartbeat(self.task.name) or {}
         state = {"succeeded": "done", "stopped": "stopped", "failed": "failed"}[outcome["state"]]
-        if outcome["state"] == "failed" and outcome.get("task") != self.task.name:
+        if not self.members.has(self.run.generation):
+            state = "stopped"  # the run ended without it
+        elif outcome["state"] == "failed" and outcome.get("task") != self.task.name:
             # Another task failed: this one's work was done, or it was ended.
             state = "done" if previous.get("state") == "done" else "stopped"
         beat.values |= previous | {"state": state, "exit_code": self.exit_code}

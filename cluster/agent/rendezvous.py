@@ -14,13 +14,21 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TextIO
 
 from cluster.agent.ports import CONNECT_TIMEOUT_S, POLL_S, Abandoned, listen
 from cluster.errors import TimedOut
 from cluster.spec import ClusterSpec, Task
+
+
+class Incomplete(TimedOut):
+    """Tasks did not come to the rendezvous in time."""
+
+    def __init__(self, message: str, missing: Collection[str]) -> None:
+        super().__init__(message)
+        self.missing = frozenset(missing)
 
 
 @dataclass
@@ -59,7 +67,8 @@ def wait(
     Raises:
         PortTaken: another program used this task's port all the time.
         Abandoned: `abandon` returned true.
-        TimedOut: a task is missing; the message names each and the reason.
+        Incomplete: a task is missing; the message names each and the reason.
+        TimedOut: this task's own address was not available.
     """
     others = [member for member in spec.members if member.name != task.name]
     if not others:
@@ -77,13 +86,44 @@ def wait(
             if abandon():
                 raise Abandoned("the rendezvous was abandoned")
             if time.monotonic() > deadline:
-                raise TimedOut(_describe_missing(rendezvous, timeout_s, explain))
+                missing = {*rendezvous.missing, *rendezvous.unconfirmed}
+                raise Incomplete(_describe_missing(rendezvous, timeout_s, explain), missing)
             time.sleep(POLL_S)
     finally:
         rendezvous.over.set()
         listener.close()
         for thread in threads:
             thread.join(CONNECT_TIMEOUT_S + 1)
+
+
+def await_turn(
+    task: Task, *, token: str, abandon: Callable[[], bool], report: Callable[[str], None] = lambda obstacle: None
+) -> None:
+    """Answer greetings as a task that was left out, until `abandon` returns true.
+
+    Args:
+        task: the one that calls.
+        token: run name and generation.
+        abandon: called repeatedly.
+        report: called with what keeps this task from listening, and with an empty string once nothing does.
+
+    Raises:
+        PortTaken: another program uses this task's port.
+        Abandoned: before this task could listen.
+    """
+    rendezvous = _Rendezvous(token, {}, set())
+    with listen(task, timeout_s=float("inf"), abandon=abandon, report=report) as listener:
+        thread = threading.Thread(target=_answer, args=(listener, task, rendezvous), daemon=True)
+        thread.start()
+        while not abandon():
+            time.sleep(POLL_S)
+        rendezvous.over.set()
+        thread.join(CONNECT_TIMEOUT_S + 1)
+
+
+def reaches(task: Task, other: Task, token: str, timeout_s: float) -> bool:
+    """Return whether a task that was left out answers."""
+    return not _greeting(task, other, token, timeout_s)
 
 
 def _describe_missing(rendezvous: _Rendezvous, timeout_s: float, explain: Callable[[str], str]) -> str:
@@ -119,26 +159,32 @@ def _answer(listener: socket.socket, task: Task, rendezvous: _Rendezvous) -> Non
 def _greet(task: Task, other: Task, rendezvous: _Rendezvous) -> None:
     """Greet another task until it has answered or the rendezvous is over."""
     while not rendezvous.over.is_set():
-        try:
-            with socket.create_connection((other.host, other.port), CONNECT_TIMEOUT_S) as connection:
-                stream = connection.makefile("rw")
-                _send(stream, {"task": task.name, "token": rendezvous.token})
-                welcome = json.loads(stream.readline(4096))
-                if welcome["task"] == other.name and welcome["token"] == rendezvous.token:
-                    _send(stream, {"thanks": True})
-                    rendezvous.missing.pop(other.name, None)
-                    return
-                reason = f"{other.address} is {welcome['task']} of {welcome['token']}, not of {rendezvous.token}"
-        except socket.gaierror:
-            reason = f"the name {other.host} does not resolve"
-        except ConnectionRefusedError:
-            reason = f"nothing listens on {other.address}"
-        except TimeoutError:
-            reason = f"{other.address} does not answer"
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = f"{other.address} answers with something else: {error or type(error).__name__}"
+        if not (reason := _greeting(task, other, rendezvous.token, CONNECT_TIMEOUT_S)):
+            rendezvous.missing.pop(other.name, None)
+            return
         rendezvous.missing[other.name] = reason
         rendezvous.over.wait(POLL_S * 5)
+
+
+def _greeting(task: Task, other: Task, token: str, timeout_s: float) -> str:
+    """Greet another task once; return why it did not answer, empty if it did."""
+    try:
+        with socket.create_connection((other.host, other.port), timeout_s) as connection:
+            stream = connection.makefile("rw")
+            _send(stream, {"task": task.name, "token": token})
+            welcome = json.loads(stream.readline(4096))
+            if welcome["task"] == other.name and welcome["token"] == token:
+                _send(stream, {"thanks": True})
+                return ""
+            return f"{other.address} is {welcome['task']} of {welcome['token']}, not of {token}"
+    except socket.gaierror:
+        return f"the name {other.host} does not resolve"
+    except ConnectionRefusedError:
+        return f"nothing listens on {other.address}"
+    except TimeoutError:
+        return f"{other.address} does not answer"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{other.address} answers with something else: {error or type(error).__name__}"
 
 
 def _send(stream: TextIO, message: dict[str, object]) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 from cluster.control import watch
 from cluster.errors import EXIT_DONE, EXIT_FAILED, UsageError
-from cluster.launch import manifest, startup, teardown
+from cluster.launch import manifest, planning, startup, teardown
 from cluster.messages import counted, plain, short_path
 from cluster.options.request import Request
+from cluster.run import membership
 from cluster.run.folder import RunFolder
 from cluster.runtime.base import Shell
 from cluster.view.ended import ended_lines
@@ -79,7 +80,8 @@ def rerun(
     _check(run)
     runtime = runtime or str(manifest.read(run).get("runtime", "auto"))
     request = Request(again=run.name, runtime=runtime, tensorboard_port="0", trust=trust)
-    planned = startup.begin(request, sh, began=time.time())
+    began = time.time()
+    planned = startup.begin(planning.plan(request), sh, began=began)
     try:
         ended = watch.follow(planned.run, lambda value: None)
     except BaseException:
@@ -153,6 +155,9 @@ def to_json(second: RunFolder, verdict: Verdict | None) -> dict[str, Any]:
 
 def _differences(first: RunFolder, second: RunFolder) -> Iterator[str]:
     """Yield each value in which the manifests differ."""
+    for run in (first, second):
+        for change in membership.changes(run):
+            yield f"tasks: {run.name} went on {membership.describe(change)}"
     ones, others = (dict(_flat(manifest.read(run))) for run in (first, second))
     same_code = all(ones.get(key, "") == others.get(key) for key in CODE_HASHES)
     expected = (*EXPECTED, "code") if same_code else EXPECTED

@@ -14,6 +14,7 @@ from cluster.control.faults import KINDS, STORM
 from cluster.errors import TimedOut, UsageError, nearest
 from cluster.launch.teardown import in_progress
 from cluster.recovery import restarts
+from cluster.run import membership
 from cluster.run.folder import RunFolder
 from cluster.runtime import registry
 from cluster.runtime.faults import FaultInjector
@@ -114,7 +115,7 @@ def inflict(run: RunFolder, fault: Fault, timeout_s: float = RECOVERY_TIMEOUT_S)
             _await(lambda: time.time() > deadline, run, timeout_s, f"the end of {fault}")
             injector.undo(fault.task)
         elif KINDS[fault.kind].lasts:
-            _await(lambda: before.noticed(fault.task), run, timeout_s, f"anybody to notice {fault}")
+            _await(lambda: before.noticed(fault), run, timeout_s, f"anybody to notice {fault}")
             injector.undo(fault.task)
         _await(lambda: before.recovered(fault), run, timeout_s, f"the run to recover from {fault}")
     finally:
@@ -132,17 +133,22 @@ class _Before:
         self.time = time.time()
         self.step = run.newest_step
         self.generation = run.generation
+        workers = [task.name for task in membership.cluster(run).of(Role.WORKER)]
+        self._dispensable = workers if len(workers) > run.started.get("min_workers", len(workers)) else []
+        """The tasks without any one of which the run goes on."""
 
     def nobody_acts_on(self, fault: Fault) -> bool:
         """Whether a lasting fault is one for which no agent restarts the task."""
-        alone = len(self._run.load_cluster().tasks) == 1
+        alone = len(membership.cluster(self._run).tasks) == 1
         return KINDS[fault.kind].unnoticed or (KINDS[fault.kind].lasts and alone)
 
-    def noticed(self, task: str) -> bool:
-        """Whether any agent has acted."""
+    def noticed(self, fault: Fault) -> bool:
+        """Whether any agent has acted; in a run that goes on without the task, whether it does."""
+        if KINDS[fault.kind].elastic and fault.task in self._dispensable:
+            return fault.task in membership.left_out(self._run)
         acted = ("restarted", "frozen", "silent", "hang")
         recent = [e for e in self._run.events() if e["time"] > self.time and e["event"] in acted]
-        return self._run.generation > self.generation or any(e["task"] == task for e in recent)
+        return self._run.generation > self.generation or any(e["task"] == fault.task for e in recent)
 
     def costs(self) -> list[dict[str, Any]]:
         """Return the cost of the restarts since then."""

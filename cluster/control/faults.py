@@ -21,6 +21,8 @@ class FaultKind:
         whole_draws: the same for the whole task.
         synchronous: whether a storm draws it for synchronous strategies alone, because it costs steps that others
             cannot repeat.
+        elastic: whether a storm draws it for runs alone that go on without a worker, see `--min-workers`; there it
+            lasts until they do.
     """
 
     name: str
@@ -33,6 +35,7 @@ class FaultKind:
     draws: int = 0
     whole_draws: int = 0
     synchronous: bool = False
+    elastic: bool = False
 
     @property
     def ends_run(self) -> bool:
@@ -44,6 +47,7 @@ KINDS: dict[str, FaultKind] = {
     kind.name: kind
     for kind in (
         FaultKind("kill", takes_whole=True, draws=6, whole_draws=2),
+        FaultKind("lose", lasts=True, draws=1, elastic=True),  # the machine that was lost is there again
         FaultKind("stop", ends=("stopped",)),
         FaultKind("pause", lasts=True, draws=1),  # the machine that hung comes back
         FaultKind("slow", lasts=True, unnoticed=True, draws=1),

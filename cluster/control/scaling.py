@@ -19,7 +19,7 @@ from cluster.messages import counted, short_path
 from cluster.options.request import Request
 from cluster.options.topology import topology
 from cluster.results import summary
-from cluster.run import claim
+from cluster.run import claim, membership
 from cluster.run.folder import SCALE, RunFolder
 from cluster.runtime.base import Shell
 from cluster.spec import ClusterSpec, Role
@@ -48,7 +48,7 @@ def scale(run: RunFolder, workers: str, ps: str, sh: Shell, *, trust: bool = Fal
         PrerequisiteError: this machine has no room for that. It continues undisturbed.
         TimedOut: it did not stop, and continues as it was.
     """
-    before = run.load_cluster()
+    before = membership.cluster(run)
     with claim.hold(run, "scaled"):
         planned = plan(run, workers, ps, trust=trust)
         startup.check_machine(planned, ending=len(before.tasks))
@@ -101,12 +101,12 @@ def plan(run: RunFolder, workers: str, ps: str, *, trust: bool = False) -> Plan:
         tensorboard_port="0",
         trust=trust,
     )
-    _check_size(run, previous, spec.build(**topology(requested, previous)))
+    _check_size(run, membership.cluster(run), spec.build(**topology(requested, previous)))
     return planning.plan(requested, stops_first=True)
 
 
 def stop(run: RunFolder) -> bool:
-    """Have every task save and end; return False if the run has finished instead.
+    """Make every task save and end; return False if the run has finished instead.
 
     Raises:
         UsageError: somebody else is stopping it.

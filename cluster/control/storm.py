@@ -10,6 +10,7 @@ from cluster.control.faults import KINDS
 from cluster.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from cluster.messages import counted, short_path
 from cluster.results import reference
+from cluster.run import membership
 from cluster.run.folder import RunFolder
 from cluster.runtime import registry
 from cluster.spec import Role
@@ -94,21 +95,25 @@ def check(run: RunFolder, kinds: Sequence[str]) -> None:
 
 
 def _drawn(run: RunFolder, draw: random.Random, kinds: Sequence[str]) -> chaos.Fault:
-    spec = run.load_cluster()
+    spec = membership.cluster(run)
     tasks = [task.name for task in spec.tasks if task.role != Role.EVALUATOR]
     if kinds:
         kind, whole = draw.choice(kinds), False
     else:
-        choices = _choices(registry.of(run).faults(run).storm, synchronous=spec.kind.synchronous)
-        kind, whole = draw.choice(choices)
+        outlived = registry.of(run).faults(run).storm
+        elastic = "min_workers" in run.started and bool(spec.of(Role.WORKER))
+        kind, whole = draw.choice(_choices(outlived, synchronous=spec.kind.synchronous, elastic=elastic))
+    if KINDS[kind].elastic:  # the chief is never left out
+        tasks = [task.name for task in spec.of(Role.WORKER)] or tasks
     return chaos.Fault(kind, draw.choice(tasks), run.newest_step + draw.randint(*STEPS_BETWEEN), whole)
 
 
-def _choices(outlived: Collection[str], *, synchronous: bool) -> list[tuple[str, bool]]:
+def _choices(outlived: Collection[str], *, synchronous: bool, elastic: bool = False) -> list[tuple[str, bool]]:
     """Return what is drawn from, each kind of fault as often as it weighs, and whether it is one of the whole task."""
     found: list[tuple[str, bool]] = []
     for kind in KINDS.values():
-        if kind.name in outlived and (synchronous or not kind.synchronous):
+        fits = (synchronous or not kind.synchronous) and (elastic or not kind.elastic)
+        if kind.name in outlived and fits:
             found += [(kind.name, False)] * kind.draws + [(kind.name, True)] * kind.whole_draws
     return found
 

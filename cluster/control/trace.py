@@ -28,7 +28,7 @@ WORKING = frozenset({"training", "saving", "evaluating"})
 
 
 def trace(run: RunFolder, name: str, steps: int, timeout_s: float = PATIENCE_S) -> list[str]:
-    """Have a task trace its next steps; return lines of text about it.
+    """Trace a task's next steps; return lines of text about the trace.
 
     Raises:
         UsageError: the task cannot be traced, or is being traced.

@@ -20,9 +20,8 @@ from cluster.errors import (
 from cluster.launch import startup, teardown
 from cluster.launch.plan import Plan
 from cluster.messages import short_path
-from cluster.options.request import Request
 from cluster.results import summary
-from cluster.run import claim, owner, records
+from cluster.run import claim, membership, owner, records
 from cluster.run.folder import LOST_AFTER_S, SCALE_PATIENCE_S, RunFolder
 from cluster.run.liveness import LivenessMonitor
 from cluster.runtime import registry, tensorboard
@@ -65,7 +64,7 @@ def until_training(run: RunFolder, on_status: Callable[[dict[str, Any]], None]) 
     """Watch a run until every task trains; return False if it ended before."""
     monitor = LivenessMonitor(run)
     while not run.ended:
-        names = {task.name for task in run.load_cluster().tasks}  # anew: it may be scaled meanwhile
+        names = {task.name for task in membership.cluster(run).tasks}  # anew: it may be scaled meanwhile
         value = read_status(run, monitor.look(), with_board=False)
         on_status(value)
         under_way = {"training", "saving", "evaluating", "done"}
@@ -116,26 +115,19 @@ def end(run: RunFolder, by: str, timeout_s: float, sh: Shell, *, also: Iterable[
         teardown.record_end(run)
 
 
-def up(request: Request, sh: Shell, *, began: float) -> int:
+def up(plan: Plan, sh: Shell, *, began: float) -> int:
     """Start a run and watch it; return the exit code. However this ends, it reports what happens to the run.
 
     Args:
-        request: what is requested.
+        plan: what to start.
         sh: runs commands.
         began: when `up` was called, for the summary's times.
     """
-    plans: list[Plan] = []
-
-    def announce(plan: Plan) -> None:
-        startup.announce(plan)
-        plans.append(plan)
-
     try:
-        plan = startup.begin(request, sh, began=began, announce=announce)
-        return attend(plan.run, plan.runtime.board, plan.tensorboard_port, request.detach, sh)
+        plan = startup.begin(plan, sh, began=began)
+        return attend(plan.run, plan.runtime.board, plan.tensorboard_port, plan.request.detach, sh)
     except KeyboardInterrupt:  # after the tasks were started and before `attend` looks after them
-        if plans:
-            _announce_that_it_goes_on(plans[-1].run)
+        _announce_that_it_goes_on(plan.run)
         raise
 
 
@@ -216,7 +208,7 @@ def kill(run: RunFolder, sh: Shell) -> dict[str, Any]:
 
 
 def _announce_that_it_goes_on(run: RunFolder) -> None:
-    """Say that a run continues although nobody watches it any more; the error is reported separately."""
+    """Report that a run continues although nobody watches it any more; the error is reported separately."""
     with contextlib.suppress(Exception):
         if teardown.in_progress(run):
             print(_goes_on(run), file=sys.stderr, flush=True)

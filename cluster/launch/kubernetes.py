@@ -12,6 +12,7 @@ from cluster import spec
 from cluster.errors import UsageError, nearest
 from cluster.image import images
 from cluster.launch import configuration, folders, planning
+from cluster.options import elastic
 from cluster.options.request import PRESET, Request, check_together
 from cluster.options.topology import topology
 from cluster.runtime import inherited, memory
@@ -61,7 +62,7 @@ def render(request: Request, place: Place) -> dict[str, list[dict[str, Any]]]:
 NOT_RENDERED = (
     *("script", "separate_chief", "requirements", "runtime", "network", "gpus", "gpu_runtime"),
     *("resume", "trust", "fresh", "detach", "init_from"),
-    *("partition", "time", "account", "nodes", "cpus_per_task"),
+    *("partition", "constraint", "time", "account", "nodes", "cpus_per_task", "apptainer"),
     "partition_by",  # what is measured here is no measure of other machines
 )
 """Options that say what happens on the machine of `up`, or need code that the image does not hold."""
@@ -93,13 +94,15 @@ def _manifest(request: Request, place: Place) -> Manifest:
     cluster = _cluster(request, gpus)
     config, _, _ = configuration.resolve(request, None, None, folders.data_dir(), cores=cpus)
     planning.check_sharing(config, cluster)
+    elastic_run = elastic.parse(request, cluster, {})
+    elastic.check_batch(elastic_run, cluster, config)
     board = request.number("tensorboard_port")
     hosts = jobs.jobset_hosts if place.kind == "jobset" else jobs.tfjob_hosts
     return Manifest(
         name=name,
         spec=hosts(cluster, name),
         config=config,
-        started=_started(request),
+        started=_started(request) | elastic_run,
         image=place.image or images.train_image("gpu" if gpus else "cpu"),
         tensorboard_image=(place.tensorboard_image or images.tensorboard_image()) if board else "",
         claim=place.claim,

@@ -13,7 +13,7 @@ from typing import Any
 
 from cluster import tf_config
 from cluster.image import checkout, locks
-from cluster.launch import initial
+from cluster.launch.inputs import initial
 from cluster.launch.plan import Plan
 from cluster.paths import ROOT
 from cluster.run import launch_records, records
@@ -40,6 +40,7 @@ def write(plan: Plan) -> None:
         "config": _config(plan),
         "init": initial.hashes(plan.run.init),
         "own_code": _own_code(plan.payload),
+        "elastic": dict(plan.elastic),
         "cluster": plan.cluster.to_json(),
         "tf_config": {task.name: tf_config.render(plan.cluster, task) for task in plan.cluster.tasks},
     }

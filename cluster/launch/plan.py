@@ -8,6 +8,8 @@ from typing import Any
 
 from cluster import spec, tf_config
 from cluster.launch import configuration, folders
+from cluster.options import elastic
+from cluster.options.request import Request
 from cluster.run.folder import RunFolder
 from cluster.runtime import tensorboard
 from cluster.runtime.base import Runtime, Workload
@@ -18,6 +20,7 @@ from cluster.runtime.memory import TASK_MEMORY_BYTES
 class Plan(Workload):
     """What is started, on which runtime, and how it is looked after."""
 
+    request: Request
     runtime: Runtime
     why_runtime: str
     """In words what runs the tasks, and why."""
@@ -29,10 +32,7 @@ class Plan(Workload):
     tensorboard_port: int
     hang_timeout_s: int
     max_restarts: int
-    resumes: bool
     replaces: bool
-    trusts: bool
-    """Whether its run may go on though this user did not start it."""
     previous: RunFolder | None = None
     """The run that goes on, or is repeated."""
     init: tuple[Path, ...] = ()
@@ -41,10 +41,19 @@ class Plan(Workload):
     """What the caller should know of a run that goes on."""
 
     @property
+    def resumes(self) -> bool:
+        """Whether it goes on with an earlier run."""
+        return bool(self.request.resume)
+
+    @property
     def notes(self) -> list[str]:
         """What the caller should know of it besides."""
-        others = [*self._keras_notes, *self.about_resuming, *filter(None, [self.network.warning])]
+        others = [*self._keras_notes, *self.about_resuming, *self._elastic_notes, *filter(None, [self.network.warning])]
         return [*self.gpus.lines(), *self.gpus.notes, *others]
+
+    @property
+    def _elastic_notes(self) -> list[str]:
+        return elastic.notes(self.elastic, self.config)
 
     @property
     def _keras_notes(self) -> list[str]:
@@ -87,7 +96,11 @@ class Plan(Workload):
                 }
                 for task in self.cluster.tasks
             ],
-            "notes": [*self.gpus.notes, *self.about_resuming, *filter(None, [self.network.warning])],
+            "elastic": self.elastic or None,
+            "notes": [
+                *(*self.gpus.notes, *self.about_resuming, *self._elastic_notes),
+                *filter(None, [self.network.warning]),
+            ],
             "config": self.config,
             "compose": self.compose,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
@@ -12,11 +13,13 @@ from cluster import settings, spec
 from cluster.errors import UsageError
 from cluster.gpu import devices, placement
 from cluster.gpu.placement import Placement
-from cluster.launch import configuration, initial, packages, resuming
+from cluster.launch import configuration, resuming
 from cluster.launch.folders import check_folder, data_dir, find_run, free_folder, runs_dir
+from cluster.launch.inputs import initial, packages
+from cluster.launch.inputs.scripts import check_path, check_script
 from cluster.launch.plan import Plan
-from cluster.launch.scripts import check_path, check_script
 from cluster.launch.teardown import in_progress
+from cluster.options import elastic
 from cluster.options.option import Needs
 from cluster.options.request import OPTIONS, Request, check_needs, check_together
 from cluster.options.topology import check_hardware
@@ -73,9 +76,11 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         cluster = spec.build(**topology | {"devices": devices_each})
 
     config, payload, data = _resolve(request, previous, runtime, int(job.cpus_per_task or 0), installs=installs)
+    elastic_run = elastic.parse(request, cluster, previous.started if request.resume else {})
     about_resuming: list[str] = []
     if payload.script is None:
         check_sharing(config, cluster, previous.run.load_config() if previous.run else None)
+        elastic.check_batch(elastic_run, cluster, config)
         if request.resume:
             about_resuming = resuming.check(run, request.preset, config, cluster)
 
@@ -91,9 +96,11 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         memory=memory,
         network=_network(request, previous, runtime, cluster, payload),
         job=job,
+        elastic=elastic_run,
     )
     return Plan(
         **vars(work),
+        request=request,
         runtime=runtime,
         why_runtime=why_runtime,
         compose=runtime.render(work) | gpus.record(),
@@ -102,9 +109,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         tensorboard_port=port,
         hang_timeout_s=hang_timeout_s,
         max_restarts=max_restarts,
-        resumes=bool(request.resume),
         replaces=request.fresh and run.path.exists(),
-        trusts=request.trust,
         previous=previous.run,
         init=() if request.resume else initial.find(config.get("init_from", ""), previous.run),
         about_resuming=tuple(about_resuming),
@@ -185,7 +190,10 @@ def _job(request: Request, previous: _Previous, runtime: Runtime, cluster: Clust
         if value := getattr(request, name):
             raise UsageError(f"--{OPTIONS[name].key} {value} with {runtime.tasks}: they have no such; leave it out")
     recorded = previous.started.get("job", {})
-    job = Job(**{name: str(getattr(request, name) or recorded.get(name, "")) for name in runtime.job_options})
+    requested = {name: str(getattr(request, name) or recorded.get(name, "")) for name in runtime.job_options}
+    if image := requested.get("apptainer"):  # a run goes on from any folder
+        requested["apptainer"] = str(Path(os.path.expanduser(image)).absolute())  # noqa: PTH111
+    job = Job(**requested)
     job.check()
     if job.gpus_per_task and request.devices and request.devices != job.gpus_per_task:
         raise UsageError(

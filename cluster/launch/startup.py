@@ -6,17 +6,17 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from cluster.errors import PrerequisiteError
-from cluster.launch import initial, manifest, packages, planning, teardown
+from cluster.launch import manifest, planning, teardown
 from cluster.launch.folders import MIN_FREE_BYTES, check_folder, data_dir, runs_dir
+from cluster.launch.inputs import initial, packages
+from cluster.launch.inputs.scripts import lay_out
 from cluster.launch.plan import Plan
-from cluster.launch.scripts import lay_out
 from cluster.messages import counted, short_path
-from cluster.options.request import Request
 from cluster.run import claim, owner, provenance
 from cluster.run.folder import SCALE
 from cluster.runtime import registry, tensorboard
@@ -24,27 +24,26 @@ from cluster.runtime.base import Shell
 from cluster.system import files, interrupts, json_files
 
 
-def begin(request: Request, sh: Shell, *, began: float, announce: Callable[[Plan], None] = lambda _: None) -> Plan:
-    """Plan a run and start every task of it; return the plan.
+def begin(plan: Plan, sh: Shell, *, began: float) -> Plan:
+    """Start every task of a plan; return the plan that was started.
 
-    A name that the run was not given is replaced by the next one where another command takes it meanwhile.
+    It is another one, under the next name, where another command took a name meanwhile that nobody had requested.
 
     Args:
-        request: what is requested.
+        plan: what to start.
         sh: runs commands.
         began: when `up` was called, for the summary's times.
-        announce: called with the plan before anything is started.
     """
     while True:
-        plan = planning.plan(request)
-        announce(plan)
         try:
             start(plan, sh, began=began)
         except claim.Taken:
-            if request.name or request.resume:
+            if plan.request.name or plan.resumes:
                 raise
         else:
             return plan
+        plan = planning.plan(plan.request)
+        announce(plan)
 
 
 def start(plan: Plan, sh: Shell, *, began: float) -> None:
@@ -81,7 +80,7 @@ def go_on(plan: Plan, sh: Shell) -> None:
 
     Its configuration stays, and so does the time of its start: it is the same run.
     """
-    if not plan.trusts:
+    if not plan.request.trust:
         provenance.check(plan.run)  # once more: tasks lived until now, and what is noted next must be what was checked
     if not (stop := _begin_life(plan)).get("then", SCALE):
         plan.run.request_stop(stop["by"])  # somebody else's, which came too late for the tasks that ended
@@ -222,7 +221,7 @@ def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> N
     started |= {"hang_timeout_s": plan.hang_timeout_s, "max_restarts": plan.max_restarts}
     started |= {"gpus": plan.gpus.to_json(), "memory": plan.memory.requested, "network": plan.network.requested}
     started |= {"env": list(plan.payload.env), "code_dirs": [str(folder) for folder in plan.payload.code_dirs]}
-    started["job"] = asdict(plan.job)
+    started |= {"job": asdict(plan.job), **plan.elastic}
     json_files.write_json(plan.run.control / "started.json", started)
     _begin_life(plan)
 
@@ -256,6 +255,6 @@ def _begin_life(plan: Plan) -> dict[str, Any]:
     plan.run.begin_generation(plan.run.generation + 1 if plan.resumes else 0, resumed=plan.resumes)
     if not plan.resumes:
         return {}
-    for beat in (plan.run.path / "status").glob("*.json"):
-        files.remove(beat)
+    for record in (*(plan.run.path / "status").glob("*.json"), *plan.run.away("").glob("*")):
+        files.remove(record)
     return plan.run.reopen()

@@ -191,6 +191,13 @@ class Request:
     cpus_per_task: str = option(
         Group.RUNS, "processors of each task", "the scheduler's", kinds=(int,), needs=Needs.QUEUE
     )
+    apptainer: str = option(
+        Group.RUNS,
+        "image of Apptainer that the tasks of a Slurm job run in, a file that every node sees",
+        "none, they run in this environment",
+        needs=Needs.QUEUE,
+        is_path=True,
+    )
     checkpoint_every: str = option(
         Group.KEPT,
         "optimizer steps such as 200, or seconds such as 30s, between two checkpoints",
@@ -212,6 +219,19 @@ class Request:
         MAX_RESTARTS,
         kinds=(int,),
         bounds=(0, 1000),
+    )
+    min_workers: str = option(
+        Group.KEPT,
+        "workers that are enough: the run goes on without those that stay away, at the same global batch",
+        "all",
+        kinds=(int,),
+        needs=Needs.TRAINER,
+    )
+    grow: bool = switch(
+        Group.KEPT,
+        "with --min-workers: take in workers that return, at the next checkpoint",
+        "they wait for `invoke scale`",
+        needs=Needs.TRAINER,
     )
     name: str = option(Group.KEPT, "name of the run", "preset, date and time", needs=Needs.NEW_RUN)
     resume: str = option(

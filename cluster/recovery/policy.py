@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any
 
@@ -13,6 +14,7 @@ from cluster.recovery.attempts import OUTSIDE, Attempt
 from cluster.recovery.ends import End
 from cluster.recovery.step_record import SINGLE_STEPS_FROM
 from cluster.run.folder import RunFolder
+from cluster.run.membership import LEFT_OUT, left_out
 from cluster.spec import ClusterSpec, Role, Task
 
 
@@ -64,10 +66,25 @@ class Recovery:
         step = max(run.newest_step, step_record.newest(run, generation))
         record = {"task": end.task, "cause": end.cause, "error": end.error, "step": step, "failed_at": end.at}
         record |= {**_of_attempt(end), "saved": saved, "pause_s": attempts.pause_s(tried)}
-        if (single := self._single_steps_from(generation, end)) is not None:
-            record[SINGLE_STEPS_FROM] = single
+        record |= self._carried_over(generation, end)
         if run.begin_generation(generation + 1, **record):
             run.event(end.task, "gang restart", step=step, cause=end.cause, error=end.error)
+
+    def change_members(self, generation: int, left_out: Collection[str], end: End, event: str) -> None:
+        """Begin the next generation with other tasks; like a kill from outside, this never counts as a failure.
+
+        Args:
+            generation: the current one.
+            left_out: the tasks that the next one leaves out.
+            end: why.
+            event: what to record.
+        """
+        run = self._run
+        step = max(run.newest_step, step_record.newest(run, generation), 0)
+        record = {"task": end.task, "cause": end.cause, "step": step, "failed_at": end.at, **_of_attempt(end)}
+        record |= {"saved": max(run.saved_steps, default=-1), **self._carried_over(generation, end)}
+        if run.begin_generation(generation + 1, **record | {LEFT_OUT: sorted(left_out)}):
+            run.event(end.task, event, step=step, cause=end.cause)
 
     def restart_alone(self, end: End) -> float:
         """Record that this task restarts alone, unless it has failed too often; return how long to pause before.
@@ -83,6 +100,15 @@ class Recovery:
         detail = {"cause": end.cause, "error": end.error, "failed_at": end.at, "pause_s": pause_s, **_of_attempt(end)}
         self._run.event(self._task.name, "restarted", step=self._run.newest_step, **detail)
         return pause_s
+
+    def _carried_over(self, generation: int, end: End) -> dict[str, Any]:
+        """Return what the next generation keeps of this one: the tasks that are left out, single steps."""
+        kept: dict[str, Any] = {}
+        if names := left_out(self._run, generation):
+            kept[LEFT_OUT] = sorted(names)
+        if (single := self._single_steps_from(generation, end)) is not None:
+            kept[SINGLE_STEPS_FROM] = single
+        return kept
 
     def _single_steps_from(self, generation: int, end: End) -> int | None:
         """Return the step from which the next generation runs single steps.

@@ -11,7 +11,7 @@ from cluster.run.folder import RunFolder
 ROW = 24
 MAX_GENERATIONS = 60
 MAX_MARKS = 400
-MARKS = {"fault": "bad", "checkpoint": "good", "scaled": "c3"}
+MARKS = {"fault": "bad", "checkpoint": "good", "scaled": "c3", "left out": "bad", "taken in": "c3"}
 """The events that are marked, and their colours."""
 
 

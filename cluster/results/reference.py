@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from cluster.run import records
+from cluster.run import membership, records
 from cluster.run.fields import anything
 from cluster.run.folder import RunFolder
 from cluster.system.json_files import DamagedError
@@ -52,7 +52,8 @@ def fault_lines(run: RunFolder) -> list[str]:
 
 def _same_bits(run: RunFolder, reference: dict[str, Any]) -> bool | None:
     summary = records.read(run.summary, records.summary)
-    if not _elastic(run) and any(event["event"] == "scaled" for event in run.events()):
+    resized = any(event["event"] == "scaled" for event in run.events()) or membership.changes(run)
+    if not _elastic(run) and resized:
         return None  # another number of workers sums in another order
     if not run.load_cluster().kind.synchronous or summary["state"] != "succeeded":
         return None

@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.recovery import restarts
 from cluster.results import card, goodput, stragglers
-from cluster.run import launch_records, records
+from cluster.run import launch_records, membership, records
 from cluster.run.folder import RunFolder
 from cluster.system.json_files import write_json
 
@@ -22,17 +22,18 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
     assert outcome is not None
     spec = run.load_cluster()
     await_last_heartbeats(run, settle_s)
-    names = [task.name for task in spec.tasks]
+    names, present = [task.name for task in spec.tasks], membership.cluster(run)
     beats = run.heartbeats()
     result = run.result
     started = _started(run)
-    wall_s = outcome["time"] - started
+    wall_s = max(0.0, outcome["time"] - started)  # what tasks record may be from the future
     began = restarts.training_began(spec, [event for event in run.events() if event["time"] > started])
-    paces = {name: beats[name]["pace"] for name in names if beats.get(name, {}).get("pace")}
+    members = [task.name for task in present.tasks]
+    paces = {name: beats[name]["pace"] for name in members if beats.get(name, {}).get("pace")}
     value = {
         "state": outcome["state"],
         "strategy": spec.strategy_class,
-        "replicas": spec.replicas,
+        "replicas": present.replicas,
         "steps": result.get("steps", run.newest_step),
         "epochs": result.get("epochs"),
         "startup_s": None if began is None else round(began - started, 3),
@@ -49,6 +50,8 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
         "pace": {"tasks": paces, **stragglers.findings(paces)},
         "tasks": {name: beats.get(name, {}).get("exit_code") for name in names},
     }
+    if changes := membership.changes(run):
+        value["membership"] = changes
     if outcome["state"] == "failed":
         value["cause"] = {key: outcome.get(key) for key in ("task", "exit_code", "step", "error", "time")}
     write_json(run.summary, value)
@@ -66,7 +69,7 @@ def _started(run: RunFolder) -> float:
 
 def await_last_heartbeats(run: RunFolder, timeout_s: float) -> None:
     """Wait until every task's agent has written its last heartbeat, for at most `timeout_s`."""
-    names = [task.name for task in run.load_cluster().tasks]
+    names = [task.name for task in membership.cluster(run).tasks]
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         beats = run.heartbeats()

@@ -36,9 +36,6 @@ SCALE = "scale"
 REQUEUE = "requeue"
 """What follows a stop that was requested so that a job frees its nodes; the run continues once it has nodes again."""
 
-REQUEUE = "requeue"
-"""What follows a stop that frees the nodes of a job, which then waits for nodes again."""
-
 SCALE_PATIENCE_S = 180.0
 """Longest time from such a request to the next generation; the timeouts of its parts are shorter in total."""
 

@@ -16,6 +16,8 @@ started = record(
         "runtime": (text, ABSENT),
         "hang_timeout_s": (seconds, ABSENT),
         "max_restarts": (count, ABSENT),
+        "min_workers": (count, ABSENT),
+        "grow": (flag, ABSENT),
         "requirements": (text, ABSENT),
         "memory": (text, ABSENT),
         "network": (text, ABSENT),

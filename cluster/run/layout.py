@@ -6,91 +6,61 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
+class _Within:
+    """A path within the run folder, as an attribute of `Layout`."""
+
+    def __init__(self, *parts: str) -> None:
+        self._parts = parts
+
+    def __get__(self, layout: Layout, owner: type[Layout]) -> Path:
+        return layout.path.joinpath(*self._parts)
+
+
 @dataclass(frozen=True)
 class Layout:
     """The paths of one run."""
 
     path: Path
 
+    config = _Within("config.json")
+    """The resolved training configuration."""
+    cluster = _Within("cluster.json")
+    """The description of the cluster."""
+    stages = _Within("stages.json")
+    """Where a pipeline's model is cut, and what its blocks were measured to take."""
+    compose = _Within("compose.json")
+    """How the tasks were started: the Compose overlay, or the list of local processes."""
+    manifest = _Within("manifest.json")
+    """Everything that determines the run's result: options, code, data, packages."""
+    environment = _Within("environment.json")
+    """The hardware and software that the chief ran on."""
+    summary = _Within("summary.json")
+    """How the run ended; missing until then."""
+    card = _Within("README.md")
+    """What ran and how it ended, to be read by people; missing until then."""
+    events_log = _Within("events.jsonl")
+    """The run's life cycle, a JSON object per line."""
+    checkpoints = _Within("checkpoints")
+    """The shared checkpoint folder."""
+    init = _Within("init")
+    """The weights that training begins with, if they are not random."""
+    export = _Within("export")
+    """The SavedModel written at the end."""
+    control = _Within("control")
+    """The messages between agents: generations, the stop request, the outcome."""
+    stop = _Within("control", "stop.json")
+    """The request to save and stop."""
+    withdrawn_stop = _Within("control", "withdrawn.json")
+    """The generation in which a stop request was withdrawn."""
+    trace_request = _Within("control", "trace.json")
+    """The request for a trace of a task's next steps. The task removes it once it has answered."""
+    trace_answer = _Within("control", "traced.json")
+    """The answer to the newest request for a trace."""
+
     @property
     def name(self) -> str:
         """The run's name."""
         return self.path.name
-
-    @property
-    def config(self) -> Path:
-        """The resolved training configuration."""
-        return self.path / "config.json"
-
-    @property
-    def cluster(self) -> Path:
-        """The description of the cluster."""
-        return self.path / "cluster.json"
-
-    @property
-    def stages(self) -> Path:
-        """Where a pipeline's model is cut, and what its blocks were measured to take."""
-        return self.path / "stages.json"
-
-    @property
-    def compose(self) -> Path:
-        """How the tasks were started: the Compose overlay, or the list of local processes."""
-        return self.path / "compose.json"
-
-    @property
-    def manifest(self) -> Path:
-        """Everything that determines the run's result: options, code, data, packages."""
-        return self.path / "manifest.json"
-
-    @property
-    def environment(self) -> Path:
-        """The hardware and software that the chief ran on."""
-        return self.path / "environment.json"
-
-    @property
-    def summary(self) -> Path:
-        """How the run ended; missing until then."""
-        return self.path / "summary.json"
-
-    @property
-    def card(self) -> Path:
-        """What ran and how it ended, to be read by people; missing until then."""
-        return self.path / "README.md"
-
-    @property
-    def events_log(self) -> Path:
-        """The run's life cycle, a JSON object per line."""
-        return self.path / "events.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The shared checkpoint folder."""
-        return self.path / "checkpoints"
-
-    @property
-    def init(self) -> Path:
-        """The weights that training begins with, if they are not random."""
-        return self.path / "init"
-
-    @property
-    def export(self) -> Path:
-        """The SavedModel written at the end."""
-        return self.path / "export"
-
-    @property
-    def control(self) -> Path:
-        """The messages between agents: generations, the stop request, the outcome."""
-        return self.path / "control"
-
-    @property
-    def stop(self) -> Path:
-        """The request to save and stop."""
-        return self.control / "stop.json"
-
-    @property
-    def withdrawn_stop(self) -> Path:
-        """The generation in which a stop request was withdrawn."""
-        return self.control / "withdrawn.json"
 
     @property
     def scratch(self) -> Path:
@@ -100,16 +70,6 @@ class Layout:
         there.
         """
         return self.path.parent / ".scratch" / self.name
-
-    @property
-    def trace_request(self) -> Path:
-        """The request for a trace of a task's next steps. The task removes it once it has answered."""
-        return self.control / "trace.json"
-
-    @property
-    def trace_answer(self) -> Path:
-        """The answer to the newest request for a trace."""
-        return self.control / "traced.json"
 
     def status(self, task: str) -> Path:
         """The task's heartbeat."""
@@ -122,6 +82,10 @@ class Layout:
     def programs(self, task: str) -> Path:
         """The identities of the newest attempt's processes, as the task itself sees them."""
         return self.control / "programs" / f"{task}.json"
+
+    def away(self, task: str) -> Path:
+        """There while a fault keeps the task away, so that its supervisor does not bring it back."""
+        return self.control / "away" / task
 
     def log(self, task: str) -> Path:
         """The output of the task's program."""

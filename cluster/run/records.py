@@ -148,7 +148,7 @@ def generation(begun: int) -> Record:
     return checked
 
 
-_generation = record({"generation": count, "time": seconds})
+_generation = record({"generation": count, "time": seconds}, {"left_out": (listing(text), ABSENT)})
 _failure = record(
     {"task": text, "failed_at": seconds},
     {"cause": (text, ""), "step": (count, 0), "error": (optional(text), None), **_attempt},
@@ -245,6 +245,9 @@ _cause = record(
     },
 )
 
+_names = listing(text)
+_change = exactly({"generation": count, "step": count, "lost": _names, "regained": _names, "left_out": _names})
+
 _summary = record(
     {"state": one_of(*OUTCOMES)},
     {
@@ -262,6 +265,7 @@ _summary = record(
         "pace": (_findings, {}),
         "tasks": (mapping(optional(code)), {}),
         "cause": (_cause, ABSENT),
+        "membership": (listing(_change), ABSENT),
     },
 )
 

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cluster.errors import UsageError
 from cluster.findings import Finding
 from cluster.gpu.placement import Placement
+from cluster.run import owner
 from cluster.run.folder import RunFolder
 from cluster.runtime import network
 from cluster.runtime.faults import FaultInjector
@@ -45,6 +46,8 @@ class Workload:
     memory: Memory
     network: Network
     job: Job = EMPTY
+    elastic: Mapping[str, Any] = field(default_factory=dict)
+    """Without how many workers it goes on, as in `started.json`; empty if it needs all of them."""
 
 
 @dataclass(frozen=True)
@@ -236,3 +239,11 @@ class Runtime(ABC):
     @abstractmethod
     def faults(self, run: RunFolder) -> FaultInjector:
         """Return what injects faults into the run's tasks."""
+
+
+def recorded_runtime(run: RunFolder) -> str:
+    """Return the name of the runtime that a run was started on; empty where its records are damaged."""
+    if owned := owner.read(run):
+        return owned.runtime
+    rendered = run.composed
+    return str(rendered.get("x-runtime") or rendered.get("runtime") or "")

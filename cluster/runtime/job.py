@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from cluster.errors import UsageError
 from cluster.spec import parse_count
@@ -27,6 +28,7 @@ class Job:
         cpus_per_task: processors of each task.
         gpus_per_task: GPUs of each task; only the chief and the workers use theirs.
         constraint: on the nodes of a Swarm, in Docker's words, or several, separated by commas.
+        apptainer: the image of Apptainer in which the tasks of a Slurm job run; an absolute path.
     """
 
     partition: str = ""
@@ -36,9 +38,10 @@ class Job:
     cpus_per_task: str = ""
     gpus_per_task: str = ""
     constraint: str = ""
+    apptainer: str = ""
 
     def check(self) -> None:
-        """Check that these are words for a scheduler, and not something else.
+        """Check that these are words for a scheduler, and not something else, and that the image is there.
 
         Raises:
             UsageError: one is not.
@@ -52,6 +55,10 @@ class Job:
                     f"--constraint {part!r}: expected what `docker service create --constraint` takes, such as "
                     "node.labels.gpu==true"
                 )
+        if self.apptainer and not Path(self.apptainer).exists():
+            raise UsageError(
+                f"--apptainer {self.apptainer}: no such file; `apptainer build` makes one, see docs/slurm.md"
+            )
         for option in ("nodes", "cpus_per_task", "gpus_per_task"):
             if value := getattr(self, option):
                 parse_count(option.replace("_", "-"), value, 1, 4096)

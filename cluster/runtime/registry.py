@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from cluster.errors import PrerequisiteError, UsageError, nearest
-from cluster.run import owner
 from cluster.run.folder import RunFolder
-from cluster.runtime.base import Runtime
+from cluster.runtime.base import Runtime, recorded_runtime
 from cluster.runtime.compose.runtime import Compose
 from cluster.runtime.local.runtime import LocalProcesses
 from cluster.runtime.slurm.runtime import Slurm
@@ -31,12 +30,7 @@ def get(name: str) -> Runtime:
 
 def of(run: RunFolder) -> Runtime:
     """Return the runtime of a run that was started; the local one where its records are damaged."""
-    if owned := owner.read(run):
-        name: object = owned.runtime
-    else:
-        rendered = run.composed
-        name = rendered.get("x-runtime") or rendered.get("runtime")
-    return RUNTIMES.get(str(name), LOCAL)
+    return RUNTIMES.get(recorded_runtime(run), LOCAL)
 
 
 def choose(requested: str, strategy: Strategy | None = None) -> tuple[Runtime, str]:

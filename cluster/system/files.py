@@ -184,7 +184,7 @@ def refuse_links(folder: Path) -> None:
 
 
 def make_readable(folder: Path) -> None:
-    """Let every user read a folder of ours and all in it, whatever the umask was: containers run as another user."""
+    """Make a folder of ours and all in it readable for every user: containers run as another one."""
     for parent, folders, files in os.walk(folder):
         for path in (Path(parent), *(Path(parent, name) for name in (*folders, *files))):
             mode = path.lstat().st_mode

@@ -70,7 +70,7 @@ def run(command: Sequence[str], timeout_s: float, name: str = "", *, cwd: Path |
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies, so that a killed agent leaves nothing behind.
+    """Request that the kernel kills this process when its parent dies, so that a killed agent leaves nothing behind.
 
     For `preexec_fn`: it runs between fork and exec, so it makes only one system call.
     """
@@ -78,7 +78,7 @@ def die_with_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """Have the kernel make this process the parent of every descendant whose own parent ends, daemons too."""
+    """Make this process the parent of every descendant whose own parent ends, daemons too."""
     if _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError("the kernel does not let this process adopt its descendants' orphans")
 

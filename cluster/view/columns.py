@@ -40,7 +40,7 @@ P = ParamSpec("P")
 
 
 def plain_lines(lines: Callable[P, list[str]]) -> Callable[P, list[str]]:
-    """Have the lines of a function made harmless: run folders hold what the tasks' programs wrote."""
+    """Escape what a terminal would obey in a function's lines: run folders hold what the tasks' programs wrote."""
 
     @functools.wraps(lines)
     def wrapped(*arguments: P.args, **options: P.kwargs) -> list[str]:

@@ -7,11 +7,14 @@ from typing import Any
 
 from cluster.messages import counted
 from cluster.results import goodput, reference, stragglers
-from cluster.run import records
+from cluster.run import membership, records
 from cluster.run.folder import RunFolder
 from cluster.runtime import tensorboard
 from cluster.system.processes import describe_exit
 from cluster.view.columns import plain_lines
+
+SHOWN_CHANGES = 5
+"""How many of the newest changes of the tasks are shown."""
 
 
 @plain_lines
@@ -29,6 +32,8 @@ def ended_lines(run: RunFolder, shown_path: str) -> list[str]:
         start = f" (start {summary['startup_s']:.1f} s)" if summary["startup_s"] else ""
         work = _script_end(run, summary) if run.script else counted(summary["steps"], "step")
         lines += [f"{summary['state']}: {work} in {summary['wall_s']:.1f} s{start}{accuracy_text}{restarts}"]
+    changes = summary.get("membership", [])[-SHOWN_CHANGES:]
+    lines += [f"tasks        {membership.describe(change)}" for change in changes]
     if summary.get("goodput_split"):
         lines += [f"time         {goodput.line(summary['goodput_split'])}"]
     if every_s := summary.get("checkpoint_every_s"):

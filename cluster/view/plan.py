@@ -34,7 +34,7 @@ def plan_lines(value: dict[str, Any]) -> list[str]:
         for task, gpus in zip(value["tasks"], given, strict=True)
     ]
     lines += columns(rows)
-    return [*lines, *value.get("notes", [])]
+    return [*lines, *value.get("notes", []), *value.get("compose", {}).get("script", "").splitlines()]
 
 
 def _stages(pipeline: dict[str, Any]) -> list[str]:

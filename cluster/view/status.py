@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cluster.results import goodput, stragglers
-from cluster.run import records
+from cluster.run import membership, records
 from cluster.run.folder import RunFolder
 from cluster.run.liveness import look_once
 from cluster.runtime import tensorboard
@@ -49,6 +49,7 @@ def read_status(
         "checkpoint": _checkpoint(run),
         "tensorboard": tensorboard.address(port) if port else None,
         "pace": stragglers.findings({name: beat for name, beat in beats.items() if beat["state"] == "training"}),
+        "left_out": sorted(membership.left_out(run)),
         "last_event": _last_event(run),
         "tasks": [beats[task.name] for task in spec.tasks if task.name in beats],
     }
@@ -154,6 +155,8 @@ def progress(value: dict[str, Any]) -> str:
         return f"{value['script']} runs"
     total = f"/{value['steps_total']}" if value["steps_total"] else ""
     parts = [f"step {value['step']}{total}"]
+    if value.get("left_out"):
+        parts.append(f"without {', '.join(value['left_out'])}")
     loss = next((beat["loss"] for beat in value["tasks"] if beat["task"] == "chief"), None)
     if loss is not None:
         parts.append(f"loss {loss:.4f}")

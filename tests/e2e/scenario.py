@@ -76,8 +76,8 @@ class Clusters:
 
     def rerun(self, name: str, *words: str) -> tuple[str, RunFolder]:
         """Make a run once more; return what was said of it, and its folder."""
-        told = self.invoke("rerun", name, *words)
-        return told, self.run(Path(told.splitlines()[-1].split()[-1]).name)
+        output = self.invoke("rerun", name, *words)
+        return output, self.run(Path(output.splitlines()[-1].split()[-1]).name)
 
     def run(self, name: str) -> RunFolder:
         """Return a run's folder."""

@@ -132,9 +132,9 @@ def reached(network: str, ports: list[tuple[str, int]]) -> list[tuple[str, int]]
     words = [str(word) for port in ports for word in port]
     program = Path(doors.__file__).read_text()
     run = ("run", "--rm", f"--network={network}", "--entrypoint=python", TRAIN_IMAGE)
-    code, told = engine.ask(*run, "-c", program, *words, timeout_s=60)
-    assert 0 == code, told
-    return [(line.split()[0], int(line.split()[1])) for line in told.splitlines()]
+    code, text = engine.ask(*run, "-c", program, *words, timeout_s=60)
+    assert 0 == code, text
+    return [(line.split()[0], int(line.split()[1])) for line in text.splitlines()]
 
 
 def test_no_port_must_be_reached_from_the_engine_s_default_network(ports: list[tuple[str, int]]) -> None:
@@ -205,10 +205,10 @@ def beside() -> Iterator[Callable[..., str]]:
 
     def start(*options: str) -> str:
         words = ("run", "--detach", "--rm", f"--network={name}", "--publish=127.0.0.1::6006", *options)
-        code, told = engine.ask(*words, "--entrypoint=python", TRAIN_IMAGE, "-m", "http.server", "6006", timeout_s=60)
-        assert 0 == code, told
-        started.append(told)
-        return address_of(told)
+        code, text = engine.ask(*words, "--entrypoint=python", TRAIN_IMAGE, "-m", "http.server", "6006", timeout_s=60)
+        assert 0 == code, text
+        started.append(text)
+        return address_of(text)
 
     yield start
     for container in started:

@@ -79,8 +79,8 @@ def test_an_image_must_hold_what_is_locked_and_no_more(image: str, target: str) 
         "    print(re.sub('[-_.]+', '-', each.name).lower(), each.version)\n"
     )
     installed = {tuple(line.split()) for line in python(image, script).splitlines()}
-    wanted = [pin for pin in locks.pins(target) if not pin.marker or Marker(pin.marker).evaluate()]
-    assert {(pin.name, pin.version) for pin in wanted} == installed
+    expected = [pin for pin in locks.pins(target) if not pin.marker or Marker(pin.marker).evaluate()]
+    assert {(pin.name, pin.version) for pin in expected} == installed
 
 
 def test_all_that_tasks_use_must_import_from_compiled_files_with_legacy_keras_beside_it() -> None:
@@ -188,8 +188,8 @@ def test_every_package_must_be_listed_with_its_hash(
     debian = sh(name, "dpkg-query --show --showformat='${Package} ${Version}\\n'")
     assert {tuple(line.split()) for line in debian.splitlines()} == of("deb")
     locked = locks.pins({"train": "train-cpu"}.get(image, image))
-    wanted = {(pin.name, pin.version) for pin in locked if not pin.marker or Marker(pin.marker).evaluate()}
-    assert wanted <= {(canonicalize_name(package), version) for package, version in of("pypi")}
+    expected = {(pin.name, pin.version) for pin in locked if not pin.marker or Marker(pin.marker).evaluate()}
+    assert expected <= {(canonicalize_name(package), version) for package, version in of("pypi")}
 
 
 @pytest.mark.long

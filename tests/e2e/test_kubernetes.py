@@ -77,8 +77,8 @@ class Pods:
     def ended(self) -> dict[str, int]:
         """Return the exit codes of the pods that have ended."""
         names = self.names()
-        told = docker("inspect", "--format={{.State.Status}} {{.State.ExitCode}}", *names).splitlines()
-        states = dict(zip(names, (line.split() for line in told), strict=True))
+        output = docker("inspect", "--format={{.State.Status}} {{.State.ExitCode}}", *names).splitlines()
+        states = dict(zip(names, (line.split() for line in output), strict=True))
         return {name: int(code) for name, (state, code) in states.items() if state == "exited"}
 
     def finish(self) -> None:

@@ -34,8 +34,8 @@ def test_servers_must_be_reached_in_the_machine_s_network_alone(clusters: Cluste
     if network == "private" and (refused := namespaces.refusal()):
         pytest.skip(refused.why)
     options = (f"--name={network}", "--runtime=local", "--tensorboard-port=0", f"--network={network}", "--workers=1")
-    told = clusters.invoke("up", *options, "--detach", "--", *TRAINING, *ENDLESS)
-    assert (network == "host") == ("warning: TensorFlow's servers ask for no password" in told)
+    output = clusters.invoke("up", *options, "--detach", "--", *TRAINING, *ENDLESS)
+    assert (network == "host") == ("warning: TensorFlow's servers ask for no password" in output)
     run = clusters.run(network)
     assert network == read_json(run.manifest)["network"]
     wait_for(lambda: step_of(run) > 0, "the first step")

@@ -16,8 +16,8 @@ FEWEST_STEPS = 40
 def seen(clusters: Clusters) -> RunFolder:
     """A run of which worker-0 was profiled while it trained."""
     run = clusters.up("seen", "--workers=1", "--detach", "--", *ENDLESS)
-    told = clusters.invoke("profile", "worker-0", "--steps", "3", "--run", "seen").splitlines()
-    (head,) = [line for line in told if line.startswith("worker-0: steps ")]
+    lines = clusters.invoke("profile", "worker-0", "--steps", "3", "--run", "seen").splitlines()
+    (head,) = [line for line in lines if line.startswith("worker-0: steps ")]
     assert head.endswith(" traced (5, 3 steps requested: whole calls of the training are traced)")
     wait_for(lambda: step_of(run) >= FEWEST_STEPS, f"step {FEWEST_STEPS}")
     clusters.invoke("stop", "seen")

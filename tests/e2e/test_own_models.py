@@ -101,8 +101,8 @@ def test_bfloat16_must_learn_and_export_float32(own: Clusters, half: RunFolder) 
 
 @pytest.mark.long  # the sums are those of `test_precision.py`
 def test_bfloat16_must_give_the_same_bits_again(own: Clusters, half: RunFolder) -> None:
-    told, again = own.rerun("half", "--runtime=local")
-    assert "identical: the losses of 200 logged steps and the final weights are the same bits" in told
+    output, again = own.rerun("half", "--runtime=local")
+    assert "identical: the losses of 200 logged steps and the final weights are the same bits" in output
     assert summary(half)["weights_sha256"] == summary(again)["weights_sha256"]
 
 

@@ -52,11 +52,11 @@ def test_a_step_that_crashes_whenever_it_comes_must_be_named_after_a_few_attempt
     step = int((tmp_path / "step").read_text())
     words = ("--workers=1", "--checkpoint-every=7", "--max-restarts=1")
     training = ("--", "--steps-per-loop=25", "--callbacks=wrong:crashing", "--max-steps=60")
-    told = own.invoke("up", "--name=crash", *OPTIONS, *words, *training, expect=1)
+    output = own.invoke("up", "--name=crash", *OPTIONS, *words, *training, expect=1)
     run = own.run("crash")
     cause = summary(run)["cause"]
     # The chief may have saved a checkpoint after that step, from which the first step crashes again.
-    assert step - 1 <= cause["step"] <= step + 7, told
+    assert step - 1 <= cause["step"] <= step + 7, output
     assert run.generation <= 2
     assert "worker-0" == cause["task"]
     assert "SIGSEGV" in cause["error"]

@@ -67,9 +67,9 @@ def test_more_workers_must_go_on_with_the_same_curve_in_the_foreground(clusters:
     run = clusters.run("more")
     wait_for(lambda: run.path.exists() and step_of(run) >= 6, "step 6")
     scaled_at = scale(clusters, run, "--workers=2", "--run=more")
-    told, _ = shown.communicate(timeout=240)
-    assert 0 == shown.returncode, told
-    assert "\nsucceeded: " in told
+    output, _ = shown.communicate(timeout=240)
+    assert 0 == shown.returncode, output
+    assert "\nsucceeded: " in output
     check_curve(run, alone, scaled_at)
     ended = summary(run)
     assert ("MultiWorkerMirroredStrategy", 3) == (ended["strategy"], ended["replicas"])
@@ -109,8 +109,8 @@ def test_containers_must_be_scaled(clusters: Clusters, undisturbed: RunFolder) -
     waits = clusters.popen("wait", "contained")
     scaled_at = scale(clusters, run, "--workers=1", "--run=contained")
     assert "docker" == read_json(run.control / "started.json")["runtime"]
-    told, _ = waits.communicate(timeout=240)
-    assert 0 == waits.returncode, told
+    output, _ = waits.communicate(timeout=240)
+    assert 0 == waits.returncode, output
     check_curve(run, undisturbed, scaled_at)
     assert {"chief": 0, "worker-0": 0} == summary(run)["tasks"]
     assert ["chief", "worker-0"] == list(read_json(Path(run.compose))["services"])

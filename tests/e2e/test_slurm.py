@@ -3,54 +3,69 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
+import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
-from cluster import spec
-from cluster.control import watch
 from cluster.run.folder import RunFolder
-from cluster.runtime.job import Job
-from cluster.runtime.slurm import batch
 from cluster.runtime.slurm import runtime as slurm
-from cluster.system.json_files import read_json, write_json
-from tests.e2e.scenario import ROOT, Clusters, summary
+from cluster.system.json_files import read_json
+from tests.e2e.scenario import ENDLESS, ROOT, TRAIN_IMAGE, Clusters, step_of, summary
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.alone]
-STEPS = "400"
-TRAINING = (f"--max-steps={STEPS}", "--log-every=10", "--checkpoint-every=40", "--evaluate-every=100000")
+TRAINING = ("--log-every=10", "--checkpoint-every=40", "--evaluate-every=100000")
+STEPS = "--max-steps=400"
 OPTIONS = ("--runtime=slurm", "--tensorboard-port=0", "--detach")
 DAEMONS = Path("/var/lib/tf-cluster-slurm")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def site() -> None:
+def site(unavailable: Callable[[str], NoReturn]) -> None:
     """A Slurm with three nodes, of `.ci/slurm`: its nodes may be killed."""
     found = slurm.Slurm().probe()
     if not found.ready or not (DAEMONS / "n3.pid").exists():
-        pytest.skip(f"no Slurm of .ci/slurm answers: {found.detail}")
+        unavailable(f"no Slurm of .ci/slurm answers: {found.detail}")
 
 
 @pytest.fixture(scope="module")
 def local_hash(clusters: Clusters) -> str:
     """The weights of the same training as local processes."""
-    clusters.invoke("up", "--name=as-processes", "--runtime=local", "--tensorboard-port=0", "--", *TRAINING)
-    return summary(clusters.run("as-processes"))["weights_sha256"]
+    return trained_locally(clusters, "as-processes", STEPS)
+
+
+def trained_locally(clusters: Clusters, name: str, steps: str) -> str:
+    clusters.invoke("up", f"--name={name}", "--runtime=local", "--tensorboard-port=0", "--", *TRAINING, steps)
+    return summary(clusters.run(name))["weights_sha256"]
 
 
 @pytest.fixture
 def job(clusters: Clusters, local_hash: str, request: pytest.FixtureRequest) -> Iterator[RunFolder]:
-    """A run that trains as a job, called after the test."""
-    name = request.node.name[:40]
-    clusters.invoke("up", f"--name={name}", *OPTIONS, "--", *TRAINING)
-    yield clusters.run(name)
-    clusters.invoke("down", name)
+    """A run that trains as a job on two of the three nodes, called after the test."""
+    yield from queued(clusters, request.node.name, STEPS)
+
+
+@pytest.fixture
+def long_job(clusters: Clusters, request: pytest.FixtureRequest) -> Iterator[RunFolder]:
+    """A run that trains as a job until it is stopped."""
+    yield from queued(clusters, request.node.name, *ENDLESS)
+
+
+def queued(clusters: Clusters, name: str, *training: str) -> Iterator[RunFolder]:
+    run = clusters.run(re.sub("[^a-z0-9]+", "-", name)[-40:].strip("-"))
+    clusters.invoke("up", f"--name={run.name}", *OPTIONS, "--", *TRAINING, *training)
+    wait_for(lambda: step_of(run) >= 60, "step 60", timeout_s=120)
+    yield run
+    subprocess.run(["bash", ".ci/slurm"], cwd=ROOT, check=True)  # revives a node
+    clusters.invoke("down", run.name)
 
 
 def number_of(run: RunFolder) -> str:
@@ -58,17 +73,24 @@ def number_of(run: RunFolder) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def await_same_weights(clusters: Clusters, run: RunFolder, expected: str) -> None:
-    clusters.invoke("wait", run.name, timeout_s=400)
-    assert ("succeeded", expected) == (summary(run)["state"], summary(run)["weights_sha256"])
+def attempts(run: RunFolder) -> list[Path]:
+    """Return the folders in which the tasks of each attempt of the job recorded where they are."""
+    return sorted((run.control / "slurm").iterdir())
 
 
-def test_a_job_must_train_to_the_weights_of_processes(job: RunFolder, clusters: Clusters, local_hash: str) -> None:
-    await_same_weights(clusters, job, local_hash)
-    (attempt,) = (job.control / "slurm").iterdir()
-    assert 2 == len({read_json(attempt / f"{task}.json")["node"] for task in ("chief", "worker-0", "worker-1")})
+@pytest.mark.site
+def test_a_job_must_train_to_the_weights_of_processes(clusters: Clusters, local_hash: str) -> None:
+    words = ("--name=three", "--nodes=3", "--runtime=slurm", "--tensorboard-port=0")
+    clusters.invoke("up", *words, "--", *TRAINING, STEPS)
+    run = clusters.run("three")
+    assert ("succeeded", local_hash) == (summary(run)["state"], summary(run)["weights_sha256"])
+    (attempt,) = attempts(run)
+    places = [read_json(attempt / f"{task}.json") for task in ("chief", "worker-0", "worker-1")]
+    assert 3 == len({place["host"] for place in places})
+    assert not number_of(run)
 
 
+@pytest.mark.site
 def test_a_script_must_run_in_every_task_of_a_job(clusters: Clusters, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import json, os\nprint('task', json.loads(os.environ['TF_CONFIG'])['task'])\n")
@@ -79,70 +101,56 @@ def test_a_script_must_run_in_every_task_of_a_job(clusters: Clusters, tmp_path: 
         assert f"task {{'type': 'worker', 'index': {index}}}" in run.log(task).read_text()
 
 
-def test_a_job_must_be_scaled_and_stopped_like_any_run(clusters: Clusters) -> None:
-    clusters.invoke("up", "--name=scaled", *OPTIONS, "--", *TRAINING, "--max-steps=20000", "--epochs=1000")
-    run = clusters.run("scaled")
+def test_every_command_must_mean_the_same_for_a_job(clusters: Clusters, long_job: RunFolder) -> None:
+    name = f"--run={long_job.name}"
+    status = json.loads(clusters.invoke("status", "--json", name))
+    assert ("training", 3) == (status["state"], len(status["tasks"]))
+    assert "step 60/" in clusters.invoke("logs", "worker-1", name)
     clusters.invoke("chaos", "kill", "worker-1", timeout_s=300)
-    clusters.invoke("scale", "--workers=1", "--run=scaled", timeout_s=300)
-    assert 2 == len(run.load_cluster().tasks)
-    clusters.invoke("stop", "scaled")
-    assert "stopped" == summary(run)["state"]
-    wait_for(lambda: not number_of(run), "the end of the job")
-    steps = str(summary(run)["steps"] + 20)
-    clusters.invoke("up", "--resume=scaled", "--tensorboard-port=0", "--", f"--max-steps={steps}", timeout_s=400)
-    assert ("succeeded", "slurm") == (summary(run)["state"], run.started["runtime"])
+    clusters.invoke("scale", "--workers=1", name, timeout_s=300)
+    assert 2 == len(long_job.load_cluster().tasks)
+    clusters.invoke("stop", long_job.name)
+    assert "stopped" == summary(long_job)["state"]
+    wait_for(lambda: not number_of(long_job), "the end of the job")
+    words = (f"--resume={long_job.name}", "--tensorboard-port=0")
+    clusters.invoke("up", *words, "--", f"--max-steps={summary(long_job)['steps'] + 20}", timeout_s=400)
+    assert ("succeeded", "slurm") == (summary(long_job)["state"], long_job.started["runtime"])
 
 
-PROGRAM = """
-import os, time
-from pathlib import Path
-from cluster.run import launch_records, records
-from cluster.run.folder import RunFolder
-
-RunFolder.load_cluster = lambda self: records.read(Path(os.environ["CLUSTER_JSON"]), launch_records.cluster)
-import tests.unit.trainer as trainer
-
-trainer.train(1)
-if trainer.GENERATION == 0:
-    while not trainer._stop:
-        time.sleep(0.05)
-    trainer.finish("stopped")
-trainer.train(5)
-trainer.meet()
-trainer.finish()
-"""
-"""Trains, without TensorFlow, until it is asked to save and end; what goes on in a later generation ends well."""
+@pytest.fixture(scope="module")
+def apptainer_image(images: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The image of the tasks, as Apptainer has it: a folder."""
+    if shutil.which("apptainer") is None:
+        pytest.skip("there is no Apptainer")
+    folder = tmp_path_factory.mktemp("apptainer")
+    subprocess.run(["docker", "save", f"--output={folder / 'train.tar'}", TRAIN_IMAGE], check=True)
+    build = ["apptainer", "build", "--sandbox", "train", "docker-archive:train.tar"]
+    subprocess.run(build, cwd=folder, check=True, capture_output=True)
+    return folder / "train"
 
 
-@pytest.fixture
-def queued(tmp_path: Path) -> Iterator[RunFolder]:
-    """A run of such programs that is under way, on two of the three nodes."""
-    run = RunFolder(tmp_path / "a-run")
-    run.create()
-    (run.path / "pids").mkdir()
-    (tmp_path / "program.py").write_text(PROGRAM)
-    cluster = spec.build(workers=2)
-    for path, value in {run.cluster: cluster.to_json(), run.config: {}, run.control / "started.json": {}}.items():
-        write_json(path, value)
-    run.begin_generation(0)
-    environment = {"RUN_DIR": str(run.path), "DATA_DIR": str(tmp_path), "PATH": os.environ["PATH"], "WARM_SPARE": "0"}
-    environment |= {"PYTHONPATH": str(ROOT)}
-    words = ["--", sys.executable, str(tmp_path / "program.py")]
-    script = batch.script(cluster, slurm.job_name(run), run.path, Job(), environment, words)
-    (tmp_path / "job.sh").write_text(script)
-    subprocess.run(["sbatch", str(tmp_path / "job.sh")], check=True, stdout=subprocess.DEVNULL)
-    wait_for(lambda: [beat["state"] for beat in run.heartbeats().values()] == ["training"] * 3, "training")
-    yield run
-    subprocess.run(["bash", ".ci/slurm"], cwd=ROOT, check=True)
-    subprocess.run(["scancel", f"--name={slurm.job_name(run)}"], check=True)
-    wait_for(lambda: not number_of(run), "the end of the job")
+@pytest.mark.docker
+def test_a_job_in_an_image_must_train_to_the_weights_of_processes(
+    clusters: Clusters, local_hash: str, apptainer_image: Path
+) -> None:
+    words = ("--name=contained", f"--apptainer={apptainer_image}", *OPTIONS)
+    clusters.invoke("up", *words, "--", *TRAINING, STEPS)
+    run = clusters.run("contained")
+    wait_for(lambda: step_of(run) >= 60, "step 60", timeout_s=120)
+    members = ["self", *processes_with(TASK="chief", RUN_DIR=str(run.path))]
+    assert len({Path(f"/proc/{each}/ns/mnt").readlink() for each in members}) > 1, "the chief is in no container"
+    clusters.invoke("chaos", "kill", "worker-1", timeout_s=300)
+    clusters.invoke("wait", "contained", timeout_s=400)
+    assert ("succeeded", local_hash) == (summary(run)["state"], summary(run)["weights_sha256"])
+    assert run.generation > 0
+    clusters.invoke("down", "contained")
 
 
 def end_node(run: RunFolder) -> None:
     """End the node of worker-1 as a power cut would: its daemon, and all that the job has there."""
-    (place,) = (run.control / "slurm").glob("*/worker-1.json")
-    node = read_json(place)["node"]
-    assert node != read_json(place.with_name("chief.json"))["node"]
+    (attempt,) = attempts(run)
+    node = read_json(attempt / "worker-1.json")["node"]
+    assert node != read_json(attempt / "chief.json")["node"]
     os.kill(int((DAEMONS / f"{node}.pid").read_text()), signal.SIGKILL)
     for process in processes_with(SLURMD_NODENAME=node, RUN_DIR=str(run.path)):
         os.kill(process, signal.SIGKILL)
@@ -156,11 +164,11 @@ def end_task(run: RunFolder) -> None:
 
 def processes_with(**variables: str) -> list[int]:
     """Return the processes that have these variables, and the daemons of Slurm that started them."""
-    wanted = {f"{name}={value}".encode() for name, value in variables.items()}
+    expected = {f"{name}={value}".encode() for name, value in variables.items()}
     found: dict[int, None] = {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if wanted <= set((process / "environ").read_bytes().split(b"\0")):
+            if expected <= set((process / "environ").read_bytes().split(b"\0")):
                 found[int(process.name)] = None
                 parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
                 if "SLURMD_NODENAME" in variables and b"slurmstepd" in Path(f"/proc/{parent}/cmdline").read_bytes():
@@ -168,35 +176,53 @@ def processes_with(**variables: str) -> list[int]:
     return list(found)
 
 
-def end_time(run: RunFolder) -> None:
-    """Have the job's time end in two minutes, by which it is warned at once."""
-    limit(run, 2)
+def preempt(_: RunFolder) -> None:
+    """Queue a job that takes all nodes in a partition that goes first."""
+    command = ["sbatch", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 5"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("event", [end_node, end_task, preempt])
+def test_a_job_that_loses_its_nodes_must_go_on_once_it_has_some(
+    event: Callable[[RunFolder], None], job: RunFolder, clusters: Clusters, local_hash: str
+) -> None:
+    event(job)
+    clusters.invoke("wait", job.name, timeout_s=400)
+    assert ("succeeded", local_hash) == (summary(job)["state"], summary(job)["weights_sha256"])
+    assert (2, True) == (len(attempts(job)), job.generation > 0)
+
+
+def test_a_job_at_its_time_limit_must_save_and_go_on(long_job: RunFolder, clusters: Clusters) -> None:
+    limit(long_job, 2)  # it is warned two minutes before: by then Slurm looks only every 30 s
+    wait_for(lambda: len(attempts(long_job)) > 1, "a second attempt", timeout_s=240)
+    limit(long_job, 60)
+    wait_for(lambda: steps_of(long_job, "restored"), "the checkpoint to be restored", timeout_s=240)
+    assert steps_of(long_job, "stopped")[:1] == steps_of(long_job, "restored")  # nothing is done twice
+    began = steps_of(long_job, "restored")[0]
+    wait_for(lambda: step_of(long_job) > began, "a step of the second attempt", timeout_s=240)
+    clusters.invoke("stop", long_job.name)
+    steps = f"--max-steps={summary(long_job)['steps'] + 20}"
+    clusters.invoke("up", f"--resume={long_job.name}", "--tensorboard-port=0", "--", steps, timeout_s=400)
+    assert summary(long_job)["weights_sha256"] == trained_locally(clusters, "as-long", steps)
+
+
+def steps_of(run: RunFolder, event: str) -> list[int]:
+    """Return the steps at which an event of the chief's happened."""
+    return [each["step"] for each in run.events() if (each["task"], each["event"]) == ("chief", event)]
 
 
 def limit(run: RunFolder, minutes: int) -> None:
     subprocess.run(["scontrol", "update", f"jobid={number_of(run)}", f"TimeLimit={minutes}"], check=True)
 
 
-def preempt(run: RunFolder) -> None:
-    """Queue a job that takes all nodes in a partition that goes first."""
-    command = ["sbatch", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 5"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("event", [end_node, end_task, end_time, preempt])
-def test_a_job_that_loses_its_nodes_must_go_on_once_it_has_some(
-    event: Callable[[RunFolder], None], queued: RunFolder
+@pytest.mark.site
+def test_a_job_that_is_cancelled_must_save_and_not_be_queued_again(
+    job: RunFolder, clusters: Clusters, local_hash: str
 ) -> None:
-    event(queued)
-    wait_for(lambda: len(list((queued.control / "slurm").iterdir())) > 1, "a second attempt", timeout_s=240)
-    limit(queued, 60)
-    wait_for(lambda: queued.ended, "the end of the run", timeout_s=120)
-    assert ("succeeded", True) == (summary(queued)["state"], queued.generation > 0)
-
-
-def test_a_job_that_is_cancelled_must_save_and_not_be_queued_again(queued: RunFolder) -> None:
-    subprocess.run(["scancel", number_of(queued)], check=True)
-    wait_for(lambda: not number_of(queued), "the end of the job")
-    assert "stopped" == (queued.outcome or {})["state"]
-    assert "stopped" == watch.follow(queued, lambda _: None, 60)["state"]
+    subprocess.run(["scancel", number_of(job)], check=True)
+    wait_for(lambda: not number_of(job), "the end of the job")
+    clusters.invoke("wait", job.name, expect=130)
+    assert "stopped" == summary(job)["state"]
+    assert 1 == len(attempts(job))
+    clusters.invoke("up", f"--resume={job.name}", "--tensorboard-port=0", timeout_s=400)
+    assert ("succeeded", local_hash) == (summary(job)["state"], summary(job)["weights_sha256"])

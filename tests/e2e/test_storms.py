@@ -85,9 +85,9 @@ def test_kills_a_bad_checkpoint_and_a_stop_must_not_change_a_bit(clusters: Clust
     assert "is damaged" in run.log("chief").read_text()
     assert "stopped" == chaos.inflict(run, Fault("stop", "worker-0", at_step=50)).ended
     assert "stopped" == summary(run)["state"]
-    told = clusters.invoke("up", "--resume=stormy", "--runtime=local", "--tensorboard-port=0")
+    output = clusters.invoke("up", "--resume=stormy", "--runtime=local", "--tensorboard-port=0")
     assert summary(undisturbed)["weights_sha256"] == summary(run)["weights_sha256"]
-    assert "the same bits as the undisturbed run calm" in told
+    assert "the same bits as the undisturbed run calm" in output
     assert ["kill", "corrupt", "stop"] == [fault["kind"] for fault in read_json_lines(run.path / "chaos.jsonl")]
 
 
@@ -96,11 +96,11 @@ def test_a_storm_of_twenty_faults_must_not_change_a_bit(clusters: Clusters) -> N
     words, length = ("--workers=2", "--checkpoint-every=20"), ("--epochs=10", "--max-steps=1200")
     undisturbed = calm(clusters, *words, length=length)
     run = start(clusters, "storm", *words, length=length)
-    told = clusters.invoke("chaos", "storm", "--faults=20", "--seed=7", timeout_s=2 * SLOW_MACHINE_S)
-    assert 20 == told.count(" at step "), told
+    output = clusters.invoke("chaos", "storm", "--faults=20", "--seed=7", timeout_s=2 * SLOW_MACHINE_S)
+    assert 20 == output.count(" at step "), output
     assert "succeeded" == summary(run)["state"]
     assert summary(undisturbed)["weights_sha256"] == summary(run)["weights_sha256"]
-    assert "the same bits as the undisturbed run calm" in told
+    assert "the same bits as the undisturbed run calm" in output
 
 
 @pytest.mark.alone
@@ -145,8 +145,8 @@ def test_containers_must_outlive_what_only_an_engine_can_do(clusters: Clusters) 
 def test_a_full_disk_must_end_the_run_and_lose_no_good_checkpoint(small: Clusters) -> None:
     run = start(small, "full", "--workers=1", "--checkpoint-every=50")
     wait_for((run.checkpoints / "ckpt-50.index").exists, "the first checkpoint", SLOW_MACHINE_S)
-    told = small.invoke("chaos", "diskfull", "chief")
-    assert "the run failed" in told
+    output = small.invoke("chaos", "diskfull", "chief")
+    assert "the run failed" in output
     assert "the disk is full" in summary(run)["cause"]["error"]
     assert not (small.runs_dir / ".ballast").exists()
     wait_for(lambda: not supervisor.processes_left(run), "the end of all that was started", SLOW_MACHINE_S)

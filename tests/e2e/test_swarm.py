@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import subprocess
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from cluster.run.folder import RunFolder
 from cluster.runtime.swarm import stack
-from tests.e2e.scenario import TENSORBOARD_IMAGE, TRAIN_IMAGE, Clusters, step_of, summary
+from cluster.system.ports import free_ports
+from tests.e2e.scenario import ENDLESS, TENSORBOARD_IMAGE, TRAIN_IMAGE, Clusters, step_of, summary
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.docker, pytest.mark.alone, pytest.mark.usefixtures("require_engine")]
@@ -29,12 +33,12 @@ def at(host: str, *words: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def swarm(clusters: Clusters, images: None) -> Clusters:
+def swarm(clusters: Clusters, images: None, unavailable: Callable[[str], NoReturn]) -> Clusters:
     """Commands whose engine is that of the manager, which has the images of this checkout."""
     try:
         at("h1", "node", "ls")
     except (OSError, subprocess.SubprocessError) as error:
-        pytest.skip(f"no Swarm of .ci/swarm answers: {type(error).__name__}")
+        unavailable(f"no Swarm of .ci/swarm answers: {type(error).__name__}")
     if any(identity_of(image) != identity_of(image, "h1") for image in (TRAIN_IMAGE, TENSORBOARD_IMAGE)):
         load_images()
     return Clusters(clusters.runs_dir, {"DOCKER_HOST": f"unix://{HOSTS / 'h1' / 'docker.sock'}"})
@@ -88,6 +92,7 @@ def await_same_weights(swarm: Clusters, run: RunFolder, expected: str) -> None:
     assert ("succeeded", expected) == (summary(run)["state"], summary(run)["weights_sha256"])
 
 
+@pytest.mark.site
 def test_hosts_must_train_to_the_weights_of_processes(run: RunFolder, swarm: Clusters, local_hash: str) -> None:
     wait_for(lambda: step_of(run) >= 60, "step 60", timeout_s=120)
     swarm.invoke("chaos", "kill", "worker-0", timeout_s=300)
@@ -130,6 +135,35 @@ def test_a_run_that_loses_a_host_must_go_on_to_the_same_weights(
     assert run.generation > 0
 
 
+def test_every_command_must_mean_the_same_on_hosts(swarm: Clusters) -> None:
+    at("h2", "image", "rm", "--force", TRAIN_IMAGE)  # and no host can pull it
+    (port,) = free_ports(1)
+    words = ("--name=ps", "--runtime=swarm", "--workers=1", "--ps=1", f"--tensorboard-port={port}", "--detach")
+    swarm.invoke("up", *words, "--", *TRAINING, *ENDLESS, timeout_s=300)
+    run = swarm.run("ps")
+    assert {"h1", "h2"} == set(places(run).values())
+    assert identity_of(TRAIN_IMAGE, "h1") == identity_of(TRAIN_IMAGE, "h2")
+
+    def shown() -> list[str]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/data/runs", timeout=10) as answer:
+            return json.load(answer)
+
+    wait_for(lambda: "ps/tensorboard/chief" in shown(), "TensorBoard to show the run")
+    swarm.invoke("chaos", "kill", "worker-0", timeout_s=300)
+    assert 0 == run.generation, "under parameter servers only the worker starts again"
+    swarm.invoke("scale", "--workers=2", "--run=ps", timeout_s=300)
+    assert ["chief", "worker-0", "worker-1", "ps-0"] == [task.name for task in run.load_cluster().tasks]
+    assert set(places(run)) == {task.name for task in run.load_cluster().tasks}
+    status = json.loads(swarm.invoke("status", "--json", "--run=ps"))
+    assert ("training", 4) == (status["state"], len(status["tasks"]))
+    assert swarm.invoke("logs", "worker-1", "--run=ps")
+    swarm.invoke("stop", "ps")
+    assert "stopped" == summary(run)["state"]
+    swarm.invoke("down", "ps")
+    assert "" == at("h1", "stack", "ls", "--format={{.Name}}")
+
+
+@pytest.mark.site
 def test_a_script_must_get_its_secret_on_every_host(swarm: Clusters, tmp_path: Path) -> None:
     for folder in (tmp_path, *tmp_path.parents[:2]):
         folder.chmod(0o755)

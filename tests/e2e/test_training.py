@@ -69,8 +69,8 @@ def test_every_task_must_log_the_same_loss(three: RunFolder) -> None:
 
 @pytest.mark.long  # in containers each time
 def test_the_same_seed_must_give_the_same_bits_again(clusters: Clusters, three: RunFolder) -> None:
-    told, again = clusters.rerun(three.name)
-    assert f"identical: the losses of {STEPS} logged steps and the final weights are the same bits" in told
+    output, again = clusters.rerun(three.name)
+    assert f"identical: the losses of {STEPS} logged steps and the final weights are the same bits" in output
     assert summary(three)["weights_sha256"] == summary(again)["weights_sha256"]
     assert losses(three) == losses(again)
 
@@ -78,8 +78,8 @@ def test_the_same_seed_must_give_the_same_bits_again(clusters: Clusters, three: 
 @pytest.mark.docker
 @pytest.mark.usefixtures("require_engine", "images")
 def test_containers_must_give_the_same_bits_as_processes(clusters: Clusters, three: RunFolder) -> None:
-    told, contained = clusters.rerun(three.name, "--runtime=docker")
-    assert f"identical: the losses of {STEPS} logged steps and the final weights are the same bits" in told
+    output, contained = clusters.rerun(three.name, "--runtime=docker")
+    assert f"identical: the losses of {STEPS} logged steps and the final weights are the same bits" in output
     assert ("succeeded", STEPS) == (summary(contained)["state"], summary(contained)["steps"])
     assert "docker" == read_json(contained.manifest)["runtime"]
     assert read_json(contained.manifest)["image"]["id"].startswith("sha256:")
@@ -93,8 +93,8 @@ def test_containers_must_give_the_same_bits_as_processes(clusters: Clusters, thr
 @pytest.mark.usefixtures("require_engine", "images")
 def test_processes_must_give_the_same_bits_as_containers(clusters: Clusters) -> None:
     contained = clusters.up("in-containers", "--workers=1", runtime="docker")
-    told, again = clusters.rerun(contained.name, "--runtime=local")
-    assert f"identical: the losses of {STEPS} logged steps and the final weights are the same bits" in told
+    output, again = clusters.rerun(contained.name, "--runtime=local")
+    assert f"identical: the losses of {STEPS} logged steps and the final weights are the same bits" in output
     assert "local" == read_json(again.manifest)["runtime"]
 
 

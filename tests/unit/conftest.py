@@ -8,8 +8,9 @@ import itertools
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ from cluster.control import watch
 from cluster.launch import configuration
 from cluster.run import liveness, provenance
 from cluster.run.folder import RunFolder
+from cluster.run.heartbeat import Heartbeat
 from cluster.run.liveness import LivenessMonitor
 from cluster.runtime.local import supervisor
-from cluster.runtime.local.processes import processes_of
+from cluster.runtime.local.runtime import processes_of
 from cluster.runtime.network import HOST
 from cluster.system.json_files import read_json, write_json
 from tests import fast
@@ -65,7 +67,8 @@ def start_gang(make_run: Callable[..., RunFolder], start_run: Callable[[RunFolde
 
     `imports` goes before the lines; `absent` tasks are in the cluster but never started; `stopped` asks the run to stop
     before it starts; `preload` names a module with whose `load` the supervisor begins; `network` is `private` or
-    `host`; the other options are `spec.build`'s.
+    `host`; `elastic` is what `started.json` says of `--min-workers`, `away` tasks are kept away until the test removes
+    the file; the other options are `spec.build`'s.
     """
 
     def start(
@@ -77,6 +80,8 @@ def start_gang(make_run: Callable[..., RunFolder], start_run: Callable[[RunFolde
         max_restarts: int = 3,
         preload: str = "",
         network: str = HOST,
+        elastic: Mapping[str, Any] = MappingProxyType({}),
+        away: tuple[str, ...] = (),
         **topology: Any,
     ) -> Gang:
         run = make_run(**topology)
@@ -84,7 +89,13 @@ def start_gang(make_run: Callable[..., RunFolder], start_run: Callable[[RunFolde
         how = processes_of(run.load_cluster(), run.path, tmp_path / "data", ["--", *program], network=network)
         how |= {"tasks": {n: task for n, task in how["tasks"].items() if n not in absent}}
         write_json(run.compose, how | ({"preload": preload} if preload else {}))
-        limits = {"hang_timeout_s": hang_timeout_s, "max_restarts": max_restarts}
+        limits = {"hang_timeout_s": hang_timeout_s, "max_restarts": max_restarts, **elastic}
+        for name in away:
+            run.away(name).parent.mkdir(exist_ok=True)
+            run.away(name).touch()
+            beat = Heartbeat(run, run.load_cluster().task(name), 0)  # the supervisor's, while it imports for all tasks
+            beat.values["importing"] = True
+            beat.write()
         write_json(run.control / "started.json", read_json(run.control / "started.json") | limits)
         provenance.write(run)
         if stopped:
@@ -107,6 +118,12 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 def resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     """The configuration, without the process that checks it."""
     monkeypatch.setattr(configuration, "resolve", lambda *_: (dict(CONFIG), (), ""))
+
+
+@pytest.fixture
+def recorded_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration of the run that goes on, without the process that checks it."""
+    monkeypatch.setattr(configuration, "resolve", lambda request, base, *_: (read_json(base), (), ""))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 
 from cluster.run.folder import RunFolder
 from cluster.run.heartbeat import Heartbeat
-from cluster.runtime.local.processes import processes_of
+from cluster.runtime.local.runtime import processes_of
 from cluster.system.journal import append_json
 from cluster.system.json_files import write_json
 from cluster.system.processes import identity
@@ -73,8 +73,15 @@ def fill(run: RunFolder) -> None:
         programs = {"agent": identity(ABSENT_PID), "program": identity(ABSENT_PID)}
         write_json(run.programs(task.name), programs)
     seconds = {"input": 0.1, "compute": 1.0, "save": 0.1, "evaluate": 0.1}
-    life = {"generation": 1, "began": now, "first_step_at": now, "first": 3, "updated_at": now, "seconds": seconds}
-    write_json(run.ledger(1), life | {"step": 9, "timed_steps": 5})
+    recorded = {
+        "generation": 1,
+        "began": now,
+        "first_step_at": now,
+        "first": 3,
+        "updated_at": now,
+        "seconds": seconds,
+    }
+    write_json(run.ledger(1), recorded | {"step": 9, "timed_steps": 5})
     write_json(run.control / "result.json", {"steps": 9, "metrics": {"eval_accuracy": 0.9}, "weights_sha256": "ab"})
     write_json(run.checkpoints / "ckpt-3.json", {"step": 3, "files": {"ckpt-3.index": {"size_bytes": 1}}})
     (run.checkpoints / "ckpt-3.index").write_bytes(b"x")

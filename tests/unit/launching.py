@@ -14,10 +14,10 @@ WORKING_ENGINE = 'case "$1" in info) echo \'"26.1.5"\';; compose) echo 2.26.1;; 
 """What `docker` does where an engine answers, as a shell script."""
 
 
-def refusal(asked: Request) -> ClusterError:
+def refusal(requested: Request) -> ClusterError:
     """Return the error that a request is refused with; nothing may have been changed."""
     with pytest.raises(ClusterError) as refused:
-        planning.plan(asked)
+        planning.plan(requested)
     assert 1 == len(str(refused.value).splitlines())
     return refused.value
 
@@ -27,3 +27,8 @@ class Commands(list[str]):
 
     def __call__(self, command: str) -> None:
         self.append(command)
+
+
+def no_shell(command: str) -> None:
+    """Fail: no command is to be run."""
+    pytest.fail(f"nothing is to be run: {command}")

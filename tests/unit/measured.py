@@ -1,6 +1,6 @@
 """Numbers measured in processes of their own, by `tests/unit/measure/`.
 
-What is measured needs several logical devices, a cluster, or Keras without our guards first and with them afterwards.
+What is measured needs several logical devices, a cluster, or Keras without `keras_compat` first and with it afterwards.
 Each of these is decided once a process, and all other unit tests share pytest's.
 """
 

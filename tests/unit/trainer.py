@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from cluster.recovery.step_record import StepRecord
+from cluster.run import membership
 from cluster.run.folder import RunFolder
 from cluster.run.heartbeat import Heartbeat
 from cluster.system.json_files import read_json, write_json
@@ -82,7 +83,7 @@ def serve() -> NoReturn:
 
 def meet() -> None:
     """Wait until every other task has come to train in this generation."""
-    for task in run.load_cluster().tasks:
+    for task in membership.cluster(run, GENERATION).tasks:
         until(lambda name=task.name: name == NAME or _trains(run.heartbeats().get(name)))
 
 

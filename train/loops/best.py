@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from cluster.errors import UsageError, nearest
 from train.context import TaskContext
-from train.stopping import Best as Settings
+from train.settings.stopping import Best as Settings
 
 
 class BestState(tf.Module):

@@ -81,7 +81,7 @@ def changed(callback: Any, made: dict[str, Any]) -> dict[str, Any]:
 
 
 def restore(callbacks: Sequence[Any], progress: Progress) -> bool:
-    """Give callbacks their attributes back; return False, and leave them, where they are not those that were saved."""
+    """Restore the attributes of callbacks; return False, and leave them, where they are not those that were saved."""
     if [type(callback).__name__ for callback in callbacks] != progress.classes:
         return False
     for callback, values in zip(callbacks, progress.callbacks, strict=True):

@@ -10,11 +10,11 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.errors import UsageError
-from train import references
 from train.context import TaskContext
 from train.loops.callback_state import CallbackState, Progress, attributes, changed, restore
 from train.loops.outer import Inner
 from train.loops.steps import LoopResult
+from train.settings import references
 
 
 def build(context: TaskContext) -> list[keras.callbacks.Callback]:

@@ -10,12 +10,13 @@ from typing import Any
 from tensorflow import keras  # Keras 3, or tf_keras where `--loop fit` needs that
 
 from cluster.errors import UsageError, nearest
-from train import named, references
+from train import named
 from train.config import TrainConfig
 from train.model import inputs
 from train.model.resnet import resnet20, resnet50
 from train.model.transformer import transformer_lm
 from train.named import Named
+from train.settings import references
 
 
 def two_conv_cnn(image_shape: tuple[int, int, int], num_classes: int) -> keras.Model:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import tensorflow as tf
 
 from cluster.errors import UsageError
-from train import heads, references
 from train.config import TrainConfig
 from train.named import Named
+from train.settings import heads, references
 
 PerExample = Callable[[Named, Named], tf.Tensor]
 """(labels `[B]` or `[B, K]`, outputs `[B, K]`) -> `[B] float32`; with several outputs, dictionaries of them."""

@@ -11,9 +11,9 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.errors import UsageError
-from train import references
 from train.config import TrainConfig
 from train.model.gradients import GradientPolicy, LossScale
+from train.settings import references
 
 CLASSES = {"adam": "Adam", "adamw": "AdamW", "lamb": "Lamb", "lion": "Lion", "sgd": "SGD"}
 

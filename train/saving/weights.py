@@ -10,7 +10,7 @@ from train.model import optimizers
 
 
 def read(config: TrainConfig, model: keras.Model, prefix: str) -> None:
-    """Give a model the weights of a checkpoint, or their averages if the run evaluates by these.
+    """Load the weights of a checkpoint into a model, or their averages if the run evaluates by these.
 
     Args:
         config: of the run.

@@ -105,18 +105,18 @@ def from_marks(marks: list[tuple[str, float]]) -> Times:
 
     A batch that is requested after the gradients is the next step's; to wait for it is work of this task, too.
     """
-    rows, begun, asked, waited, computed = [], 0.0, 0.0, 0.0, None
+    rows, begun, requested, waited, computed = [], 0.0, 0.0, 0.0, None
     for what, moment in marks:
         if what == "begin":
             if computed is not None:
                 rows.append((moment - begun, waited, computed - begun))
-            begun = asked = moment
+            begun = requested = moment
             waited, computed = 0.0, None
         elif what == "asks":
-            asked = moment
+            requested = moment
         elif what == "batch":
-            waited += moment - asked
-            computed = None if computed is None else computed + moment - asked
+            waited += moment - requested
+            computed = None if computed is None else computed + moment - requested
         else:
             computed = moment
     return Times(*np.array(rows, np.float64).reshape(-1, 3).T)

@@ -95,10 +95,10 @@ def _send(other: Task, clock: Callable[[], float]) -> Link:
         try:
             with socket.create_connection((other.host, other.port), REACH_S) as connection:
                 stream = connection.makefile("rw")
-                asked = clock()
+                sent_at = clock()
                 stream.write("time\n")
                 stream.flush()
-                skew_s = float(json.loads(stream.readline(64))) - (asked + clock()) / 2
+                skew_s = float(json.loads(stream.readline(64))) - (sent_at + clock()) / 2
                 return Link(skew_s, _bandwidth(connection, stream))
         except (OSError, ValueError):
             if time.monotonic() > deadline:

@@ -2,7 +2,7 @@
 
     python -m cluster.agent.schedulers.slurm COMMAND
 
-    task [ARGUMENT ...]   run a task of `srun`; the arguments are the agent's
+    task COMMAND ...      run a task of `srun`, whose agent this command starts
     stop                  the job's time is running out: every task saves and ends
     result                exit with 75 if the job is to be queued again, otherwise with how the run ended
     check                 print as JSON what this node has, for `invoke doctor --runtime slurm`
@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -71,15 +72,21 @@ def main(arguments: list[str]) -> int:
     return EXIT_USAGE
 
 
-def _task(run: RunFolder, words: list[str]) -> int:
-    """Be a task of the job: run the agent of one of the run's tasks until it has ended by itself."""
+def _task(run: RunFolder, command: list[str]) -> int:
+    """Be a task of the job: run the agent of one of the run's tasks until it has ended by itself.
+
+    Raises:
+        PrerequisiteError: this node lacks what runs the agent, such as Apptainer.
+    """
+    if shutil.which(command[0]) is None:
+        raise PrerequisiteError(f"{os.environ['SLURMD_NODENAME']}: there is no {command[0]} on its PATH")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_PEER_LOST))  # until the agent asks for a checkpoint
     cluster, task = _join(run)
     os.environ |= {"TASK": task.name, "STOP_THEN": REQUEUE, "CLUSTER_JSON": str(places(run) / "cluster.json")}
     if config := tf_config.dumps(cluster, task):
         os.environ["TF_CONFIG"] = config
     os.environ |= gpus(task.role, os.environ.get("GPUS_PER_TASK", ""))
-    return keep_agent([sys.executable, "-m", "cluster.agent", *words])
+    return keep_agent(command)
 
 
 def _join(run: RunFolder) -> tuple[ClusterSpec, Task]:
@@ -169,11 +176,11 @@ def _await_record(path: Path, missing: str) -> Path:
 
 
 def keep_agent(command: Sequence[str]) -> int:
-    """Run the agent, again where it was killed; return the code that it ended with by itself."""
+    """Run the agent, again where it was killed, alone or in its container; return its own code."""
     while True:
         agent = subprocess.Popen(command, preexec_fn=processes.die_with_parent)
         signal.signal(signal.SIGTERM, lambda *_, agent=agent: agent.terminate())
-        if (code := agent.wait()) >= 0:
+        if (code := agent.wait()) >= 0 and code != processes.as_exit_code(-signal.SIGKILL):
             return code
 
 

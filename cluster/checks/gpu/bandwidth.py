@@ -18,7 +18,7 @@ from cluster.image import engine, images
 from cluster.launch import planning
 from cluster.paths import ROOT
 from cluster.runtime import toolkit
-from cluster.runtime.local.processes import visible
+from cluster.runtime.local.runtime import visible
 
 CHECK = "gpu bandwidth"
 TIMEOUT_S = 300.0

@@ -1,14 +1,16 @@
-"""The tasks that check: this machine, the strategies, whether a run repeats, and whether it recovers."""
+"""The tasks that check: this machine, the strategies, a TF_CONFIG, whether a run repeats, and whether it recovers."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 
 from invoke import Exit
 
 from cluster import spec
 from cluster.checks import doctor as machine
+from cluster.checks import explain as explaining
 from cluster.checks import rerun as repetition
 from cluster.checks import verify as verification
 from cluster.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, shell, show, task
@@ -17,7 +19,8 @@ from cluster.control import storm as storming
 from cluster.control.faults import KINDS, STORM
 from cluster.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, UsageError
 from cluster.launch import folders, startup
-from cluster.options.request import OPTIONS
+from cluster.options.request import OPTIONS, Request
+from cluster.options.topology import topology as topology_of
 from cluster.view.findings import findings_lines
 
 
@@ -93,3 +96,41 @@ def chaos(
     result = injection.inflict(folder, fault, timeout_s)
     show(dataclasses.asdict(result), lambda _: [f"{fault} at step {result.step}: {result.description}"], as_json=json)
     raise Exit(code=EXIT_DONE if result.as_it_should else EXIT_FAILED)
+
+
+@task(
+    "run",
+    run="run whose cluster is explained (default: TF_CONFIG of the environment, else the current run)",
+    task="of a run or of the options of up: the task whose TF_CONFIG is looked at (default: the whole cluster)",
+    file="file with anybody's TF_CONFIG, or - for standard input (default: none)",
+    workers=OPTIONS["workers"].full_help,
+    ps=OPTIONS["ps"].full_help,
+    evaluator=OPTIONS["evaluator"].full_help,
+    devices=OPTIONS["devices"].full_help,
+    strategy=f"{OPTIONS['strategy'].help}; beside --file, what trains on it (default: the topology's)",
+    lint="only what is wrong with it (default: no)",
+    reach="also try every address from here, while the cluster runs (default: no)",
+    json=JSON_HELP,
+)
+def explain(
+    c, run=None, task="", file="", workers="", ps="", evaluator=False, devices="", strategy="", lint=False, reach=False,
+    json=False,
+):  # fmt: skip
+    """Draw a cluster in words and find the mistakes of its TF_CONFIG, ours or anybody's; exit code 1 for mistakes."""
+    topology = bool(workers or ps or evaluator or devices)
+    named = [words for words, given in ((f"run {run}", run), ("--file", file), ("options of up", topology)) if given]
+    if len(named) > 1:
+        raise UsageError(f"explain {' and '.join(named)}: explain one of them at a time")
+    variable = os.environ.get("TF_CONFIG")
+    if file or (variable is not None and not named):
+        text, source = (explaining.read_file(file), file) if file else (variable or "", "TF_CONFIG")
+        explained = explaining.of_text(text, source, strategy, reach=reach)
+    elif topology or (strategy and not run):
+        request = Request(workers=workers, ps=ps, evaluator=evaluator, devices=devices, strategy=strategy)
+        cluster = spec.build(**topology_of(request))
+        explained = explaining.of_cluster(cluster, "these options of up", task, reach=reach)
+    else:
+        folder = folders.find_run(run or "")
+        explained = explaining.of_cluster(folder.load_cluster(), f"run {folder.name}", task, reach=reach)
+    show(explained.to_json(), lambda _: explained.lines(lint=lint), as_json=json)
+    raise Exit(code=EXIT_DONE if explained.ok else EXIT_FAILED)

@@ -1,12 +1,14 @@
-"""The tasks `image.*`: the images, built, compared and listed."""
+"""The tasks `image.*`: the images, built, compared and listed; and `requirements.lock`, what is installed in them."""
 
 from __future__ import annotations
+
+import shlex
 
 from invoke import Exit
 
 from cluster.cli.command_line import JSON_HELP, has_dry_run, shell, show, task
 from cluster.errors import EXIT_DONE, EXIT_FAILED
-from cluster.image import base_packages, images, reproduction
+from cluster.image import base_packages, images, locks, reproduction
 from cluster.image import sbom as bill
 from cluster.messages import short_path
 
@@ -56,3 +58,11 @@ def sbom(c, accelerator="cpu", image="train", output=""):
     """List every package of an image with its version and hash as CycloneDX JSON."""
     path = bill.output(output, image, accelerator)
     print(f"{short_path(path)}: {bill.write(path, image, accelerator, shell(c))}")
+
+
+@task(upgrade="take the newest versions that the requirements allow (default: no)")
+@has_dry_run
+def lock(c, upgrade=False):
+    """Renew requirements/*.lock from requirements/*.in."""
+    for command in locks.lock_commands(upgrade=upgrade):
+        shell(c)(shlex.join(command))

@@ -32,13 +32,14 @@ from cluster.view.status import read_status, status_table
 def up(c, request, dry=False):
     """Bring up a cluster and train; overrides follow --, such as: invoke up -- --epochs 1."""
     began = time.time()
-    if dry or c.config.run.dry:
-        planned = planning.plan(request, installs=False)
-        startup.announce(planned)
-        print("\n".join(startup.commands(planned)))
-        return
+    dry = dry or c.config.run.dry
     with interrupts.handled():
-        raise Exit(code=watching.up(request, shell(c), began=began))
+        planned = planning.plan(request, installs=not dry)
+        startup.announce(planned)
+        if dry:
+            print("\n".join(startup.commands(planned)))
+        else:
+            raise Exit(code=watching.up(planned, shell(c), began=began))
 
 
 @takes_request(write="also write the options that were given to this run file (default: none)", json=JSON_HELP)

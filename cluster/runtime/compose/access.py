@@ -33,7 +33,7 @@ def check_readable(payload: Payload, user: str) -> None:
 
 
 def let_tasks_read(runs_dir: Path, data_dir: Path) -> None:
-    """Let the user that the containers run as read what root prepared, perhaps under another umask."""
+    """Make what root prepared readable for the containers' user, perhaps under another umask."""
     if os.getuid() != 0:
         return
     runs_dir.chmod(runs_dir.stat().st_mode | 0o055)  # TensorBoard reads all runs as that user
@@ -46,7 +46,7 @@ def let_tasks_read(runs_dir: Path, data_dir: Path) -> None:
 
 
 def give_to_tasks(folder: Path) -> None:
-    """Give a folder to the user that the containers run as, where root starts them; never what a link in them names."""
+    """Make the containers' user the owner of a folder, where root starts them; never what a link in them names."""
     if os.getuid() != 0:
         return
     for _, inside, others, descriptor in os.fwalk(folder):

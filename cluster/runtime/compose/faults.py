@@ -26,7 +26,7 @@ while os.path.exists(f"/proc/{program}") and len(eaten) < int(sys.argv[2]):
 class ContainerFaults(FaultInjector):
     """Disturbs containers, by the engine."""
 
-    storm = FaultInjector.storm | {"partition", "oom"}
+    storm = FaultInjector.storm | {"partition", "oom", "lose"}
 
     def __init__(self, run: RunFolder) -> None:
         super().__init__(run)
@@ -62,6 +62,12 @@ class ContainerFaults(FaultInjector):
             raise ClusterError(f"{task} is off the cluster's network already")
         self._docker("network", "disconnect", "--force", name, container)
         self._undo.append((*self._at, "network", "connect", "--alias", task, name, container))
+
+    def lose(self, task: str) -> None:
+        """Kill the container in a way after which the engine does not bring it back."""
+        container = self._container(task)
+        self._docker("kill", container)
+        self._undo.append((*self._at, "start", container))
 
     def slow(self, task: str) -> None:
         """Limit the container's share of the processor."""

@@ -95,7 +95,7 @@ class Compose(Runtime):
         return [*build.commands(work.gpus.accelerator), commands.up(work.run.compose, work.cluster)]
 
     def start(self, work: Workload, sh: Shell) -> None:
-        """Give the tasks' user what it reads and writes, and start the containers."""
+        """Make the folders accessible to the tasks' user, and start the containers."""
         access.let_tasks_read(work.run.path.parent, work.data_dir)
         access.give_to_tasks(work.run.path)
         if work.payload.script:

@@ -18,11 +18,13 @@ SLICE_S = 0.5
 class ProcessFaults(FaultInjector):
     """Injects faults into local processes, by signals and limits."""
 
+    storm = FaultInjector.storm | {"lose"}
     refusals = MappingProxyType({"partition": "local tasks share one network; use a run of --runtime docker"})
 
     def __init__(self, run: RunFolder) -> None:
         super().__init__(run)
         self._frozen: list[dict[str, int]] = []
+        self._lost: list[Path] = []
         self._undone = threading.Event()
         self._slowing: threading.Thread | None = None
 
@@ -37,6 +39,14 @@ class ProcessFaults(FaultInjector):
         self._frozen = [self.processes(task)[which] for which in ("agent", "program")]
         for process in self._frozen:
             processes.kill(process, signal.SIGSTOP)
+
+    def lose(self, task: str) -> None:
+        """Kill the whole task, which the supervisor does not bring back."""
+        away = self._run.away(task)
+        away.parent.mkdir(exist_ok=True)
+        away.touch()
+        self._lost.append(away)
+        self.signal(task, signal.SIGKILL, "agent", "program")
 
     def slow(self, task: str) -> None:
         """Stop and continue the program, again and again."""
@@ -63,6 +73,8 @@ class ProcessFaults(FaultInjector):
         if self._slowing:
             self._slowing.join()
             self._slowing = None
+        while self._lost:
+            self._lost.pop().unlink(missing_ok=True)
         while self._frozen:  # the program first: its agent would take it for frozen by itself
             processes.kill(self._frozen.pop(), signal.SIGCONT)
         super().undo(task)

@@ -108,15 +108,15 @@ class Supervisor:
         self.agents: dict[str, subprocess.Popen[bytes] | fork_server.ForkedProcess] = {}
         self._failures: dict[str, list[Attempt]] = {name: [] for name in self.tasks}
         self._due: dict[str, float] = {}
-        """When an agent is started again that failed by itself."""
+        """When an agent is started, or started again that failed by itself."""
 
     def main(self) -> None:
         """Return when every agent has ended for good."""
         signal.signal(signal.SIGTERM, lambda *_: self.run.request_stop("supervisor"))
         if self.preload:
             self._preload()
-        for name in self.tasks:
-            self._start(name)
+        self._due = dict.fromkeys(self.tasks, time.monotonic())
+        self._start_those_due()
         while self.agents or self._due:
             for name, agent in list(self.agents.items()):
                 if (code := agent.poll()) is not None:
@@ -180,6 +180,8 @@ class Supervisor:
         for name, due in list(self._due.items()):
             if self.run.outcome and self.run.ended:
                 del self._due[name]
+            elif self.run.away(name).exists():
+                continue
             elif time.monotonic() >= due or self.run.outcome or self.run.stop_requested:
                 del self._due[name]
                 self._start(name)

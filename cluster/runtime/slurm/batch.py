@@ -23,7 +23,9 @@ def script(
     run_dir: Path,
     job: Job,
     environment: Mapping[str, str],
-    arguments: Sequence[str] = (),
+    agent: Sequence[str],
+    *,
+    elastic: bool = False,
 ) -> str:
     """Return the batch script of a run.
 
@@ -33,32 +35,33 @@ def script(
         run_dir: the run's folder, which every node sees under this name.
         job: what is requested of Slurm.
         environment: what every task gets.
-        arguments: of the agents; empty for the built-in trainer.
+        agent: the command of every task's agent.
+        elastic: whether the job outlives the loss of a node, without which its run may go on.
     """
-    agent = shlex.join([sys.executable, "-m", "cluster.agent.schedulers.slurm"])
-    words = " ".join(shlex.quote(word) for word in arguments)
+    outlives = "--no-kill --wait=0" if elastic else f"--wait={LEAVE_S}"
+    step = shlex.join([sys.executable, "-m", "cluster.agent.schedulers.slurm"])
     exported = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(environment.items()))
     return f"""#!/bin/bash
-{_directives(spec, name, run_dir, job)}
+{_directives(spec, name, run_dir, job, elastic=elastic)}
 
 {exported}
 
-trap {shlex.quote(f"{agent} stop")} USR1  # the time limit is near: every task saves at the same step and ends
+trap {shlex.quote(f"{step} stop")} USR1  # the time limit is near: every task saves at the same step and ends
 trap 'ended=yes' TERM  # scancel or preemption: the tasks do the same, and Slurm decides what follows
 
-srun --export=ALL --kill-on-bad-exit=0 --wait={LEAVE_S} {agent} task {words} &
+srun --export=ALL --kill-on-bad-exit=0 {outlives} {step} task {shlex.join(agent)} &
 while kill -0 $! 2>/dev/null; do wait $!; done
 
 [ -n "$ended" ] && exit 143
-{agent} result
+{step} result
 code=$?
 [ $code = 75 ] && exec scontrol requeue "$SLURM_JOB_ID"  # it goes on from its newest checkpoint
 exit $code
 """
 
 
-def _directives(spec: ClusterSpec, name: str, run_dir: Path, job: Job) -> str:
-    wanted = {
+def _directives(spec: ClusterSpec, name: str, run_dir: Path, job: Job, *, elastic: bool) -> str:
+    options = {
         "job-name": name,
         "ntasks": str(len(spec.tasks)),
         "nodes": job.nodes,
@@ -73,5 +76,5 @@ def _directives(spec: ClusterSpec, name: str, run_dir: Path, job: Job) -> str:
         "open-mode": "append",
         "export": "NONE",
     }
-    lines = [f"#SBATCH --{name}={shlex.quote(value)}" for name, value in wanted.items() if value]
-    return "\n".join([*lines, "#SBATCH --requeue"])
+    lines = [f"#SBATCH --{name}={shlex.quote(value)}" for name, value in options.items() if value]
+    return "\n".join([*lines, *(["#SBATCH --no-kill"] if elastic else []), "#SBATCH --requeue"])

@@ -12,6 +12,8 @@ from cluster.errors import PrerequisiteError
 from cluster.system import processes
 
 ANSWER_S = 30.0
+CHECK_S = 5.0
+"""Longest wait for an answer that is only looked at: a client gives up after about 9 s."""
 RETRY_S = 60.0
 NOT_INSTALLED = (126, 127)
 """Exit codes of a command that is not there."""
@@ -45,14 +47,14 @@ class Queue:
         rows = (line.split("|", 2) for line in printed.splitlines() if line.count("|") >= 2)
         return {number: called for number, state, called in rows if state in IN_PROGRESS}
 
-    def nodes(self) -> tuple[int, str, str]:
+    def nodes(self, timeout_s: float = ANSWER_S) -> tuple[int, str, str]:
         """Return the exit code of `sinfo`, a line for each state of nodes, and the errors that it printed."""
-        return self._ask(["sinfo", "--noheader", "--format=%D %T"])
+        return self._ask(["sinfo", "--noheader", "--format=%D %T"], timeout_s)
 
-    def _ask(self, command: list[str]) -> tuple[int, str, str]:
+    def _ask(self, command: list[str], timeout_s: float = ANSWER_S) -> tuple[int, str, str]:
         if self._failure and time.monotonic() - self._failure[0] < RETRY_S:
             return self._failure[1]
-        answer = processes.run(command, ANSWER_S)
+        answer = processes.run(command, timeout_s)
         self._failure = (time.monotonic(), answer) if answer[0] not in (0, *NOT_INSTALLED) else None
         return answer
 

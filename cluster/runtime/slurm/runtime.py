@@ -8,54 +8,55 @@ from __future__ import annotations
 
 import hashlib
 import shlex
+import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import PrerequisiteError, TimedOut, UsageError
+from cluster.errors import TimedOut, UsageError
 from cluster.findings import Finding
 from cluster.gpu.placement import NO_DEVICE
 from cluster.run import owner
 from cluster.run.folder import RunFolder
 from cluster.runtime import inherited, network
-from cluster.runtime.base import Availability, Remains, Runtime, Shell, Workload
+from cluster.runtime.base import Availability, Shell, Workload
 from cluster.runtime.faults import FaultInjector
 from cluster.runtime.network import Network
-from cluster.runtime.slurm import batch, hosts
+from cluster.runtime.scheduled import ScheduledRuntime
+from cluster.runtime.slurm import batch, container, hosts
 from cluster.runtime.slurm.faults import SlurmFaults
-from cluster.runtime.slurm.queue import NOT_INSTALLED, Queue, last_line
+from cluster.runtime.slurm.queue import CHECK_S, NOT_INSTALLED, Queue, last_line
 from cluster.system.files import open_file
 
 END_S = 90.0
 """Longest wait for a job to be gone after `scancel`: Slurm gives its tasks KillWait, 30 s, before it kills them."""
 POLL_S = 0.5
-LOOK_S = 5.0
 
 
-class Slurm(Runtime):
+class Slurm(ScheduledRuntime):
     """Tasks of one Slurm job, on nodes that share this checkout, its environment and the folders of runs and data."""
 
     name = "slurm"
     tasks = "tasks of a Slurm job"
-    is_remote = True
-    job_options = frozenset({"partition", "time", "account", "nodes", "cpus_per_task", "gpus_per_task"})
+    look_s = 5.0  # many users share a site's controller
+    way_back = "use a login node"
+    job_options = frozenset({"partition", "time", "account", "nodes", "cpus_per_task", "gpus_per_task", "apptainer"})
 
     def __init__(self) -> None:
+        super().__init__()
         self._queue = Queue()
-        self._seen: dict[str, tuple[float, bool]] = {}
-        """When each job was looked for last, and whether it was there."""
 
     def probe(self) -> Availability:
         """Return whether Slurm's controller answers."""
         code, printed, complained = self._queue.nodes()
         if code:
-            return Availability(False, f"Slurm does not answer ({last_line(complained)})", "use a login node")
+            return Availability(False, f"Slurm does not answer ({last_line(complained)})", self.way_back)
         return Availability(True, "queued by sbatch" if printed.strip() else "this cluster has no nodes now")
 
     def examine(self) -> list[Finding]:
         """Return whether Slurm answers and has nodes; nothing where it is not installed."""
-        code, printed, complained = self._queue.nodes()
+        code, printed, complained = self._queue.nodes(CHECK_S)
         if code in NOT_INSTALLED:
             return []
         if code:
@@ -66,6 +67,9 @@ class Slurm(Runtime):
 
     def examine_hosts(self, runs_dir: Path, data_dir: Path) -> list[Finding]:
         """Return what the nodes have of what a run needs."""
+        code, _, complained = self._queue.nodes(CHECK_S)
+        if code:
+            return [Finding("hosts", "failed", f"Slurm does not answer: {last_line(complained)}", self.way_back)]
         return hosts.examine(runs_dir, data_dir)
 
     def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:  # noqa: ARG002
@@ -81,15 +85,18 @@ class Slurm(Runtime):
     def render(self, work: Workload) -> dict[str, Any]:
         """Return the batch script."""
         given = {name: value for name, value in _environment(work).items() if not name.startswith("SLURM")}
-        text = batch.script(work.cluster, job_name(work.run), work.run.path, work.job, given, work.payload.command())
+        python = container.command(work) if work.job.apptainer else [sys.executable]
+        agent = [*python, "-m", "cluster.agent", *work.payload.command()]
+        name, elastic = job_name(work.run), bool(work.elastic)
+        text = batch.script(work.cluster, name, work.run.path, work.job, given, agent, elastic=elastic)
         return {"runtime": self.name, "script": text}
 
     def preflight(self, work: Workload, ending: int = 0) -> None:
         """Leave memory and GPUs to Slurm, which gives the job nodes that have them."""
 
-    def commands(self, work: Workload, rendered: dict[str, Any]) -> list[str]:  # noqa: ARG002
+    def commands(self, work: Workload, rendered: dict[str, Any]) -> list[str]:
         """Return the command that queues the job, with its script."""
-        return [f"sbatch <<'SCRIPT'\n{rendered['script']}SCRIPT"]
+        return [f"{_sbatch(work)} <<'SCRIPT'\n{rendered['script']}SCRIPT"]
 
     def start(self, work: Workload, sh: Shell) -> None:
         """Queue the job."""
@@ -97,17 +104,19 @@ class Slurm(Runtime):
         with open_file(path, "wb") as file:
             file.write(self.render(work)["script"].encode())
         owner.begin(work.run, self.name)
-        sh(shlex.join(["sbatch", str(path)]))
+        sh(f"{_sbatch(work)} {shlex.quote(str(path))}")
 
-    def alive(self, run: RunFolder) -> bool:
-        """Whether the run's job runs or is queued; also where Slurm does not say, so that no run is taken for dead."""
-        name, now = job_name(run), time.monotonic()
-        if name not in self._seen or now - self._seen[name][0] > LOOK_S:  # many users share a site's controller
-            try:
-                self._seen[name] = (now, bool(self._queue.jobs(name)))
-            except PrerequisiteError:
-                self._seen[name] = (now, True)
-        return self._seen[name][1]
+    def scheduled_name(self, run: RunFolder) -> str:
+        """Return the name of the run's job."""
+        return job_name(run)
+
+    def has_tasks(self, name: str) -> bool:
+        """Return whether the job of this name runs or is queued."""
+        return bool(self._queue.jobs(name))
+
+    def scheduled(self) -> Collection[str]:
+        """Return the names of this user's jobs."""
+        return self._queue.jobs().values()
 
     def remove(self, run: RunFolder, sh: Shell, grace_s: int) -> None:
         """Cancel the run's job, unless it ends by itself, and wait until it is gone."""
@@ -122,17 +131,6 @@ class Slurm(Runtime):
                 raise TimedOut(f"job {' '.join(jobs)} of {run.name} does not end; `scontrol show job` says why")
             time.sleep(POLL_S)
 
-    def remains(self, runs_dir: Path, names: Collection[str]) -> Remains:
-        """Return the runs that have a job."""
-        mine = {name for name in names if _is_mine(RunFolder(runs_dir / name))}
-        if not mine:
-            return Remains(frozenset())
-        try:
-            queued = set(self._queue.jobs().values())
-        except PrerequisiteError as error:
-            return Remains(frozenset(), f"{error}; use a login node")
-        return Remains(frozenset(name for name in mine if job_name(RunFolder(runs_dir / name)) in queued))
-
     def faults(self, run: RunFolder) -> FaultInjector:
         """Return what disturbs tasks on their nodes."""
         return SlurmFaults(run, lambda: next(iter(self._queue.jobs(job_name(run))), ""))
@@ -143,21 +141,26 @@ def job_name(run: RunFolder) -> str:
     return f"tf-cluster-{run.name}-{hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:8]}"
 
 
-def _is_mine(run: RunFolder) -> bool:
-    """Whether the run was started as a job and nobody has seen its end: its record is kept until the job is gone."""
-    if not owner.record_path(run).exists():
-        return False
-    owned = owner.read(run)
-    return (owned.runtime if owned else run.composed.get("runtime")) == Slurm.name
+def _sbatch(work: Workload) -> str:
+    """Return the command that queues a batch script, with the variables whose values are in no file of the run."""
+    names = _secrets(work)
+    return f"sbatch --export={','.join(names)}" if names else "sbatch"
+
+
+def _secrets(work: Workload) -> list[str]:
+    """Return the variables that `--env NAME` takes from the caller."""
+    return [name for name, value in inherited.parse(work.payload.env).items() if value is None]
 
 
 def _environment(work: Workload) -> dict[str, str]:
     """Return what every task gets: nothing of the node that it will be on is known yet."""
     payload = work.payload
-    more = payload.environment(work.cluster, payload.local_path())
-    kept = inherited.for_process([name for name, value in more.items() if value is None])
+    kept, path = inherited.for_process(), payload.local_path()
+    if work.job.apptainer:
+        kept, path = inherited.for_image(), payload.path
+    more = payload.environment(work.cluster, path)
     given = {name: value for name, value in more.items() if value is not None}
     own = {"RUN_DIR": str(work.run.path), "DATA_DIR": str(work.data_dir)}
     gpus = {"GPUS_PER_TASK": work.job.gpus_per_task} if work.job.gpus_per_task else {"CUDA_VISIBLE_DEVICES": NO_DEVICE}
-    temporary = {"TMPDIR"} & kept.keys()  # this machine's own; a node has another
-    return {name: value for name, value in (kept | given | own | gpus).items() if name not in temporary}
+    elsewhere = {"TMPDIR", *_secrets(work)}  # a node has a folder of its own
+    return {name: value for name, value in (kept | given | own | gpus).items() if name not in elsewhere}

@@ -16,6 +16,7 @@ class SwarmFaults(ContainerFaults):
     refusals = MappingProxyType(
         {
             "partition": "a service's container cannot be connected again; cut off its host, or use --runtime docker",
+            "lose": "the Swarm would start it again; cut off or drain its host, or use --runtime docker",
             "oom": "a limit of a service is not changed in place; use a run of --runtime docker",
         }
     )

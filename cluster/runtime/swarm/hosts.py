@@ -60,7 +60,7 @@ def examine(runs_dir: Path, data_dir: Path) -> list[Finding]:
     except PrerequisiteError as error:
         return [Finding("hosts", "failed", str(error), FIXES.silent)]
     finally:
-        if nodes.remains(name):
+        if name in nodes.stacks():
             nodes.ask("stack", "rm", "--detach=false", name, timeout_s=REMOVE_S)
         shutil.rmtree(run.path, ignore_errors=True)
 

@@ -121,9 +121,9 @@ def _task(value: dict[str, str], stack: str) -> PlacedTask:
     return PlacedTask(service, value["CurrentState"].split()[0].lower(), value["Node"], value["Error"])
 
 
-def remains(stack: str) -> bool:
-    """Return whether there is such a stack."""
-    return stack in ask("stack", "ls", "--format", "{{.Name}}").split()
+def stacks() -> list[str]:
+    """Return the names of all stacks."""
+    return ask("stack", "ls", "--format", "{{.Name}}").split()
 
 
 def parts(what: str, stack: str) -> list[str]:

@@ -19,7 +19,7 @@ from cluster.image import build, images
 from cluster.run import owner, provenance
 from cluster.run.folder import RunFolder
 from cluster.runtime import inherited, network
-from cluster.runtime.base import Availability, Remains, Runtime, Shell, Workload
+from cluster.runtime.base import Availability, Shell, Workload
 from cluster.runtime.compose import access
 from cluster.runtime.compose.overlay import Containers, task_user
 from cluster.runtime.compose.runtime import task_environment
@@ -27,6 +27,7 @@ from cluster.runtime.faults import FaultInjector
 from cluster.runtime.memory import Memory, parse
 from cluster.runtime.network import Network
 from cluster.runtime.payload import Payload
+from cluster.runtime.scheduled import ScheduledRuntime
 from cluster.runtime.swarm import hosts, nodes, stack
 from cluster.runtime.swarm.faults import SwarmFaults
 from cluster.runtime.swarm.stack import Stack
@@ -38,22 +39,18 @@ UNPLACED_S = 20.0
 END_S = 90.0
 """Longest wait for a stack to be gone, whose tasks get 60 s to save."""
 POLL_S = 0.5
-LOOK_S = 2.0
 
 
-class Swarm(Runtime):
+class Swarm(ScheduledRuntime):
     """Services of a Docker Swarm, whose hosts share the folders of runs and data."""
 
     name = "swarm"
     tasks = "services of a Swarm"
-    is_remote = True
+    look_s = 2.0
+    way_back = "set DOCKER_HOST to a manager's engine"
     limits_memory = True
     python = images.PYTHON
     job_options = frozenset({"partition", "constraint", "cpus_per_task", "gpus_per_task"})
-
-    def __init__(self) -> None:
-        self._seen: dict[str, tuple[float, bool]] = {}
-        """When each stack was looked for last, and whether a task of it was there."""
 
     def probe(self) -> Availability:
         """Return whether the engine manages a Swarm."""
@@ -163,22 +160,27 @@ class Swarm(Runtime):
             sh(command)
         _await_places(stack.name(work.run.path), {task.name for task in work.cluster.tasks})
 
-    def alive(self, run: RunFolder) -> bool:
-        """Whether a task of the run runs or is about to; also where the Swarm does not say."""
-        name, now = stack.name(run.path), time.monotonic()
-        if name not in self._seen or now - self._seen[name][0] > LOOK_S:
-            try:
-                self._seen[name] = (now, bool(nodes.tasks(name, "running", "ready")))
-            except PrerequisiteError:
-                self._seen[name] = (now, nodes.probe()[0] is False)
-        return self._seen[name][1]
+    def scheduled_name(self, run: RunFolder) -> str:
+        """Return the name of the run's stack."""
+        return stack.name(run.path)
+
+    def has_tasks(self, name: str) -> bool:
+        """Return whether tasks of the stack of this name run, or are about to."""
+        try:
+            return bool(nodes.tasks(name, "running", "ready"))
+        except PrerequisiteError:  # there is no such stack, or no Swarm that would say so
+            return not nodes.probe()[0]
+
+    def scheduled(self) -> Collection[str]:
+        """Return the names of all stacks."""
+        return nodes.stacks()
 
     def remove(self, run: RunFolder, sh: Shell, grace_s: int) -> None:  # noqa: ARG002  # the stack says how long
         """Remove the run's stack with its secrets, and wait until its tasks and its network are gone."""
         if not (available := self.probe()).ready:
             raise PrerequisiteError(f"{run.name}: on a Swarm, where it may go on: {available.detail}; {available.fix}")
         name = stack.name(run.path)
-        if nodes.remains(name):
+        if name in nodes.stacks():
             sh(shlex.join(["docker", "stack", "rm", "--detach=false", name]))
         for secret in nodes.parts("secret", name):  # of a start that failed before it deployed
             sh(shlex.join(["docker", "secret", "rm", secret]))
@@ -187,17 +189,6 @@ class Swarm(Runtime):
             if time.monotonic() > deadline:
                 raise TimedOut(f"the network of {run.name} does not end; `docker network inspect --verbose` says why")
             time.sleep(POLL_S)
-
-    def remains(self, runs_dir: Path, names: Collection[str]) -> Remains:
-        """Return the runs that have a stack."""
-        mine = {name for name in names if _is_mine(RunFolder(runs_dir / name))}
-        if not mine:
-            return Remains(frozenset())
-        try:
-            stacks = set(nodes.ask("stack", "ls", "--format", "{{.Name}}").split())
-        except PrerequisiteError as error:
-            return Remains(frozenset(), f"{error}; set DOCKER_HOST to a manager's engine")
-        return Remains(frozenset(name for name in mine if stack.name(runs_dir / name) in stacks))
 
     def faults(self, run: RunFolder) -> FaultInjector:
         """Return what disturbs tasks on their hosts."""
@@ -262,8 +253,3 @@ def _how_to_carry(image: str, unknown: list[str]) -> str:
         f"docker --host ssh://{host} load`, or have `up` do that: `docker node update --label-add "
         f"{nodes.ENGINE_LABEL}=ssh://{host} {host}`"
     )
-
-
-def _is_mine(run: RunFolder) -> bool:
-    owned = owner.read(run)
-    return (owned.runtime if owned else run.composed.get("x-runtime")) == Swarm.name

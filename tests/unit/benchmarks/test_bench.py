@@ -289,20 +289,20 @@ def test_every_plot_must_be_drawn_of_what_was_measured_and_no_other(tmp_path: Pa
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Benchmarks that measure nothing and find made-up figures; what was asked of them."""
-    asked: list[str] = []
+    requested: list[str] = []
 
     def measure(name: str, runs: Bench) -> list[Figure]:
-        asked.append(name)
+        requested.append(name)
         return {"start": [START], "telemetry": [COST]}.get(name, [])
 
     monkeypatch.setattr(command, "_measure", measure)
-    monkeypatch.setattr(command, "_draw", lambda found, quick, log: asked.append("plots"))
+    monkeypatch.setattr(command, "_draw", lambda found, quick, log: requested.append("plots"))
     monkeypatch.setattr(Bench, "invoke", lambda *words, **environment: None)
     monkeypatch.setattr(results, "RESULTS", tmp_path / "results.json")
     monkeypatch.setattr(results.read, "__defaults__", (tmp_path / "results.json",))
     monkeypatch.setattr(results.write, "__defaults__", (tmp_path / "results.json",))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    return asked
+    return requested
 
 
 def invoked(**options: Any) -> tuple[int, str]:
@@ -335,10 +335,10 @@ def test_a_missing_matplotlib_must_be_reported_in_one_line(
     measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    code, told = invoked(only="start")
+    code, message = invoked(only="start")
     assert EXIT_PREREQUISITE == code
-    assert told.startswith("error: matplotlib, which draws the plots, is not installed here; run `make bench`")
-    assert "\n" not in told
+    assert message.startswith("error: matplotlib, which draws the plots, is not installed here; run `make bench`")
+    assert "\n" not in message
     assert [] == measured
 
 
@@ -383,11 +383,11 @@ def test_a_peer_without_an_environment_must_be_left_out(
     monkeypatch.setattr(peers, "_make", lambda peer: None)  # makes none
     for peer in peers.PEERS:
         monkeypatch.delenv(peer.variable, raising=False)
-    told: list[str] = []
+    lines: list[str] = []
     with pytest.raises(PrerequisiteError, match="set TORCH_PYTHON or RAY_PYTHON"):
-        peers.prepare(told.append)
-    assert "torchrun DDP: left out; TORCH_PYTHON may name a Python with torch" in told
+        peers.prepare(lines.append)
+    assert "torchrun DDP: left out; TORCH_PYTHON may name a Python with torch" in lines
     monkeypatch.setenv("TORCH_PYTHON", "/some/python")
-    peers.prepare(told.append)
+    peers.prepare(lines.append)
     assert ["torchrun DDP"] == list(peers.chosen(Bench(Path(), peers=True)))
     assert {} == peers.chosen(Bench(Path()))

@@ -25,9 +25,9 @@ def test_ray_sends_no_usage_report(tmp_path: Path) -> None:
     (tmp_path / "ray" / "train" / "__init__.py").write_text("RunConfig = ScalingConfig = None\n")
     (tmp_path / "ray" / "train" / "tensorflow.py").write_text("TensorflowTrainer = None\n")
     words = ["--arrays=/nowhere", "--steps=1", "--tasks=1"]
-    asked = {"PYTHONPATH": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "1"}
+    requested = {"PYTHONPATH": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.baselines.ray_train", *words],
-        cwd=ROOT, env=os.environ | asked, capture_output=True, text=True,
+        cwd=ROOT, env=os.environ | requested, capture_output=True, text=True,
     )  # fmt: skip
     assert ["0", {"usage_stats": False}] == json.loads(done.stdout or "null"), done.stderr

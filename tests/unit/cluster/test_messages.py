@@ -47,7 +47,7 @@ def test_an_error_of_the_system_names_what_it_is_about(tmp_path: Path) -> None:
         assert "None" not in system_error(error)
 
 
-def told(body: Callable[[Context], object]) -> tuple[int, str]:
+def exit_of(body: Callable[[Context], object]) -> tuple[int, str]:
     """Return how a task ends whose body is this."""
     with pytest.raises(Exit) as ended:
         command_line.report_errors(body)(Context())
@@ -58,7 +58,7 @@ def test_a_full_disk_without_a_name_is_reported_with_what_can_be_done() -> None:
     def body(_c: Context) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    code, message = told(body)
+    code, message = exit_of(body)
     assert 1 == code
     assert "RUNS_DIR" in message
     assert "None" not in message
@@ -98,7 +98,7 @@ def test_a_folder_that_was_removed_is_reported(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    code, message = told(lambda _c: None)
+    code, message = exit_of(lambda _c: None)
     assert (2, True) == (code, "current folder" in message)
 
 
@@ -131,9 +131,9 @@ def test_commands_work_in_an_unusual_environment(variables: dict[str, str], tmp_
     command = [sys.executable, "-m", "invoke", "plan", "--runtime=local", "--workers=0", f"--preset={preset}"]
     done = subprocess.run(command, cwd=ROOT, env=usual | variables, capture_output=True, timeout=90, check=False)
     assert code == done.returncode, done.stderr
-    told = done.stderr.decode().splitlines()
-    assert [code == 2] * len(told) == [line.startswith("error: ") for line in told]
-    assert len(told) == (code == 2)
+    errors = done.stderr.decode().splitlines()
+    assert [code == 2] * len(errors) == [line.startswith("error: ") for line in errors]
+    assert len(errors) == (code == 2)
 
 
 @pytest.mark.parametrize(("cause", "expected"), [(2, 1), (3, 3), (4, 4), (1, 1), (70, 1), (None, 1)])

@@ -125,8 +125,8 @@ def test_a_runtime_from_outside_is_planned(toy: Toy, script: Path) -> None:
     planned = planning.plan(Request(runtime="toy", script=str(script), workers="1", tensorboard_port="0"))
     assert ("toy", "toys: made of wood") == (planned.runtime.name, planned.why_runtime)
     assert ["play with chief", "play with worker-0"] == startup.commands(planned)
-    told = planned.to_json()
-    assert ("toy", "private") == (told["runtime"], told["network"])
+    shown = planned.to_json()
+    assert ("toy", "private") == (shown["runtime"], shown["network"])
     with pytest.raises(UsageError):
         planning.plan(Request(runtime="toy", script=str(script), network="host"))
     with pytest.raises(UsageError):
@@ -137,7 +137,7 @@ def test_a_runtime_from_outside_runs_a_cluster(toy: Toy, script: Path) -> None:
     fast.leave_out("starts a cluster")
     sh = Commands()
     request = Request(runtime="toy", script=str(script), workers="1", tensorboard_port="0")
-    run = startup.begin(request, sh, began=time.time()).run
+    run = startup.begin(planning.plan(request), sh, began=time.time()).run
     try:
         assert watch.until_training(run, lambda _: None)
         assert ["training", "training"] == [task["state"] for task in read_status(run)["tasks"]]
@@ -156,7 +156,7 @@ def test_what_is_left_on_a_runtime_from_outside_is_found_and_ended(toy: Toy, scr
     fast.leave_out("starts a cluster")
     sh = Commands()
     request = Request(runtime="toy", script=str(script), workers="0", tensorboard_port="0")
-    run = startup.begin(request, sh, began=time.time()).run
+    run = startup.begin(planning.plan(request), sh, began=time.time()).run
     try:
         assert watch.until_training(run, lambda _: None)
         assert EXIT_DONE == ending.down(folders.runs_dir(), None, 0, sh)

@@ -11,7 +11,7 @@ import pytest
 from cluster import settings
 from cluster.errors import PrerequisiteError, UsageError
 from cluster.launch import folders
-from cluster.launch.scripts import check_script
+from cluster.launch.inputs.scripts import check_script
 from cluster.options.request import Request
 from cluster.paths import ROOT
 from cluster.run import provenance

@@ -56,12 +56,12 @@ def test_a_strategy_that_does_not_fit_is_refused_with_what_would(
 ) -> None:
     with pytest.raises(UsageError) as refused:
         spec.build(workers, ps, strategy=strategy, devices=devices)
-    asked = f"--strategy {strategy} cannot run on --workers {workers} --ps {ps} --devices {devices}"
-    assert f"{asked}: use {use}" == str(refused.value)
+    requested = f"--strategy {strategy} cannot run on --workers {workers} --ps {ps} --devices {devices}"
+    assert f"{requested}: use {use}" == str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"workers": "-1"}, "--workers '-1': expected a whole number from 0 to 512"),
         ({"workers": "2.5"}, "--workers '2.5': expected a whole number from 0 to 512"),
@@ -76,10 +76,10 @@ def test_a_strategy_that_does_not_fit_is_refused_with_what_would(
         ({"strategy": "xyz"}, "known: auto, central, mirrored, multiworker, one, pipeline, ps, tpu"),
     ],
 )
-def test_what_cannot_be_a_cluster_is_refused(options: dict[str, object], told: str) -> None:
+def test_what_cannot_be_a_cluster_is_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError) as refused:
         spec.build(**options)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_tasks_are_named_after_role_and_index() -> None:
@@ -144,16 +144,16 @@ def test_the_offered_global_batches_divide(global_batch: int, divisor: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("global_batch", "told"),
+    ("global_batch", "message"),
     [
         (100, "global_batch=100 is not divisible by 3 replicas; use 99 or 102: -- --global-batch 102"),
         (2, "global_batch=2 is not divisible by 3 replicas; use 3: -- --global-batch 3"),
     ],
 )
-def test_a_global_batch_that_does_not_divide_is_refused_with_the_nearest(global_batch: int, told: str) -> None:
+def test_a_global_batch_that_does_not_divide_is_refused_with_the_nearest(global_batch: int, message: str) -> None:
     with pytest.raises(UsageError) as refused:
         spec.check_global_batch(global_batch, 3)
-    assert told == str(refused.value)
+    assert message == str(refused.value)
 
 
 @pytest.mark.parametrize(

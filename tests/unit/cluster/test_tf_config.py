@@ -33,6 +33,17 @@ def test_the_chief_alone_gets_none(evaluator: bool) -> None:
     assert [None] * len(cluster.tasks) == [tf_config.dumps(cluster, task) for task in cluster.tasks]
 
 
+def test_tasks_keep_their_names_where_others_are_left_out_and_tensorflow_counts_those_that_are_there() -> None:
+    cluster = spec.build(3).without({"worker-0", "worker-1"})
+    expected = {
+        "cluster": {"chief": ["chief:2222"], "worker": ["worker-2:2222"]},
+        "task": {"type": "worker", "index": 0},
+    }
+    assert expected == tf_config.render(cluster, cluster.task("worker-2"))
+    alone = cluster.without({"worker-2"})
+    assert None is tf_config.render(alone, alone.task("chief"))
+
+
 @pytest.mark.parametrize(("task", "index"), [("chief", 0), ("worker-0", 1), ("worker-1", 2)])
 def test_without_a_separate_chief_it_is_worker_0(task: str, index: int) -> None:
     cluster = spec.build(2, separate_chief=False)
@@ -63,7 +74,7 @@ CHIEF = {"type": "chief", "index": 0}
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("", "Expecting value"),
         ("{", "Expecting property name"),
@@ -82,8 +93,8 @@ CHIEF = {"type": "chief", "index": 0}
         (json.dumps({"cluster": {"chief": ["chief:http"]}, "task": CHIEF}), "'chief:http' is not host:port"),
     ],
 )
-def test_anything_else_is_refused_with_an_example(text: str, told: str) -> None:
+def test_anything_else_is_refused_with_an_example(text: str, message: str) -> None:
     with pytest.raises(UsageError) as refused:
         tf_config.parse(text)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
     assert 'expected {"cluster": {"chief": ["host:port"]' in str(refused.value)

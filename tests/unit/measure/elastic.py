@@ -114,8 +114,8 @@ def main(result: Path, everywhere: bool) -> None:
             "read": ("whole", dataclasses.replace(found["own:weighted"], arrays=None)),
         }
         measured: dict[str, Any] = {
-            kind: {where: trained(where, *asked) for where in (WHERES if everywhere else TRAINED[kind])}
-            for kind, asked in kinds.items()
+            kind: {where: trained(where, *requested) for where in (WHERES if everywhere else TRAINED[kind])}
+            for kind, requested in kinds.items()
         }
         measured["plain"]["without"] = trained("one", *kinds["plain"], virtual=False)
     measured["sums"] = {where: summed(where, numbers_VN) for where in WHERES} | {"numbers": numbers_VN.tolist()}

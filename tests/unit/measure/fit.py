@@ -32,7 +32,7 @@ from train.data import (  # noqa: E402
     arrays,
     sources,
 )
-from train.loops import fit  # noqa: E402
+from train.loops.keras_fit import fit  # noqa: E402
 from train.model import keras_compat, objectives  # noqa: E402
 
 EXAMPLES, FEATURES, CLASSES, STEPS = 40, 6, 3, 13
@@ -55,7 +55,7 @@ class Killed(Exception):
 
 
 class Kill(keras.callbacks.Callback):
-    """Ends the process, as it were, once it has begun so many batches of this life."""
+    """Ends the process, as it were, once it has begun so many batches of this generation."""
 
     def __init__(self, after: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def train(
     source = sources.find(config, folder.parent / "data")
     with strategy.scope():
         model = new_model(dropout, plain=plain)
-    assignment = TaskContext(
+    context = TaskContext(
         run=run,
         task=spec.task("chief"),
         spec=spec,
@@ -115,7 +115,7 @@ def train(
         heartbeat=Heartbeat(run, spec.task("chief"), 0),
         stop=threading.Event(),
     )
-    fit.Training(assignment).run()
+    fit.Training(context).run()
     return {
         "weights_sha256": read_json(run.control / "result.json")["weights_sha256"],
         "weights": [variable.numpy().tolist() for variable in model.variables],

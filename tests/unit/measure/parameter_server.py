@@ -57,7 +57,7 @@ def new_model() -> keras.Model:
         return keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
 
 
-def assignment(model: keras.Model) -> TaskContext:
+def task_context(model: keras.Model) -> TaskContext:
     """Return as much of one as makes an optimizer."""
     nothing: dict[str, Any] = dict.fromkeys(TaskContext.__dataclass_fields__)
     some = SimpleNamespace(train_examples=EXAMPLES)
@@ -102,7 +102,7 @@ def slots_without_build() -> list[str]:
 def slots() -> list[str]:
     """Return where those of ours are."""
     model = new_model()
-    optimizer = assignment(model).new_policy().optimizer
+    optimizer = task_context(model).new_policy().optimizer
     update(model, optimizer, 1, 1)
     return devices(optimizer.variables)
 
@@ -110,7 +110,7 @@ def slots() -> list[str]:
 def counted() -> int:
     """Return how many of all updates an optimizer counts."""
     model = new_model()
-    optimizer = assignment(model).new_policy().optimizer
+    optimizer = task_context(model).new_policy().optimizer
     update(model, optimizer, SLICES, UPDATES)
     return int(optimizer.iterations.numpy())
 
@@ -182,7 +182,7 @@ def restored(source: sources.Source, folder: Path) -> dict[str, bool]:
     def begun() -> tuple[Checkpoint, Any, list[Any]]:
         keras.utils.set_random_seed(7)
         model = new_model()
-        context = dataclasses.replace(assignment(model), config=TrainConfig(optimizer=settings), source=source)
+        context = dataclasses.replace(task_context(model), config=TrainConfig(optimizer=settings), source=source)
         policy = context.new_policy()
         with strategy.scope():
             step = tf.Variable(0, dtype=tf.int64)
@@ -219,7 +219,7 @@ def restored(source: sources.Source, folder: Path) -> dict[str, bool]:
 
 
 def main(result: Path) -> None:
-    """Measure: without the guards, then with them."""
+    """Measure: without `keras_compat`, then with it."""
     found: dict[str, Any] = {"updates": SLICES * UPDATES}
     found |= {"slots_without_build": slots_without_build(), "slots": slots(), "counted_without_guard": counted()}
     keras_compat.install()

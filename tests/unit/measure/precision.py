@@ -84,8 +84,8 @@ def exhausted(where: str, source: sources.Source) -> dict[str, Any]:
     try:
         done.run(0, STEPS, False)
     except Exception as error:  # whatever it is
-        told = f"{type(error).__name__}: {error}"
-    return {"told": told, "moved": weights_of(done.train_step.model) != before}
+        message = f"{type(error).__name__}: {error}"
+    return {"message": message, "moved": weights_of(done.train_step.model) != before}
 
 
 def grown(source: sources.Source) -> list[float]:
@@ -152,7 +152,7 @@ def main(result: Path) -> None:
             "fp16": (CLIPPED, "fp16"),
         }
         measured: dict[str, Any] = {
-            kind: {"one": training("one", source, *asked).trained()} for kind, asked in kinds.items()
+            kind: {"one": training("one", source, *requested).trained()} for kind, requested in kinds.items()
         }
         measured["clipped"]["mirrored-3"] = training("mirrored-3", source, CLIPPED).trained()
         measured["clipped"]["by hand"] = clipped_by_hand(source)

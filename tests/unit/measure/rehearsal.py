@@ -48,13 +48,13 @@ def main(result: Path, rehearses: bool) -> None:
 
     train_step = TrainStep(model, GradientPolicy(optimizer), objective, 16, 1)
     losses = steps.synchronous(strategy, train_step, Feed(lambda: (), batch), 2)(0, 2, False).losses
-    told = {
+    found = {
         "losses": losses.tolist(),
         "weights_sha256": outer.weights_sha256(model),
         "names": [weight.path for weight in model.trainable_variables],
         "tasks": strategy.cluster_resolver.cluster_spec().as_dict(),
     }
-    result.write_text(json.dumps(told | {"tasks": len(told["tasks"]["chief"])}))
+    result.write_text(json.dumps(found | {"tasks": len(found["tasks"]["chief"])}))
 
 
 if __name__ == "__main__":

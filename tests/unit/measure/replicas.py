@@ -138,13 +138,13 @@ def signalled(name: str, source: sources.Source) -> dict[str, list[list[Any]]]:
         optimizer.build(model.trainable_variables)
     train_step = TrainStep(model, GradientPolicy(optimizer), OBJECTIVE, GLOBAL_BATCH, strategy.num_replicas_in_sync)
     feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED)
-    wanted = [steps.Signals(*signals) for signals in SIGNALS]
+    expected = [steps.Signals(*signals) for signals in SIGNALS]
     due = iter(SIGNALS)
     run = steps.synchronous(strategy, train_step, feed, STEPS, lambda stop, _: steps.Signals(stop, *next(due)[1:]))
     agree = steps.agreement(strategy)
     return {
-        "steps": [dataclasses.astuple(run(step, 1, one.stop).signals) for step, one in enumerate(wanted)],
-        "asking": [dataclasses.astuple(agree(one)) for one in wanted],
+        "steps": [dataclasses.astuple(run(step, 1, one.stop).signals) for step, one in enumerate(expected)],
+        "asking": [dataclasses.astuple(agree(one)) for one in expected],
         "gathered": [steps.gathering(strategy)(number) for number in (-1, 2**40)],
     }
 
@@ -374,7 +374,7 @@ def fed(found: dict[str, sources.Source]) -> dict[str, Any]:
 
 
 def guarded(found: dict[str, sources.Source]) -> dict[str, Any]:
-    """Return what goes wrong without the guards, and put them on; then what they hold."""
+    """Return what goes wrong without keras_compat, and install it; then what it prevents."""
     traps = {
         "counters": counters(),
         "dropout": {name: dropped(name) for name in ("mirrored-2", "central-2")},

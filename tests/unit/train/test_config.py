@@ -17,7 +17,7 @@ from cluster.errors import UsageError
 from cluster.paths import ROOT
 from train import presets
 from train.config import TrainConfig
-from train.overrides import resolve
+from train.settings.overrides import resolve
 
 
 def refusal(*overrides: str, preset: str = "fashion_mnist") -> str:
@@ -96,7 +96,7 @@ def test_the_preset_cannot_be_overridden_behind_its_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["--epochs", "three"], "Error parsing --epochs: could not convert string to float: 'three'"),
         (["--seed", "1.5"], "Error parsing --seed: "),
@@ -104,10 +104,10 @@ def test_the_preset_cannot_be_overridden_behind_its_back() -> None:
         (["500"], "Unrecognized options: 500"),
     ],
 )
-def test_a_value_of_the_wrong_type_is_refused_in_one_line(overrides: list[str], told: str) -> None:
+def test_a_value_of_the_wrong_type_is_refused_in_one_line(overrides: list[str], message: str) -> None:
     words = refusal(*overrides)
     assert words.startswith(f"override {' '.join(overrides)!r}: ")
-    assert told in words.removeprefix(f"override {' '.join(overrides)!r}: ")
+    assert message in words.removeprefix(f"override {' '.join(overrides)!r}: ")
     assert words.isascii()
 
 
@@ -151,15 +151,15 @@ NO_INTERVALS = ["0", "-1", "30m", "abc", "s", "-5s", "0s", "0.05s", ".5s", "2.5"
 
 @pytest.mark.parametrize("value", NO_INTERVALS)
 def test_what_is_neither_steps_nor_seconds_nor_auto_is_no_interval(value: str) -> None:
-    told = refusal(f"--checkpoint-every={value}")
-    assert told.startswith("--checkpoint-every ")
-    assert told.endswith(
+    message = refusal(f"--checkpoint-every={value}")
+    assert message.startswith("--checkpoint-every ")
+    assert message.endswith(
         ": expected optimizer steps from 1 to 1000000000 such as 200, seconds from 0.1 such as 30s, or auto"
     )
 
 
 @pytest.mark.parametrize(
-    ("option", "typed", "told"),
+    ("option", "typed", "message"),
     [
         ("--optimizer.name", "adamww", "did you mean 'adamw'?"),
         ("--optimizer.schedule", "cosin", "did you mean 'cosine'?"),
@@ -171,8 +171,8 @@ def test_what_is_neither_steps_nor_seconds_nor_auto_is_no_interval(value: str) -
         ("--source", "memory:x", "did you mean 'memory'?"),
     ],
 )
-def test_an_unknown_choice_is_refused_with_the_nearest(option: str, typed: str, told: str) -> None:
-    assert f"{option} {typed!r}; {told}" == refusal(option, typed)
+def test_an_unknown_choice_is_refused_with_the_nearest(option: str, typed: str, message: str) -> None:
+    assert f"{option} {typed!r}; {message}" == refusal(option, typed)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_a_preset_of_the_users_own_is_a_base_like_any_other(own: Callable[[str],
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("def mine(): return {'seed': 7}", "returned {'seed': 7} (dict); expected a train.config.TrainConfig"),
         ("def mine(): return TrainConfig", "returned <class 'train.config.TrainConfig'> (type); expected a train"),
@@ -260,7 +260,7 @@ def test_a_preset_of_the_users_own_is_a_base_like_any_other(own: Callable[[str],
         ),
         (
             "def mine(): return TrainConfig(optimizer='sgd')",
-            ": optimizer='sgd' (str): expected a train.optimization.Optimizer",
+            ": optimizer='sgd' (str): expected a train.settings.optimization.Optimizer",
         ),
         (
             "from train.config import Optimizer\ndef mine(): return TrainConfig(optimizer=Optimizer(momentum=None))",
@@ -270,12 +270,12 @@ def test_a_preset_of_the_users_own_is_a_base_like_any_other(own: Callable[[str],
     ],
 )
 def test_a_preset_that_makes_no_configuration_is_refused_in_one_line(
-    text: str, told: str, own: Callable[[str], Path]
+    text: str, message: str, own: Callable[[str], Path]
 ) -> None:
     own(text)
     words = refusal(preset="own_parts:mine")
     assert words.startswith("--preset 'own_parts:mine'")
-    assert told in words
+    assert message in words
 
 
 def test_a_preset_out_of_range_is_refused(own: Callable[[str], Path]) -> None:
@@ -332,7 +332,7 @@ def test_a_deterministic_run_keeps_the_threads_that_it_began_with(monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("asked", "model", "deterministic", "written"),
+    ("requested", "model", "deterministic", "written"),
     [
         ("auto", "two_conv_cnn", True, "on"),
         ("auto", "two_conv_cnn", False, "on"),
@@ -344,9 +344,9 @@ def test_a_deterministic_run_keeps_the_threads_that_it_began_with(monkeypatch: p
     ],
 )
 def test_onednn_is_on_for_models_whose_bits_repeat_with_it(
-    asked: str, model: str, deterministic: bool, written: str
+    requested: str, model: str, deterministic: bool, written: str
 ) -> None:
-    assert written == TrainConfig(model=model, deterministic=deterministic, onednn=asked).pin().onednn
+    assert written == TrainConfig(model=model, deterministic=deterministic, onednn=requested).pin().onednn
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def check_space(data_dir: Path, needed_bytes: int) -> None:
 
 @contextlib.contextmanager
 def disk_errors(data_dir: Path) -> Iterator[None]:
-    """Say in one line that `data_dir` is full or cannot be written."""
+    """Report in one line that `data_dir` is full or cannot be written."""
     try:
         yield
     except OSError as error:

@@ -79,8 +79,8 @@ def needs_keras_2(error: BaseException, trace: TracebackType | None) -> str | No
     if not own or not any(part in message for part in CHANGED):
         return None
     inner = [frame.f_globals.get("__name__", "") for frame, _ in frames[own[-1] + 1 :]]
-    asked = type(getattr(error, "obj", None)).__module__  # of an AttributeError
-    if not any(name.startswith("keras.") for name in (*inner, asked)) and "keras" not in message:
+    owner = type(getattr(error, "obj", None)).__module__  # of an AttributeError
+    if not any(name.startswith("keras.") for name in (*inner, owner)) and "keras" not in message:
         return None
     frame, line = frames[own[-1]]
     file = Path(frame.f_code.co_filename)

@@ -64,7 +64,7 @@ def test_an_exit_code_from_1_to_4_fails_the_run_at_once(start_gang: StartGang, c
 
 def test_a_program_that_fails_before_the_start_fails_the_run_at_once(start_gang: StartGang) -> None:
     gang = start_gang("sys.exit('a wrong installation')", imports="import sys", absent=("worker-0",), workers=1)
-    outcome = gang.outcome()  # long before the barrier's end
+    outcome = gang.outcome()  # long before the rendezvous' end
     cause = ("failed", "chief", 1, "exit code 1, last line: a wrong installation")
     assert cause == tuple(outcome[key] for key in ("state", "task", "exit_code", "error"))
 
@@ -93,7 +93,7 @@ train(5), finish()
     wait_for(lambda: ended(child), "the end of the program's child")
 
 
-# Synchronous strategies: the gang lives and dies together
+# Synchronous strategies: the gang starts and ends together
 
 
 def test_killing_a_worker_restarts_the_gang(start_gang: StartGang) -> None:
@@ -269,7 +269,7 @@ def test_a_stop_lets_servers_serve_until_the_chief_has_saved(start_gang: StartGa
 
 def test_a_stop_while_tasks_wait_for_each_other_ends_the_run(start_gang: StartGang) -> None:
     gang = start_gang(ALL_FINISH, absent=("worker-0",), workers=1)
-    wait_for(lambda: gang.beat("chief")["state"] == "waiting", "the chief at the barrier")
+    wait_for(lambda: gang.beat("chief")["state"] == "waiting", "the chief at the rendezvous")
     gang.run.request_stop("a test")
     assert "stopped" == gang.outcome()["state"]
 
@@ -309,7 +309,7 @@ def test_a_missing_task_is_named_and_the_start_ends_with_4(
 
 
 @pytest.mark.parametrize(
-    ("environment", "told"),
+    ("environment", "message"),
     [
         ({}, "RUN_DIR and TASK not set: an agent is started by `invoke up`"),
         ({"TASK": "worker-1"}, "no task 'worker-1' in this cluster; did you mean 'worker-0'?"),
@@ -317,11 +317,11 @@ def test_a_missing_task_is_named_and_the_start_ends_with_4(
     ],
 )
 def test_an_agent_that_was_started_wrongly_says_so_in_one_line(
-    make_run: Callable[..., RunFolder], environment: dict[str, str], told: str
+    make_run: Callable[..., RunFolder], environment: dict[str, str], message: str
 ) -> None:
     run = {"RUN_DIR": str(make_run(workers=1).path)} if environment else {}
     command = [sys.executable, "-m", "cluster.agent"]
     done = subprocess.run(command, env=os.environ | run | environment, capture_output=True, text=True, timeout=300)
     assert (2, "") == (done.returncode, done.stdout)
-    assert done.stderr.startswith(f"error: {told}")
+    assert done.stderr.startswith(f"error: {message}")
     assert 1 == len(done.stderr.splitlines())

@@ -1,4 +1,4 @@
-"""The start barrier: it opens when everybody answers everybody, and otherwise ends in time saying who is missing."""
+"""The rendezvous: it is complete when everybody answers everybody, and otherwise ends in time saying who is missing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def three() -> ClusterSpec:
 
 @dataclass
 class Arrival:
-    """A task at the barrier, in a thread of its own."""
+    """A task at the rendezvous, in a thread of its own."""
 
     thread: threading.Thread
     ended: list[Exception | None]
@@ -38,7 +38,7 @@ class Arrival:
 
 
 def arrive(cluster: ClusterSpec, name: str, token: str = "run/0", timeout_s: float = 8, **more: Callable) -> Arrival:
-    """Have a task come to the barrier."""
+    """Have a task come to the rendezvous."""
     ended: list[Exception | None] = []
 
     def come() -> None:
@@ -122,7 +122,7 @@ def test_a_name_that_does_not_resolve_is_distinguished(three: ClusterSpec, monke
 
 
 @pytest.mark.parametrize(
-    ("says", "told"),
+    ("says", "message"),
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "answers with something else"),
         (b"", "answers with something else"),
@@ -131,11 +131,11 @@ def test_a_name_that_does_not_resolve_is_distinguished(three: ClusterSpec, monke
         (b'{"task": "ps-0", "token": "run/0"}\n', "is ps-0 of run/0, not of run/0"),
     ],
 )
-def test_somebody_else_on_a_task_s_address_is_not_that_task(says: bytes, told: str) -> None:
+def test_somebody_else_on_a_task_s_address_is_not_that_task(says: bytes, message: str) -> None:
     cluster = spec.build(1, ports=free_ports(2))
     with listening(cluster, "worker-0", says):
         error = arrive(cluster, "chief", timeout_s=0.4).end()
-    assert f"worker-0 ({cluster.task('worker-0').address} {told}" in str(error)
+    assert f"worker-0 ({cluster.task('worker-0').address} {message}" in str(error)
 
 
 def test_tasks_of_different_generations_do_not_meet() -> None:

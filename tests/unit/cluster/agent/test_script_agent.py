@@ -15,10 +15,10 @@ import pytest
 
 from cluster.agent import script as script_agent
 from cluster.control import watch
-from cluster.launch.scripts import lay_out
+from cluster.launch.inputs.scripts import lay_out
 from cluster.run.folder import RunFolder
 from cluster.runtime.local import supervisor
-from cluster.runtime.local.processes import processes_of
+from cluster.runtime.local.runtime import processes_of
 from cluster.runtime.payload import Payload
 from cluster.system.json_files import write_json
 from cluster.view.ended import ended_lines
@@ -96,13 +96,13 @@ def test_a_run_succeeds_when_every_script_ended_with_0(start_scripts: StartScrip
     summary = gang.summary()
     assert_ended(summary, state="succeeded", replicas=3, tasks={"chief": 0, "worker-0": 0, "worker-1": 0})
     assert {("done", 0)} == {(beat["state"], beat["exit_code"]) for beat in gang.run.heartbeats().values()}
-    told, *rest = ended_lines(gang.run, "runs/run")
-    assert told.startswith("succeeded: every task's script ended with 0 in ")
+    line, *rest = ended_lines(gang.run, "runs/run")
+    assert line.startswith("succeeded: every task's script ended with 0 in ")
     assert "its files    runs/run/work/TASK" in rest
 
 
 @pytest.mark.parametrize(
-    ("end", "code", "told"),
+    ("end", "code", "message"),
     [
         ("raise ValueError('a bug\\nof two lines')", 1, "exit code 1: ValueError: a bug of two lines"),
         ("print('usage: wrong'); sys.exit(2)", 2, "exit code 2, last line: usage: wrong"),
@@ -110,16 +110,16 @@ def test_a_run_succeeds_when_every_script_ended_with_0(start_scripts: StartScrip
     ],
 )
 def test_a_script_s_own_failure_ends_the_run_at_once(
-    start_scripts: StartScripts, end: str, code: int, told: str
+    start_scripts: StartScripts, end: str, code: int, message: str
 ) -> None:
     gang = start_scripts(f"if NAME == 'worker-0': {end}\nuntil(lambda: False)", workers=1)
     summary = gang.summary()
     assert ("failed", [], 0) == (summary["state"], summary["restarts"], gang.run.generation)
-    assert ("worker-0", 1, told) == tuple(summary["cause"][key] for key in ("task", "exit_code", "error"))
+    assert ("worker-0", 1, message) == tuple(summary["cause"][key] for key in ("task", "exit_code", "error"))
     assert code == summary["tasks"]["worker-0"]
     assert 1 == watch.exit_code(summary)  # 2 to 4 would say that nothing was started
     (cause,) = [line for line in ended_lines(gang.run, "runs/run") if line.startswith("root cause: worker-0 at ")]
-    assert cause.endswith(f": {told}")
+    assert cause.endswith(f": {message}")
     assert ["failed", "stopped"] == [gang.beat(task)["state"] for task in ("worker-0", "chief")]
 
 
@@ -169,8 +169,8 @@ def test_an_error_before_a_death_is_heard_of_is_not_the_root_cause(start_scripts
 def test_a_script_that_keeps_crashing_ends_the_run(start_scripts: StartScripts) -> None:
     lines = "if NAME == 'chief': until(lambda: False)\nprint('a progress bar', flush=True)\ndie(signal.SIGSEGV)"
     summary = start_scripts(lines, workers=1).summary()
-    told = "failed 4 times without progress: exit code 139 (SIGSEGV: crashed in native code)"
-    assert ("failed", "worker-0", told) == (summary["state"], summary["cause"]["task"], summary["cause"]["error"])
+    message = "failed 4 times without progress: exit code 139 (SIGSEGV: crashed in native code)"
+    assert ("failed", "worker-0", message) == (summary["state"], summary["cause"]["task"], summary["cause"]["error"])
     assert [1, 2, 3] == [restart["generation"] for restart in summary["restarts"]]
 
 

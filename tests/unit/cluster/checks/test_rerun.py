@@ -72,6 +72,17 @@ def test_a_step_that_one_of_them_lacks_is_a_difference(made: Callable[..., RunFo
     assert "different" == rerun.compare(made("one"), made("two", {1: 2.3, 2: 2.2}), 1.0).verdict
 
 
+def test_a_run_that_went_on_without_a_task_says_so(made: Callable[..., RunFolder]) -> None:
+    first, second = made("one"), made("two", sha256="bb")
+    first.begin_generation(1, task="worker-0", saved=120, left_out=["worker-0"])
+    first.begin_generation(2, task="worker-0", saved=300)
+    differences = rerun.compare(first, second, 0.0).differences
+    assert [
+        "tasks: one went on without worker-0 from step 120",
+        "tasks: one went on with worker-0 again from step 300",
+    ] == differences
+
+
 def test_ports_and_names_do_not_count_as_differences(made: Callable[..., RunFolder]) -> None:
     one = made("one", cluster={"strategy": "one", "tasks": [{"port": 1}]})
     two = made("two", sha256="bb", cluster={"strategy": "one", "tasks": [{"port": 2}]})
@@ -83,8 +94,8 @@ def test_another_commit_with_the_same_code_is_no_difference(made: Callable[..., 
     first, documented = made("one", code=code), made("two", sha256="bb", code=code | {"commit": "b"})
     assert [] == rerun.compare(first, documented, 0.0).differences
     changed = made("three", sha256="bb", code=code | {"commit": "b", "train_sha256": "3"})
-    told = rerun.compare(first, changed, 0.0).differences
-    assert ["code.commit", "code.train_sha256"] == [each.partition(":")[0] for each in told]
+    found = rerun.compare(first, changed, 0.0).differences
+    assert ["code.commit", "code.train_sha256"] == [each.partition(":")[0] for each in found]
 
 
 def test_only_a_run_that_succeeded_can_be_made_again(made: Callable[..., RunFolder], make_run: MakeRun) -> None:
@@ -112,7 +123,7 @@ def test_a_rerun_that_is_interrupted_has_stopped(
         raise KeyboardInterrupt
 
     first, second = made("one"), make_run("two", workers=0)
-    monkeypatch.setattr(planning, "plan", lambda asked: SimpleNamespace(run=second))
+    monkeypatch.setattr(planning, "plan", lambda requested: SimpleNamespace(run=second))
     monkeypatch.setattr(startup, "start", lambda *_, **__: None)
     monkeypatch.setattr(watch, "follow", interrupt)
     with pytest.raises(KeyboardInterrupt):

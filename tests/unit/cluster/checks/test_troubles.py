@@ -23,7 +23,8 @@ from cluster.cli.tasks import docs
 from cluster.errors import EXIT_FAILED, ClusterError
 from cluster.gpu import devices
 from cluster.image import engine
-from cluster.launch import configuration, folders, packages, startup
+from cluster.launch import configuration, folders, startup
+from cluster.launch.inputs import packages
 from cluster.options.request import Request
 from cluster.paths import ROOT
 from cluster.run.folder import RunFolder
@@ -197,8 +198,8 @@ def pattern(sees: str) -> str:
 @pytest.mark.parametrize("trouble", TROUBLES, ids=lambda trouble: trouble.name)
 def test_a_trouble_is_seen_as_the_table_says(trouble: Trouble, request: pytest.FixtureRequest) -> None:
     provoke = PROVOKE[trouble.name]
-    wanted = provoke.__code__.co_varnames[: provoke.__code__.co_argcount]
-    line, code = provoke(**{name: request.getfixturevalue(name) for name in wanted})
+    expected = provoke.__code__.co_varnames[: provoke.__code__.co_argcount]
+    line, code = provoke(**{name: request.getfixturevalue(name) for name in expected})
     assert re.search(pattern(trouble.sees), line), line
     assert trouble.next in line
     assert trouble.exit_code == code

@@ -25,13 +25,13 @@ from cluster.system import process_table
 
 FAKE_UP = """
 import json, os, pathlib, sys
-name, told = sys.argv[1], json.loads(sys.argv[2])
-for path, text in told["files"].items():
+name, reported = sys.argv[1], json.loads(sys.argv[2])
+for path, text in reported["files"].items():
     file = pathlib.Path(os.environ["RUNS_DIR"], name, path)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
-print(told["says"])
-sys.exit(told["code"])
+print(reported["says"])
+sys.exit(reported["code"])
 """
 HANG = "import subprocess, sys, time; subprocess.Popen(['sleep', '1000'], start_new_session=True); time.sleep(1000)"
 NO_TPU = "--strategy tpu: this machine has no TPU; run this on a TPU VM"
@@ -41,7 +41,7 @@ LOSSES = {step: 2.32 - 0.01 * step for step in range(1, 21)}
 Train = Callable[..., Ended]
 
 
-def told(
+def reported(
     code: int = 0,
     says: str = "",
     losses: dict[int, float] | None = None,
@@ -84,7 +84,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def up(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """What each case's `up` does, by its name: all is well but for the TPU, unless a test changes it."""
-    does = {case.name: refused(3, f"error: {NO_TPU}") if case.strategy == "tpu" else told() for case in CASES}
+    does = {case.name: refused(3, f"error: {NO_TPU}") if case.strategy == "tpu" else reported() for case in CASES}
     monkeypatch.setattr(
         verify,
         "command",
@@ -149,16 +149,16 @@ def test_users_runs_are_left_alone(folder: Path, up: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("does", "detail"),
     [
-        (told(losses=LOSSES | {7: math.nan}), "the loss of step 7 is missing or not finite"),
-        (told(losses=LOSSES | {20: math.inf}), "the loss of step 20 is missing or not finite"),
-        (told(losses={step: LOSSES[step] for step in LOSSES if step != 3}), "the loss of step 3 is missing"),
-        (told(losses=LOSSES | {10: LOSSES[10] * (1 + 2e-5)}), "losses up to 2.0e-05 from those of one-custom"),
-        (told(accuracy=0.4021), "accuracy 0.4021, 0.4000 in one-custom"),
-        (told(accuracy=math.nan), "accuracy nan"),
-        (told(metrics={}), "accuracy nan"),
-        (told(restarts=[{"task": "chief", "cause": "exit code 70"}]), "restarted: chief, exit code 70"),
-        (told(1, state="failed", cause={"error": "loss is nan at step 2"}), "loss is nan at step 2"),
-        (told(130, state="stopped"), "`up` ended with exit code 130, the run stopped"),
+        (reported(losses=LOSSES | {7: math.nan}), "the loss of step 7 is missing or not finite"),
+        (reported(losses=LOSSES | {20: math.inf}), "the loss of step 20 is missing or not finite"),
+        (reported(losses={step: LOSSES[step] for step in LOSSES if step != 3}), "the loss of step 3 is missing"),
+        (reported(losses=LOSSES | {10: LOSSES[10] * (1 + 2e-5)}), "losses up to 2.0e-05 from those of one-custom"),
+        (reported(accuracy=0.4021), "accuracy 0.4021, 0.4000 in one-custom"),
+        (reported(accuracy=math.nan), "accuracy nan"),
+        (reported(metrics={}), "accuracy nan"),
+        (reported(restarts=[{"task": "chief", "cause": "exit code 70"}]), "restarted: chief, exit code 70"),
+        (reported(1, state="failed", cause={"error": "loss is nan at step 2"}), "loss is nan at step 2"),
+        (reported(130, state="stopped"), "`up` ended with exit code 130, the run stopped"),
         (refused(3, "error: 2 tasks need memory\nmake"), "2 tasks need memory"),
         (refused(1, "Traceback"), "`up` ended with exit code 1, the run None"),
     ],
@@ -171,24 +171,24 @@ def test_what_trains_wrong_fails_and_says_why(folder: Path, up: dict[str, str], 
 
 def test_a_small_difference_is_ok_and_reported(folder: Path, up: dict[str, str]) -> None:
     losses = LOSSES | {10: LOSSES[10] * (1 + 5e-6), 11: 2.0}  # the eleventh step is not compared
-    row = judged(MIRRORED, folder, up, told(losses=losses, accuracy=0.4019))
+    row = judged(MIRRORED, folder, up, reported(losses=losses, accuracy=0.4019))
     assert OK == row["status"]
     assert pytest.approx(5e-6) == row["parity"]
 
 
 def test_parameter_servers_need_not_give_the_same_losses(folder: Path, up: dict[str, str]) -> None:
     means = {step: 2.4 - 0.1 * ((step - 1) // 5) for step in LOSSES}
-    row = judged(PS, folder, up, told(losses=means, accuracy=0.3, loss=2.15 * 1.049))
+    row = judged(PS, folder, up, reported(losses=means, accuracy=0.3, loss=2.15 * 1.049))
     assert (OK, None) == (row["status"], row["parity"])
 
 
 @pytest.mark.parametrize(
     ("does", "detail"),
     [
-        (told(losses=dict.fromkeys(LOSSES, 2.3)), "it does not learn: loss 2.3000 at step 1, 2.3000 at step 20"),
-        (told(losses=LOSSES | {20: math.nan}), "the loss of step 20 is missing or not finite"),
-        (told(loss=2.15 * 1.051), "expected within 5%"),
-        (told(loss=math.nan), "evaluation loss nan"),
+        (reported(losses=dict.fromkeys(LOSSES, 2.3)), "it does not learn: loss 2.3000 at step 1, 2.3000 at step 20"),
+        (reported(losses=LOSSES | {20: math.nan}), "the loss of step 20 is missing or not finite"),
+        (reported(loss=2.15 * 1.051), "expected within 5%"),
+        (reported(loss=math.nan), "evaluation loss nan"),
     ],
 )
 def test_parameter_servers_must_converge(folder: Path, up: dict[str, str], does: str, detail: str) -> None:
@@ -198,12 +198,12 @@ def test_parameter_servers_must_converge(folder: Path, up: dict[str, str], does:
 
 
 def test_where_a_tpu_answers_it_is_compared_like_the_others(folder: Path, up: dict[str, str]) -> None:
-    assert (OK, 0.0) == tuple(judged(TPU, folder, up, told())[key] for key in ("status", "parity"))
+    assert (OK, 0.0) == tuple(judged(TPU, folder, up, reported())[key] for key in ("status", "parity"))
     assert FAILED == judged(TPU, folder, up, refused(1, "error: it broke"))["status"]
 
 
 def test_without_a_reference_nothing_is_ok_and_the_run_folders_are_kept(folder: Path, up: dict[str, str]) -> None:
-    up[ONE.name] = told(1, state="failed", cause={"error": "no space"}, losses={1: math.nan})
+    up[ONE.name] = reported(1, state="failed", cause={"error": "no space"}, losses={1: math.nan})
     lines: list[str] = []
     rows = verify.examine(lines.append)
     assert [FAILED] * 10 + [UNVERIFIED] * 2 + [FAILED] == [row["status"] for row in rows]

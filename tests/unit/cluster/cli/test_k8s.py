@@ -63,6 +63,6 @@ def test_what_cannot_be_rendered_is_refused(request_: Request, place: Place, opt
 
 def test_help_lists_what_can_be_rendered_alone() -> None:
     command = [sys.executable, "-m", "invoke", "--help", "k8s.render"]
-    told = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    assert "--gpus-per-task" in told
-    assert not [name for name in kubernetes.NOT_RENDERED if f"--{name.replace('_', '-')}=" in told]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert "--gpus-per-task" in output
+    assert not [name for name in kubernetes.NOT_RENDERED if f"--{name.replace('_', '-')}=" in output]

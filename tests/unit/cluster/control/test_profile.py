@@ -76,10 +76,10 @@ def test_a_new_trace_is_prepared_for_the_tab_once(run: RunFolder, monkeypatch: p
     seen: list[Path] = []
     monkeypatch.setattr(trace_cache, "prepare", lambda folder: bool(seen.append(folder)))
     thread = answer(run, first=41, last=45)
-    told = trace.trace(run, "chief", 5, timeout_s=10)
+    lines = trace.trace(run, "chief", 5, timeout_s=10)
     thread.join()
     assert [new] == seen
-    assert "note         not prepared for the Profile tab in a container; `make setup` renews .venv" == told[-1]
+    assert "note         not prepared for the Profile tab in a container; `make setup` renews .venv" == lines[-1]
 
 
 def test_what_is_no_trace_cannot_be_prepared(tmp_path: Path) -> None:
@@ -128,16 +128,16 @@ def test_a_request_that_was_left_behind_is_replaced(run: RunFolder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "told"),
+    ("state", "message"),
     [
         ("waiting", "worker-0 is waiting, expected one that trains; try again once it trains"),
         ("compiling", "worker-0 is compiling, expected one that trains; try again"),
         ("failed", "worker-0 is failed, expected one that trains; see `invoke logs worker-0`"),
     ],
 )
-def test_a_task_that_does_not_train_is_refused(run: RunFolder, state: str, told: str) -> None:
+def test_a_task_that_does_not_train_is_refused(run: RunFolder, state: str, message: str) -> None:
     beats(run, worker_0=state)
-    with pytest.raises(UsageError, match=f"^{told}"):
+    with pytest.raises(UsageError, match=f"^{message}"):
         trace.check(run, "worker-0")
     trace.check(run, "chief")
 

@@ -12,7 +12,7 @@ from cluster.control import chaos, storm
 from cluster.control.chaos import Fault, Result
 from cluster.errors import UsageError
 from cluster.run.folder import RunFolder
-from cluster.system.json_files import write_json
+from cluster.system.json_files import read_json, write_json
 
 MakeRun = Callable[..., RunFolder]
 LONG = 10**9
@@ -93,6 +93,25 @@ def test_only_what_the_run_can_outlive_is_drawn(
     assert {True, False} == {fault.whole for fault in drawn if fault.kind == "kill"}
 
 
+@pytest.mark.parametrize(("runtime", "drawn"), [("local", True), ("docker", True), ("swarm", False)])
+def test_a_worker_is_lost_only_where_the_run_goes_on_without(
+    make_run: MakeRun, inflicted: list[tuple[int, Fault]], runtime: str, drawn: bool
+) -> None:
+    run = make_run("another", workers=2)
+    write_json(run.compose, {"x-runtime": runtime})
+    write_json(run.control / "started.json", read_json(run.control / "started.json") | {"min_workers": 1})
+    beat(run, 0)
+    deal(run, count=200)
+    lost = {fault.task for _, fault in inflicted if fault.kind == "lose"}
+    assert ({"worker-0", "worker-1"} if drawn else set()) == lost
+
+
+def test_who_was_left_out_is_spared(run: RunFolder, inflicted: list[tuple[int, Fault]]) -> None:
+    run.begin_generation(1, left_out=["worker-0"])
+    deal(run, count=50)
+    assert {"chief", "worker-1"} == {fault.task for _, fault in inflicted}
+
+
 def test_the_kinds_that_were_asked_for_are_all_that_is_drawn(
     run: RunFolder, inflicted: list[tuple[int, Fault]]
 ) -> None:
@@ -101,8 +120,8 @@ def test_the_kinds_that_were_asked_for_are_all_that_is_drawn(
 
 
 def test_each_fault_is_reported_before_and_after(run: RunFolder, inflicted: list[tuple[int, Fault]]) -> None:
-    told: list[str] = []
-    storm.deal(run, 2, 0, ["kill"], told.append)
+    lines: list[str] = []
+    storm.deal(run, 2, 0, ["kill"], lines.append)
     (_, first), (_, second) = inflicted
     after = "  noticed after 0.10 s, next new step after 2.50 s, 4 steps done again"
     assert [
@@ -110,7 +129,7 @@ def test_each_fault_is_reported_before_and_after(run: RunFolder, inflicted: list
         after,
         f"fault 2/2: kill {second.task} at step {second.at_step}",
         after,
-    ] == told
+    ] == lines
 
 
 # When it is over
@@ -233,10 +252,10 @@ def test_a_storm_is_outlived_with_all_faults_a_success_and_the_same_bits(
     run.event("chief", "fault", step=100, kind="kill")
     if calm:
         write_json(make_run("calm", workers=1).summary, summary("succeeded", calm))
-    asked = []
+    requested = []
 
     def dealing(*arguments: Any) -> list[Result]:
-        asked.append((*arguments[:4], arguments[5]))
+        requested.append((*arguments[:4], arguments[5]))
         return [Result("kill", "chief", 110, 0.1, 2.0, 4, None)] * dealt
 
     def follow(folder: RunFolder, on_status: Callable[[Any], None]) -> dict[str, Any]:
@@ -246,7 +265,7 @@ def test_a_storm_is_outlived_with_all_faults_a_success_and_the_same_bits(
     monkeypatch.setattr(storm, "deal", dealing)
     monkeypatch.setattr(storm.watch, "follow", follow)
     assert code == storm.main(run, 2, 7, ["kill"], 12.0)
-    assert [(run, 2, 7, ["kill"], 12.0)] == asked
+    assert [(run, 2, 7, ["kill"], 12.0)] == requested
     lines = capsys.readouterr().out.splitlines()
     inflicted = "1 fault" if dealt == 1 else "2 faults"
     assert f"{inflicted} inflicted; waiting for the run's end" == lines[0]

@@ -82,8 +82,8 @@ def up(invoke: Up, folder: Path) -> Up:
 
 def finished(*commands: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
     """Wait for the ends of commands; return how each ended."""
-    told = [command.communicate(timeout=300) for command in commands]
-    return [(command.returncode, *each) for command, each in zip(commands, told, strict=True)]
+    outputs = [command.communicate(timeout=300) for command in commands]
+    return [(command.returncode, *each) for command, each in zip(commands, outputs, strict=True)]
 
 
 def started(folder: Path) -> list[str]:
@@ -236,8 +236,8 @@ def test_a_claim_ends_with_its_process(make_run: MakeRun) -> None:
         assert holder.stdout
         assert "held\n" == holder.stdout.readline()
         assert claim.held(run)
-        told = f"run 'run' is being started by process {holder.pid}"
-        with pytest.raises(claim.Taken, match=told), claim.hold(run, "ended", wait_s=0):
+        message = f"run 'run' is being started by process {holder.pid}"
+        with pytest.raises(claim.Taken, match=message), claim.hold(run, "ended", wait_s=0):
             pass
         holder.send_signal(signal.SIGKILL)
     with claim.hold(run, "ended"):

@@ -76,26 +76,26 @@ def code_of(task: str, c: Context, **options: object) -> int:
     return ended.value.code
 
 
-HANGS = "/bin/sh -c 'echo $$ >{told}; exec /bin/sleep 600' & wait"
+HANGS = "/bin/sh -c 'echo $$ >{pid_file}; exec /bin/sleep 600' & wait"
 """A client whose plugin hangs, and holds on to its output."""
 
 
 def test_a_client_that_hangs_is_ended_with_all_that_it_started(
     client: Docker, context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = tmp_path / "plugin"
-    client(HANGS.format(told=told))
+    pid_file = tmp_path / "plugin"
+    client(HANGS.format(pid_file=pid_file))
     monkeypatch.setattr(engine, "COMPOSE_TIMEOUT_S", 1.0)
     with pytest.raises(TimedOut, match="did not end in 1 s"):
         command_line.shell(context)("docker compose up")
-    wait_for(lambda: processes.start_ticks(int(told.read_text())) is None, "the plugin's end")
+    wait_for(lambda: processes.start_ticks(int(pid_file.read_text())) is None, "the plugin's end")
 
 
 def test_a_question_that_hangs_is_ended_with_all_that_it_started(client: Docker, tmp_path: Path) -> None:
-    told = tmp_path / "plugin"
-    client(HANGS.format(told=told))
+    pid_file = tmp_path / "plugin"
+    client(HANGS.format(pid_file=pid_file))
     assert 124 == engine.ask("info", timeout_s=1)[0]
-    wait_for(lambda: processes.start_ticks(int(told.read_text())) is None, "the plugin's end")
+    wait_for(lambda: processes.start_ticks(int(pid_file.read_text())) is None, "the plugin's end")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,19 +12,14 @@ import pytest
 
 from cluster.control import watch
 from cluster.image import engine
-from cluster.options.request import Request
 from cluster.run import liveness, owner
 from cluster.run.folder import LOST_AFTER_S, RunFolder
 from cluster.run.liveness import LONGEST_LOOK_S, LivenessMonitor, look_once, silent
 from cluster.system import processes
 from cluster.system.json_files import write_json
+from tests.unit.beats import beat
 from tests.unit.ending import end
 from tests.unit.launching import Commands
-
-
-def beat(run: RunFolder, task: str, age_s: float, state: str = "training") -> None:
-    values = {"task": task, "role": task.partition("-")[0], "state": state, "generation": 0, "step": 7, "restarts": 0}
-    write_json(run.status(task), values | {"examples_per_s": None, "loss": None, "updated_at": time.time() - age_s})
 
 
 @pytest.mark.usefixtures("hurried")
@@ -129,8 +123,8 @@ def test_whoever_asks_once_looks_twice(
     make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch, age_s: float
 ) -> None:
     run = make_run()
-    beat(run, "chief", age_s)
-    monkeypatch.setattr(liveness.time, "sleep", lambda seconds: beat(run, "chief", age_s - 1))
+    beat(run, "chief", age_s=age_s)
+    monkeypatch.setattr(liveness.time, "sleep", lambda seconds: beat(run, "chief", age_s=age_s - 1))
     assert "training" == look_once(run)["chief"]["state"]
     assert not silent(run)
 
@@ -173,13 +167,11 @@ def test_an_interrupt_before_the_run_is_watched_says_whether_it_goes_on(
 ) -> None:
     run = make_run()
 
-    def begin(request: Request, sh: object, *, began: float, announce: Callable[[Any], None]) -> None:
-        announce(SimpleNamespace(run=run))
+    def begin(plan: object, sh: object, *, began: float) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(watch.startup, "begin", begin)
-    monkeypatch.setattr(watch.startup, "announce", lambda plan: None)
     monkeypatch.setattr(watch.teardown, "in_progress", lambda run: goes_on)
     with pytest.raises(KeyboardInterrupt):
-        watch.up(Request(), Commands(), began=0.0)
+        watch.up(SimpleNamespace(run=run), Commands(), began=0.0)
     assert goes_on is (run.name in capsys.readouterr().err)

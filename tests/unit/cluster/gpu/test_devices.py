@@ -101,7 +101,7 @@ def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "told"),
+    ("script", "message"),
     [
         (
             None,
@@ -118,7 +118,7 @@ def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     ],
 )
 def test_a_machine_without_gpus_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, message: str
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     if script is not None:
@@ -128,7 +128,7 @@ def test_a_machine_without_gpus_is_reported(
         devices.machine("--gpus 4")
     assert EXIT_PREREQUISITE == refused.value.exit_code
     assert str(refused.value).startswith("--gpus 4: ")
-    assert told in str(refused.value)
+    assert message in str(refused.value)
     assert 1 == len(str(refused.value).splitlines())
 
 

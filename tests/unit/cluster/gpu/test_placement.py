@@ -89,8 +89,8 @@ def test_a_machine_without_order_is_searched(
     links: dict[str, str], workers: int, per_task: int, expected: list[str]
 ) -> None:
     ids = "012345"[: 6 if per_task > 1 else 4]
-    told = {pair: links.get("".join(sorted(pair)), "SYS") for pair in itertools.permutations(ids, 2)}
-    machine = Machine(tuple(Gpu(gpu, gpu, "a model", 1) for gpu in ids), (), told)
+    levels = {pair: links.get("".join(sorted(pair)), "SYS") for pair in itertools.permutations(ids, 2)}
+    machine = Machine(tuple(Gpu(gpu, gpu, "a model", 1) for gpu in ids), (), levels)
     assert expected == groups(placement.place(GpuRequest("--gpus", per_task=per_task), machine, spec.build(workers)))
 
 
@@ -242,21 +242,21 @@ def test_what_a_machine_cannot_give_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("words", "workers", "told"),
+    ("words", "workers", "message"),
     [
         ("all", 0, "--gpus all: run 'theirs' trains on GPU 1; use others, or `invoke stop theirs` before this"),
         ("0,1", 1, "--gpus 0,1: run 'theirs' trains on GPU 1; use others"),
         ("3", 2, "--gpus 3: 3 GPUs for 3 tasks, and this machine has 2 besides 2 in use by other runs; request fewer"),
     ],
 )
-def test_gpus_of_another_run_are_left_alone(nvidia_smi: NvidiaSmi, words: str, workers: int, told: str) -> None:
+def test_gpus_of_another_run_are_left_alone(nvidia_smi: NvidiaSmi, words: str, workers: int, message: str) -> None:
     nvidia_smi("4-a100-nvlink")
     busy = {"1": "theirs", "3": "theirs"}
     requested, machine = placement.parse(words, ""), devices.machine("-")
     assert requested
     with pytest.raises(UsageError) as refused:
         placement.place(requested, machine, spec.build(workers), busy)
-    assert str(refused.value).startswith(told)
+    assert str(refused.value).startswith(message)
     assert ["0", "2"] == groups(placement.place(GpuRequest("--gpus 2", count=2), machine, spec.build(1), busy))
     everything = dict.fromkeys("0123", "theirs")
     with pytest.raises(UsageError, match="--gpus 2: run 'theirs' trains on GPU 0; use others"):

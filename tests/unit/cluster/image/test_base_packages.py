@@ -28,7 +28,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("installed", "told"),
+    ("installed", "message"),
     [
         (LISTED, []),
         ("bash 5.2\nlibc6 2.37\n", ["1 package: libc6 2.37 instead of 2.36;"]),
@@ -37,10 +37,10 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("a 1\nb 2\n", ["4 packages: ", " and 1 more; "]),
     ],
 )
-def test_each_difference_is_named_in_one_line(record: Path, installed: str, told: list[str]) -> None:
+def test_each_difference_is_named_in_one_line(record: Path, installed: str, message: list[str]) -> None:
     found = base_packages.difference(installed, LISTED)
-    assert bool(told) is bool(found)
-    assert all(each in found for each in told)
+    assert bool(message) is bool(found)
+    assert all(each in found for each in message)
     assert "\n" not in found
     assert not found or base_packages.RENEW in found
 

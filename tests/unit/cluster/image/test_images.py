@@ -272,9 +272,9 @@ def test_a_base_that_is_no_image_s_name_is_refused_before_docker_is_called(
 ) -> None:
     calls = docker("exit 0")
     monkeypatch.setenv("BASE_IMAGE", base)
-    for asked in ("", base):
+    for requested in ("", base):
         with pytest.raises(UsageError) as refused:
-            images.default_base(asked)
+            images.default_base(requested)
         assert repr(base) in str(refused.value)
     assert "" == calls.read_text()
 

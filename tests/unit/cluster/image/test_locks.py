@@ -42,18 +42,18 @@ def applies(marker: str, **environment: str) -> bool:
 def unmet(target: str) -> set[tuple[str, str]]:
     """Return what packages of a lock ask for, here, that it does not hold: who asks, and for what."""
     locked = {pin.name for pin in locks.pins(target) if applies(pin.marker)}
-    pending = [("", asked) for asked, _ in requirements(target) if applies(str(asked.marker or ""))]
+    pending = [("", requested) for requested, _ in requirements(target) if applies(str(requested.marker or ""))]
     seen, missing = set(), set()
     while pending:
-        wanting, asked = pending.pop()
-        name = canonicalize_name(asked.name)
-        for extra in {"", *asked.extras} - {extra for known, extra in seen if known == name}:
+        wanting, requested = pending.pop()
+        name = canonicalize_name(requested.name)
+        for extra in {"", *requested.extras} - {extra for known, extra in seen if known == name}:
             if name not in locked:
                 missing.add((wanting, name))
                 continue
             seen.add((name, extra))
-            wanted = map(Requirement, importlib.metadata.requires(name) or ())
-            pending += [(name, each) for each in wanted if not each.marker or each.marker.evaluate({"extra": extra})]
+            expected = map(Requirement, importlib.metadata.requires(name) or ())
+            pending += [(name, each) for each in expected if not each.marker or each.marker.evaluate({"extra": extra})]
     return missing
 
 
@@ -73,12 +73,12 @@ def test_every_package_must_be_hashed(target: str) -> None:
 @pytest.mark.parametrize("target", locks.TARGETS)
 def test_a_lock_must_hold_what_is_asked_for(target: str) -> None:
     locked = {pin.name for pin in locks.pins(target)}
-    assert set() == {canonicalize_name(asked.name) for asked, _ in requirements(target)} - locked
+    assert set() == {canonicalize_name(requested.name) for requested, _ in requirements(target)} - locked
 
 
 @pytest.mark.parametrize("target", locks.TARGETS)
 def test_every_requirement_must_have_a_reason(target: str) -> None:
-    assert [] == [str(asked) for asked, reason in requirements(target) if not reason]
+    assert [] == [str(requested) for requested, reason in requirements(target) if not reason]
 
 
 @pytest.mark.parametrize("target", locks.TARGETS)
@@ -99,8 +99,8 @@ def test_both_accelerators_must_train_with_the_same_versions() -> None:
     [("cpu", "x86_64", "tensorflow-cpu"), ("cpu", "aarch64", "tensorflow"), ("gpu", "x86_64", "tensorflow")],
 )
 def test_a_machine_must_get_one_tensorflow_with_its_legacy_keras(target: str, machine: str, tensorflow: str) -> None:
-    wanted = {pin.name for pin in locks.pins(f"train-{target}") if applies(pin.marker, platform_machine=machine)}
-    assert {tensorflow, "keras", "tf-keras"} == wanted & {"tensorflow", "tensorflow-cpu", "keras", "tf-keras"}
+    expected = {pin.name for pin in locks.pins(f"train-{target}") if applies(pin.marker, platform_machine=machine)}
+    assert {tensorflow, "keras", "tf-keras"} == expected & {"tensorflow", "tensorflow-cpu", "keras", "tf-keras"}
 
 
 XPROF = ("cheroot", "duckdb", "fire", "google-cloud-storage", "gviz-api", "ml-dtypes", "urllib3")
@@ -138,9 +138,9 @@ def test_tensorboard_must_not_need_tensorflow() -> None:
 
 @pytest.mark.parametrize("target", INSTALLED)
 def test_the_environment_must_be_as_locked(target: str) -> None:
-    wanted = {pin.name: pin.version for pin in locks.pins(target) if applies(pin.marker)}
+    expected = {pin.name: pin.version for pin in locks.pins(target) if applies(pin.marker)}
     installed = {canonicalize_name(each.name): each.version for each in importlib.metadata.distributions()}
-    assert wanted == {name: installed.get(name) for name in wanted}
+    assert expected == {name: installed.get(name) for name in expected}
 
 
 def test_locking_must_resolve_all_targets_together_first() -> None:

@@ -45,7 +45,7 @@ def test_the_same_bytes_must_be_identical(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         (with_("opt/b", data=b"ccc"), r"layer 1  /opt/b: content [0-9a-f]{12} and [0-9a-f]{12}"),
         (with_("opt/b", mtime=1795270788), "layer 1  /opt/b: mtime 0 and 1795270788"),
@@ -68,17 +68,17 @@ def test_the_same_bytes_must_be_identical(tmp_path: Path) -> None:
         (with_("opt/b", uname="root"), "layer 1: the same files, packed differently: sha256:.* and sha256:.*"),
     ],
 )
-def test_a_difference_must_be_named(tmp_path: Path, changed: list[Layer], told: str) -> None:
+def test_a_difference_must_be_named(tmp_path: Path, changed: list[Layer], message: str) -> None:
     (found,) = differences(tmp_path, [ENTRIES, CODE], changed)
-    assert re.fullmatch(told, found), found
+    assert re.fullmatch(message, found), found
 
 
 def test_settings_must_be_compared_and_files_must_come_before_the_history(tmp_path: Path) -> None:
     first = contents.read(archive(tmp_path / "1.tar", [ENTRIES], {"org.x": "a"}))
     second = contents.read(archive(tmp_path / "2.tar", with_("opt/b", mtime=5)[:1], {"org.x": "b"}))
     second.config["history"][0]["created"] = "later"
-    told = [each.what for each in contents.compare(first, second, NAMES)]
-    assert ["config.Labels.org.x", "/opt/b", "history.0.created"] == told
+    differences = [each.what for each in contents.compare(first, second, NAMES)]
+    assert ["config.Labels.org.x", "/opt/b", "history.0.created"] == differences
 
 
 def test_images_with_two_ids_must_not_pass_for_identical(tmp_path: Path) -> None:
@@ -194,9 +194,12 @@ def test_a_build_must_be_compared_with_what_is_there(tmp_path: Path, kind: str) 
 @pytest.mark.usefixtures("engine_ready")
 def test_nothing_must_be_built_where_there_is_nothing_to_compare_with(tmp_path: Path) -> None:
     (tmp_path / "broken.tar").write_text("broken")
-    for against, told in (("nothing:1", "neither an archive.* nor an image"), (f"{tmp_path}/broken.tar", "not an im")):
+    for against, message in (
+        ("nothing:1", "neither an archive.* nor an image"),
+        (f"{tmp_path}/broken.tar", "not an im"),
+    ):
         sh = Shell()
-        with pytest.raises(UsageError, match=told):
+        with pytest.raises(UsageError, match=message):
             reproduction.examine("train", "cpu", against, sh)
         assert [] == sh.commands
 
@@ -238,7 +241,7 @@ def test_the_exit_code_must_report_whether_they_are_identical(
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"image": "trian"}, "'trian' is no image; did you mean 'train'"),
         ({"accelerator": "tpu"}, "'tpu' has no image"),
@@ -246,10 +249,10 @@ def test_the_exit_code_must_report_whether_they_are_identical(
     ],
 )
 def test_wrong_words_must_be_refused_before_any_engine_is_asked(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, str], told: str
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, str], message: str
 ) -> None:
     monkeypatch.setattr(engine, "ask", lambda *words, **_: pytest.fail(f"asked: docker {words}"))
-    with pytest.raises(Exit, match=told) as ended:
+    with pytest.raises(Exit, match=message) as ended:
         tasks.ns["image.reproduce"](MockContext(), **options)
     assert EXIT_USAGE == ended.value.code
 

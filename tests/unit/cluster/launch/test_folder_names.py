@@ -85,8 +85,8 @@ def test_local_runs_are_planned_and_ended(checkout: Path) -> None:
 
 
 def test_commands_run_in_the_checkout(checkout: Path) -> None:
-    told = invoke(checkout, "data.verify", expect=3)
-    assert f"cd {shlex.quote(str(checkout))} && " in told
+    output = invoke(checkout, "data.verify", expect=3)
+    assert f"cd {shlex.quote(str(checkout))} && " in output
 
 
 def test_containers_are_given_the_folder_as_it_is(checkout: Path, tmp_path: Path) -> None:
@@ -107,16 +107,16 @@ def make(folder: Path, *words: str, expect: int = 0, **environment: str) -> str:
     program.chmod(0o755)
     calls = folder.parents[1] / "calls"
     calls.write_text("")
-    told = call(folder, "make", f"PYTHON={program}", *words, expect=expect, CALLS=str(calls), **environment)
-    return told + calls.read_text()
+    output = call(folder, "make", f"PYTHON={program}", *words, expect=expect, CALLS=str(calls), **environment)
+    return output + calls.read_text()
 
 
 def test_make_calls_nothing_with_the_folder_s_name_in_a_shell(checkout: Path) -> None:
     make(checkout, "help")
-    told = make(checkout, "up", DATA_DIR="$(touch PWNED) `touch PWNED`")
-    assert "-m invoke data.prepare\n" in told
-    assert told.endswith("-m invoke up --workers 2\n")
-    assert "what pip prints" not in told
+    output = make(checkout, "up", DATA_DIR="$(touch PWNED) `touch PWNED`")
+    assert "-m invoke data.prepare\n" in output
+    assert output.endswith("-m invoke up --workers 2\n")
+    assert "what pip prints" not in output
     unsafe = set(str(checkout)) & set('$`"\\')
     assert bool(unsafe) is not (checkout / ".venv" / "bin" / "activate").exists()
     scripts = (path for path in (checkout / ".venv" / "bin").iterdir() if path.name != "python")
@@ -127,8 +127,8 @@ def test_make_calls_nothing_with_the_folder_s_name_in_a_shell(checkout: Path) ->
 def test_a_folder_that_cannot_hold_an_environment_is_refused(tmp_path: Path, sources: Path, name: str) -> None:
     folder = tmp_path / "clones" / name
     shutil.copytree(sources, folder)
-    told = make(folder, "setup", expect=2)
-    assert 1 == told.count("error: ")
+    output = make(folder, "setup", expect=2)
+    assert 1 == output.count("error: ")
     assert not (folder / ".venv").exists()
 
 

@@ -23,8 +23,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunFolder]:
     """Starts a run of local processes, up to the processes themselves; returns its folder."""
     monkeypatch.setattr(supervisor, "start", lambda run: None)
 
-    def start(name: str, **asked: str) -> RunFolder:
-        planned = planning.plan(Request(name=name, runtime="local", tensorboard_port="0", **asked))
+    def start(name: str, **requested: str) -> RunFolder:
+        planned = planning.plan(Request(name=name, runtime="local", tensorboard_port="0", **requested))
         startup.start(planned, lambda command: None, began=0.0)
         return planned.run
 

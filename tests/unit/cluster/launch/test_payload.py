@@ -10,7 +10,7 @@ import pytest
 
 from cluster import spec
 from cluster.errors import PrerequisiteError, UsageError
-from cluster.launch import scripts
+from cluster.launch.inputs import scripts
 from cluster.run.folder import RunFolder
 from cluster.runtime.compose import access
 from cluster.runtime.compose.runtime import task_environment
@@ -79,7 +79,7 @@ def test_a_script_is_found_from_where_the_caller_is(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("absent.py", "does not exist: expected a Python file that reads TF_CONFIG"),
         ("", "is a folder: expected a Python file"),
@@ -89,7 +89,7 @@ def test_a_script_is_found_from_where_the_caller_is(tmp_path: Path, monkeypatch:
     ],
 )
 def test_a_script_that_cannot_be_run_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "runs" / "one" / "work" / "chief").mkdir(parents=True)
@@ -97,7 +97,7 @@ def test_a_script_that_cannot_be_run_is_refused(
         (tmp_path / path).touch()
     with pytest.raises(UsageError) as refused:
         scripts.check_script(str(tmp_path / name), tmp_path / "runs")
-    assert told in str(refused.value)
+    assert message in str(refused.value)
     assert 1 == len(str(refused.value).splitlines())
 
 

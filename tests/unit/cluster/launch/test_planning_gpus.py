@@ -102,7 +102,7 @@ def test_replicas_are_as_many_as_gpus(resolved: None, nvidia_smi: NvidiaSmi) -> 
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("requested", "message"),
     [
         ({"gpus": "two"}, "--gpus 'two': expected none, all, how many such as 4"),
         ({"gpus": "2", "gpus_per_task": "x"}, "--gpus-per-task 'x': expected a whole number from 1 to 64"),
@@ -114,13 +114,13 @@ def test_replicas_are_as_many_as_gpus(resolved: None, nvidia_smi: NvidiaSmi) -> 
     ],
 )
 def test_words_are_refused_before_any_gpu_is_looked_for(
-    resolved: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: dict[str, str], told: str
+    resolved: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, requested: dict[str, str], message: str
 ) -> None:
     monkeypatch.setenv("TPU_NAME", "a-tpu")
     monkeypatch.setattr(devices, "ask", lambda *words: pytest.fail("nvidia-smi was asked"))
-    error = refusal(Request(**asked, runtime="local"))
+    error = refusal(Request(**requested, runtime="local"))
     assert EXIT_USAGE == error.exit_code
-    assert str(error).startswith(told)
+    assert str(error).startswith(message)
     assert not (tmp_path / "runs").exists()
 
 
@@ -139,8 +139,8 @@ def test_without_a_gpu_it_is_a_prerequisite_that_is_missing(
 
 def test_a_process_sees_its_gpus_and_no_other(resolved: None, nvidia_smi: NvidiaSmi) -> None:
     nvidia_smi("8-h100-nvswitch")
-    asked = Request(workers="1", ps="1", evaluator=True, gpus="4", nccl_debug="INFO", runtime="local")
-    found = environments(planning.plan(asked))
+    requested = Request(workers="1", ps="1", evaluator=True, gpus="4", nccl_debug="INFO", runtime="local")
+    found = environments(planning.plan(requested))
     assert {"chief": "0,1", "worker-0": "2,3", "ps-0": "-1", "evaluator": "-1"} == {
         name: environment["CUDA_VISIBLE_DEVICES"] for name, environment in found.items()
     }
@@ -154,12 +154,12 @@ def test_a_process_sees_its_gpus_and_no_other(resolved: None, nvidia_smi: Nvidia
         )
 
 
-@pytest.mark.parametrize("asked", [{}, {"gpus": "none"}])
+@pytest.mark.parametrize("requested", [{}, {"gpus": "none"}])
 def test_unless_it_is_asked_for_no_process_sees_a_gpu(
-    resolved: None, monkeypatch: pytest.MonkeyPatch, asked: dict[str, str]
+    resolved: None, monkeypatch: pytest.MonkeyPatch, requested: dict[str, str]
 ) -> None:
     monkeypatch.setattr(devices, "ask", lambda *words: pytest.fail("nvidia-smi was asked"))
-    planned = planning.plan(Request(**asked, runtime="local"))
+    planned = planning.plan(Request(**requested, runtime="local"))
     assert {"-1"} == {environment["CUDA_VISIBLE_DEVICES"] for environment in environments(planned).values()}
     assert [[], [], []] == ids_of(planned)
     assert "GPU" not in "\n".join(plan_lines(planned.to_json()))
@@ -192,8 +192,8 @@ def test_a_start_builds_records_and_goes_on_with_the_gpu_image(
     monkeypatch.setattr(build, "commands", lambda accelerator: built.append(accelerator) or ["docker build ."])
     monkeypatch.setattr(images, "inspect", lambda image: inspected.append(image) or {"image": image})
     monkeypatch.setattr(toolkit, "check_engine", checked.append)
-    asked = Request(name="one", workers="1", gpus="4,5,", gpu_runtime="cdi", nccl_debug="info", tensorboard_port="0")
-    planned = planning.plan(asked)
+    options = Request(name="one", workers="1", gpus="4,5,", gpu_runtime="cdi", nccl_debug="info", tensorboard_port="0")
+    planned = planning.plan(options)
     startup.start(planned, Commands(), began=time.time())
     startup.commands(planned)
     assert (["gpu", "gpu"], ["cdi"]) == (built, checked)
@@ -243,18 +243,18 @@ def test_runs_in_progress_keep_their_gpus(
 ) -> None:
     docker(WORKING_ENGINE)
     nvidia_smi("8-h100-nvswitch")
-    asked = {"workers": "1", "gpus": "2", "runtime": runtime, "tensorboard_port": "0"}
-    first = planning.plan(Request(name="first", **asked))
+    requested = {"workers": "1", "gpus": "2", "runtime": runtime, "tensorboard_port": "0"}
+    first = planning.plan(Request(name="first", **requested))
     first.run.create()
     write_json(first.run.compose, first.compose)
     write_json(first.run.config, first.config)
     write_json(first.run.cluster, first.cluster.to_json())
     write_json(first.run.control / "started.json", {"gpus": first.gpus.to_json()})
     provenance.write(first.run)
-    assert [[0], [1]] == ids_of(first) == ids_of(planning.plan(Request(name="next", **asked)))
+    assert [[0], [1]] == ids_of(first) == ids_of(planning.plan(Request(name="next", **requested)))
     monkeypatch.setattr(planning, "in_progress", lambda run: run == first.run)
-    assert [[2], [3]] == ids_of(planning.plan(Request(name="next", **asked)))
-    error = refusal(Request(name="next", **(asked | {"gpus": "1,2"})))
+    assert [[2], [3]] == ids_of(planning.plan(Request(name="next", **requested)))
+    error = refusal(Request(name="next", **(requested | {"gpus": "1,2"})))
     assert (EXIT_USAGE, True) == (error.exit_code, str(error).startswith("--gpus 1,2: run 'first' trains on GPU 1; "))
     monkeypatch.setattr(namespaces, "refusal", lambda: None)
     scaled = planning.plan(Request(resume="first", runtime=runtime), stops_first=True)

@@ -53,8 +53,8 @@ def test_a_script_needs_no_data_and_gets_a_folder_to_work_in(
 ) -> None:
     monkeypatch.setattr(supervisor, "start", lambda run: None)
     commands = Commands()
-    asked = Request(script=str(theirs), workers="1", runtime="local", tensorboard_port="0", overrides=("-n", "a b"))
-    planned = planning.plan(asked)
+    requested = Request(script=str(theirs), workers="1", runtime="local", tensorboard_port="0", overrides=("-n", "a b"))
+    planned = planning.plan(requested)
     assert planned.run.name.startswith("fit-")
     (reachable,) = planned.notes
     assert reachable.startswith("warning: TensorFlow's servers ask for no password, ")
@@ -72,8 +72,8 @@ def test_a_script_needs_no_data_and_gets_a_folder_to_work_in(
 
 def test_a_script_s_run_goes_on_with_its_script(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "start", lambda run: None)
-    asked = Request(script=str(theirs), name="one", workers="1", runtime="local", tensorboard_port="0")
-    startup.start(planning.plan(dataclasses.replace(asked, overrides=("7",))), Commands(), began=time.time())
+    requested = Request(script=str(theirs), name="one", workers="1", runtime="local", tensorboard_port="0")
+    startup.start(planning.plan(dataclasses.replace(requested, overrides=("7",))), Commands(), began=time.time())
     run = folders.find_run("one")
     run.end("stopped")
     write_json(run.summary, {"state": "stopped"})
@@ -100,8 +100,8 @@ def test_modules_of_one_s_own_are_mounted_and_on_the_path(
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine").chmod(0o755)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "mine"))
-    asked = Request(preset="mine.presets:small", workers="1", runtime="local")
-    planned = planning.plan(asked)
+    requested = Request(preset="mine.presets:small", workers="1", runtime="local")
+    planned = planning.plan(requested)
     assert planned.run.name.startswith("mine.presets-small-")
     path = f"{tmp_path}/mine"
     assert path == planned.compose["tasks"]["chief"]["environment"]["PYTHONPATH"]
@@ -134,9 +134,9 @@ def test_a_resumed_run_finds_its_modules_where_they_were(tmp_path: Path, monkeyp
     (folder / "own_cnn.py").write_text("def build(shape, outputs):\n    raise NotImplementedError\n")
     monkeypatch.chdir(folder)
     overrides = ("--model", "own_cnn:build", "--no-deterministic")
-    asked = Request(name="one", overrides=overrides, runtime="local", workers="0", tensorboard_port="0")
+    requested = Request(name="one", overrides=overrides, runtime="local", workers="0", tensorboard_port="0")
     monkeypatch.setattr(configuration, "check", lambda *_, **__: {})
-    startup.start(planning.plan(asked), Commands(), began=time.time())
+    startup.start(planning.plan(requested), Commands(), began=time.time())
     write_json(planning.find_run("one").summary, {"state": "stopped"})
     monkeypatch.chdir(tmp_path)
     resumed = planning.plan(Request(resume="one", runtime="local", tensorboard_port="0"))
@@ -147,10 +147,10 @@ def test_extra_packages_are_got_before_anything_is_started(
     resolved: None, theirs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, docker: Callable[[str], Path]
 ) -> None:
     monkeypatch.setattr(supervisor, "start", lambda run: None)
-    asked = []
+    requested = []
 
     def prepare(requirements: Path, python: str) -> Path:
-        asked.append((requirements, python))
+        requested.append((requirements, python))
         (tmp_path / "kept").mkdir(exist_ok=True)
         (tmp_path / "kept" / "requirements.txt").write_text("resolved\n")
         return tmp_path / "kept"
@@ -165,10 +165,10 @@ def test_extra_packages_are_got_before_anything_is_started(
     assert "resolved\n" == (planned.run.path / "requirements.txt").read_text()
     write_json(planned.run.summary, {"state": "stopped"})
     assert tmp_path / "kept" == planning.plan(Request(resume=planned.run.name, runtime="local")).payload.packages
-    assert {(tmp_path / "r.txt", planning.packages.host_python())} == set(asked)
+    assert {(tmp_path / "r.txt", planning.packages.host_python())} == set(requested)
     docker(WORKING_ENGINE)
     planning.plan(Request(script=str(theirs), requirements=str(tmp_path / "r.txt")))
-    assert (tmp_path / "r.txt", "3.11") == asked[-1]
+    assert (tmp_path / "r.txt", "3.11") == requested[-1]
 
 
 @pytest.mark.parametrize("scripted", [True, False])
@@ -178,10 +178,12 @@ def test_a_plan_that_is_not_started_installs_no_packages(
     monkeypatch.setattr(planning.packages, "FOLDER", tmp_path / "kept")
     monkeypatch.setattr(planning.packages, "_run", lambda *_: pytest.fail("pip is called for nothing"))
     monkeypatch.setattr(planning.packages, "_resolve", lambda *_: [])
-    (wanted := tmp_path / "r.txt").touch()
+    (expected := tmp_path / "r.txt").touch()
     options = {"script": str(theirs)} if scripted else {}
-    planned = planning.plan(Request(**options, requirements=str(wanted), runtime="local", workers="0"), installs=False)
+    planned = planning.plan(
+        Request(**options, requirements=str(expected), runtime="local", workers="0"), installs=False
+    )
     assert not (tmp_path / "kept").exists()
-    assert planning.packages.folder(wanted, planning.packages.host_python()) == planned.payload.packages
-    command = planning.packages.command(wanted, planning.packages.host_python())
+    assert planning.packages.folder(expected, planning.packages.host_python()) == planned.payload.packages
+    command = planning.packages.command(expected, planning.packages.host_python())
     assert command == startup.commands(planned)[0]

@@ -15,6 +15,7 @@ from cluster.run.folder import RunFolder
 from cluster.runtime.local import supervisor
 from cluster.spec import Role
 from cluster.system.json_files import write_json
+from tests.unit.beats import beat
 from tests.unit.launching import Commands, refusal
 
 MakeRun = Callable[..., RunFolder]
@@ -23,8 +24,8 @@ MakeRun = Callable[..., RunFolder]
 def test_a_run_that_exists_is_not_overwritten_by_chance(resolved: None, make_run: MakeRun) -> None:
     make_run("taken")
     error = refusal(Request(name="taken"))
-    told = "run 'taken' exists; go on with --resume taken, or start it again with --name taken --fresh"
-    assert (EXIT_USAGE, told) == (error.exit_code, str(error))
+    message = "run 'taken' exists; go on with --resume taken, or start it again with --name taken --fresh"
+    assert (EXIT_USAGE, message) == (error.exit_code, str(error))
 
 
 def test_an_unknown_run_is_refused_with_the_nearest(resolved: None, make_run: MakeRun) -> None:
@@ -32,15 +33,10 @@ def test_an_unknown_run_is_refused_with_the_nearest(resolved: None, make_run: Ma
     assert str(refusal(Request(resume="mondey"))).endswith("; did you mean 'monday'?")
 
 
-def beat(run: RunFolder, task: str, state: str, age_s: float = 0) -> None:
-    """Leave a heartbeat."""
-    write_json(run.status(task), {"task": task, "state": state, "updated_at": time.time() - age_s})
-
-
-@pytest.mark.parametrize("asked", [{"resume": "run"}, {"name": "run", "fresh": True}])
-def test_a_run_in_progress_is_left_alone(resolved: None, make_run: MakeRun, asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize("requested", [{"resume": "run"}, {"name": "run", "fresh": True}])
+def test_a_run_in_progress_is_left_alone(resolved: None, make_run: MakeRun, requested: dict[str, Any]) -> None:
     beat(make_run(workers=1), "chief", "training")
-    error = refusal(Request(**asked))
+    error = refusal(Request(**requested))
     assert (EXIT_USAGE, True) == (error.exit_code, str(error).startswith("run 'run' is still in progress; `invoke "))
 
 
@@ -60,14 +56,14 @@ def test_a_run_of_which_one_task_lives_is_in_progress(make_run: MakeRun) -> None
     assert not teardown.in_progress(run)
 
 
-def topology(run: RunFolder, **asked: Any) -> tuple[str, int, int, int]:
+def topology(run: RunFolder, **requested: Any) -> tuple[str, int, int, int]:
     """Return strategy, workers, parameter servers and devices of a resumed run."""
-    cluster = planning.plan(Request(resume=run.name, runtime="local", **asked)).cluster
+    cluster = planning.plan(Request(resume=run.name, runtime="local", **requested)).cluster
     return cluster.strategy, len(cluster.of(Role.WORKER)), len(cluster.of(Role.PS)), cluster.devices
 
 
 @pytest.mark.parametrize(
-    ("had", "asked", "expected"),
+    ("previous", "requested", "expected"),
     [
         ({"workers": 1}, {}, ("multiworker", 1, 0, 1)),
         ({"workers": 0}, {}, ("one", 0, 0, 1)),
@@ -86,12 +82,16 @@ def topology(run: RunFolder, **asked: Any) -> tuple[str, int, int, int]:
     ],
 )
 def test_a_resumed_run_keeps_its_topology_unless_another_is_given(
-    resolved: None, make_run: MakeRun, had: dict[str, Any], asked: dict[str, str], expected: tuple[str, int, int, int]
+    resolved: None,
+    make_run: MakeRun,
+    previous: dict[str, Any],
+    requested: dict[str, str],
+    expected: tuple[str, int, int, int],
 ) -> None:
-    run = make_run(**had)
+    run = make_run(**previous)
     run.end("stopped")
     write_json(run.summary, {"state": "stopped"})
-    assert expected == topology(run, **asked)
+    assert expected == topology(run, **requested)
 
 
 def test_a_resumed_run_keeps_its_evaluator(resolved: None, make_run: MakeRun) -> None:
@@ -106,8 +106,8 @@ def test_a_fresh_start_deletes_the_old_folder(
     monkeypatch.setattr(supervisor, "start", lambda run: None)
     run = make_run("again", workers=0)
     run.event("chief", "first step")
-    asked = Request(name="again", fresh=True, runtime="local", tensorboard_port="0")
-    startup.start(planning.plan(asked), Commands(), began=time.time())
+    requested = Request(name="again", fresh=True, runtime="local", tensorboard_port="0")
+    startup.start(planning.plan(requested), Commands(), began=time.time())
     assert ([], 0) == (run.events(), run.generation)
 
 
@@ -120,7 +120,7 @@ def test_a_resumed_run_keeps_its_history_in_a_new_generation(
     beat(run, "chief", "stopped")
     run.end("stopped")
     write_json(run.summary, {"state": "stopped"})
-    asked = Request(resume="stopped", runtime="local", tensorboard_port="0")
-    startup.start(planning.plan(asked), Commands(), began=time.time())
+    requested = Request(resume="stopped", runtime="local", tensorboard_port="0")
+    startup.start(planning.plan(requested), Commands(), began=time.time())
     assert (1, 1, {}) == (len(run.events()), run.generation, run.heartbeats())
     assert (None, False) == (run.outcome, run.summary.exists())

@@ -52,7 +52,7 @@ def refusal(run: RunFolder, **changes: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "parts"),
     [
         ("global_batch", 384, ("--global-batch 384", "with 192", "skip or repeat data", "--fresh")),
         ("seed", 7, ("--seed 7", "with 42", "skip or repeat data", "--fresh")),
@@ -63,10 +63,10 @@ def refusal(run: RunFolder, **changes: Any) -> str:
     ],
 )
 def test_what_its_steps_or_its_checkpoint_depend_on_stays(
-    trained: Callable[..., RunFolder], name: str, value: Any, told: tuple[str, ...]
+    trained: Callable[..., RunFolder], name: str, value: Any, parts: tuple[str, ...]
 ) -> None:
     error = refusal(trained(), **{name: value})
-    assert [] == [part for part in told if part not in error]
+    assert [] == [part for part in parts if part not in error]
 
 
 def test_another_optimizer_does_not_fit_but_another_step_size_does(trained: Callable[..., RunFolder]) -> None:
@@ -100,7 +100,7 @@ def test_a_run_that_has_saved_nothing_may_become_any_other(trained: Callable[...
 
 
 @pytest.mark.parametrize(
-    ("had", "asked"),
+    ("previous", "requested"),
     [
         (("custom", {"workers": 2, "ps": 1}), {"loop": "fit"}),
         (("fit", {"workers": 2, "ps": 1}), {"loop": "custom"}),
@@ -108,9 +108,9 @@ def test_a_run_that_has_saved_nothing_may_become_any_other(trained: Callable[...
     ],
 )
 def test_one_keras_does_not_read_the_other_s_checkpoints(
-    trained: Callable[..., RunFolder], had: tuple[str, dict[str, Any]], asked: dict[str, Any]
+    trained: Callable[..., RunFolder], previous: tuple[str, dict[str, Any]], requested: dict[str, Any]
 ) -> None:
-    assert "Keras" in refusal(trained(loop=had[0], topology=had[1]), **asked)
+    assert "Keras" in refusal(trained(loop=previous[0], topology=previous[1]), **requested)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -124,7 +124,7 @@ def test_what_it_has_done_already_cannot_be_less(trained: Callable[..., RunFolde
 
 
 @pytest.mark.parametrize(
-    ("had", "changes", "limit"),
+    ("previous", "changes", "limit"),
     [
         ({"max_steps": 600}, {}, "--max-steps"),
         ({"max_steps": 600}, {"epochs": 6.0}, "--max-steps"),
@@ -133,9 +133,9 @@ def test_what_it_has_done_already_cannot_be_less(trained: Callable[..., RunFolde
     ],
 )
 def test_a_run_that_has_nothing_left_to_do_says_so(
-    trained: Callable[..., RunFolder], had: dict[str, Any], changes: dict[str, Any], limit: str
+    trained: Callable[..., RunFolder], previous: dict[str, Any], changes: dict[str, Any], limit: str
 ) -> None:
-    (note,) = notes(trained(**had), **changes)
+    (note,) = notes(trained(**previous), **changes)
     assert limit in note
 
 

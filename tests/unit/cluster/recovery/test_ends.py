@@ -96,10 +96,10 @@ def test_lines_that_tensorflow_logs_behind_an_error_are_no_part_of_it() -> None:
 
 def test_a_long_error_is_reported_by_its_begin_and_its_end() -> None:
     message = ["ValueError: begin", *["in between"] * 500, "end"]
-    told = ends.error_in(["Traceback (most recent call last):", "  File", *message], 70)
-    assert told is not None
-    assert len(told) <= ends.MOST_CHARACTERS
-    assert "ValueError: begin ... end" == told
+    shown = ends.error_in(["Traceback (most recent call last):", "  File", *message], 70)
+    assert shown is not None
+    assert len(shown) <= ends.MOST_CHARACTERS
+    assert "ValueError: begin ... end" == shown
 
 
 def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path) -> None:

@@ -80,9 +80,9 @@ def test_the_summary_counts_a_restart_from_the_injected_fault(run: RunFolder) ->
     started = read_json(run.control / "started.json")["time"]
     seconds = {"input": 0.0, "compute": 0.0, "save": 0.0, "evaluate": 0.0}
     for number, began in [(0, 1.0), (1, 9.0)]:
-        told = {"generation": number, "began": started + began, "first_step_at": started + began + 1}
-        told |= {"updated_at": started + began + 1, "first": 0, "step": 1, "timed_steps": 0, "seconds": seconds}
-        write_json(run.ledger(number), told)
+        record = {"generation": number, "began": started + began, "first_step_at": started + began + 1}
+        record |= {"updated_at": started + began + 1, "first": 0, "step": 1, "timed_steps": 0, "seconds": seconds}
+        write_json(run.ledger(number), record)
     fault = {"time": started + 4, "task": "chief", "event": "fault", "generation": 0, "step": 1}
     append_json(run.events_log, fault | {"detail": {"kind": "kill"}})
     why = {"task": "chief", "cause": "killed", "failed_at": started + 5, "step": 1}

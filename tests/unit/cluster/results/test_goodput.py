@@ -24,7 +24,7 @@ def split(ended: float, *ledgers: dict[str, Any], failures: dict[int, float] | N
     assert parts is not None
     assert list(goodput.PARTS) == list(parts)
     assert ended == pytest.approx(sum(parts.values()), abs=0.01)
-    return {name: told for name, told in parts.items() if told}
+    return {name: seconds for name, seconds in parts.items() if seconds}
 
 
 WORK = {"input": 2.0, "compute": 60.0, "save": 3.0, "evaluate": 5.0}

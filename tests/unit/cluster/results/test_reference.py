@@ -46,6 +46,14 @@ def ended(make_run: Callable[..., RunFolder]) -> EndedRun:
     return make
 
 
+def test_another_number_of_workers_gives_the_same_bits_with_virtual_shards_alone(ended: EndedRun) -> None:
+    for config, same in ((None, None), ({"bitwise_elastic": 4}, True)):
+        ended(f"calm-{same}", config=config)
+        run = ended(f"smaller-{same}", config=config, restarts=1)
+        run.begin_generation(2, task="worker-0", left_out=["worker-0"])
+        assert same is reference.same_bits(run)
+
+
 # Which one it is
 
 
@@ -173,9 +181,9 @@ def test_a_run_without_faults_says_nothing_of_them(ended: EndedRun) -> None:
     assert [] == reference.fault_lines(ended("another", restarts=1))
 
 
-@pytest.mark.parametrize(("weights", "told"), [("abc", "the same bits as"), ("def", "NOT those of")])
+@pytest.mark.parametrize(("weights", "verdict"), [("abc", "the same bits as"), ("def", "NOT those of")])
 def test_a_run_with_faults_reports_their_cost_and_whether_its_bits_are_the_same(
-    ended: EndedRun, weights: str, told: str
+    ended: EndedRun, weights: str, verdict: str
 ) -> None:
     ended("calm")
     run = ended("stormy", weights=weights, restarts=4)  # after 2, 3, 4 and 5 s
@@ -183,7 +191,7 @@ def test_a_run_with_faults_reports_their_cost_and_whether_its_bits_are_the_same(
         run.event("chief", "fault", kind="kill")
     assert [
         "faults       5 inflicted; next new step after 3.50 s (median), 5.00 s (most)",
-        f"weights      {told} the undisturbed run calm",
+        f"weights      {verdict} the undisturbed run calm",
     ] == reference.fault_lines(run)
 
 

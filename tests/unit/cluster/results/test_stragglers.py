@@ -1,4 +1,4 @@
-"""Who is slower than the others and who waits for input; and what a life's steps leave of themselves."""
+"""Who is slower than the others and who waits for input; and what a generation's steps leave of themselves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cluster.results import stragglers
 from train.telemetry.timing import KEPT, RECENT, StepTiming, Times, from_marks
 
 
-def told(busy_ms: float, input_ms: float = 0.0, step_ms: float = 200.0) -> dict[str, Any]:
+def pace(busy_ms: float, input_ms: float = 0.0, step_ms: float = 200.0) -> dict[str, Any]:
     """Return what a heartbeat has of a task that is busy that long in each of its steps."""
     return {
         "step_ms": {"mean": step_ms},
@@ -26,44 +26,44 @@ def lines(**paces: dict[str, Any]) -> list[str]:
 
 
 def test_a_slow_task_is_reported_with_the_part_that_is_input() -> None:
-    others = {"chief": told(100, 2), "worker_0": told(104, 2)}
-    assert ["worker-1 is 1.8x slower, 71 % of it in input"] == lines(**others, worker_1=told(182, 59))
+    others = {"chief": pace(100, 2), "worker_0": pace(104, 2)}
+    assert ["worker-1 is 1.8x slower, 71 % of it in input"] == lines(**others, worker_1=pace(182, 59))
 
 
 def test_a_task_that_computes_slowly_is_not_starved() -> None:
-    assert ["worker-0 is 1.9x slower, 0 % of it in input"] == lines(chief=told(100, 10), worker_0=told(190, 10))
+    assert ["worker-0 is 1.9x slower, 0 % of it in input"] == lines(chief=pace(100, 10), worker_0=pace(190, 10))
 
 
 def test_all_tasks_that_wait_for_input_are_reported_where_none_is_slower() -> None:
     """The hungriest first; a task that is slow because of its input is named once."""
     assert ["worker-0 waits 25 % of the time for input", "chief waits 20 % of the time for input"] == lines(
-        chief=told(100, 40), worker_0=told(105, 50), worker_1=told(100, 19)
+        chief=pace(100, 40), worker_0=pace(105, 50), worker_1=pace(100, 19)
     )
-    (only,) = lines(chief=told(100, 1), worker_0=told(190, 90))
+    (only,) = lines(chief=pace(100, 1), worker_0=pace(190, 90))
     assert only.startswith("worker-0 is 1.9x slower, 99 %")
 
 
 @pytest.mark.parametrize(("busy_ms", "slow"), [(124, False), (126, True)])
 def test_small_differences_are_not_reported(busy_ms: float, slow: bool) -> None:
-    assert slow == bool(lines(chief=told(100), worker_0=told(busy_ms)))
+    assert slow == bool(lines(chief=pace(100), worker_0=pace(busy_ms)))
 
 
 def test_of_the_shortest_steps_even_twice_is_chance() -> None:
-    assert [] == lines(chief=told(0.5, step_ms=2), worker_0=told(1.2, step_ms=2))
+    assert [] == lines(chief=pace(0.5, step_ms=2), worker_0=pace(1.2, step_ms=2))
 
 
 def test_the_others_are_judged_by_their_median() -> None:
     """One that is much faster makes nobody slow."""
-    assert [] == lines(chief=told(20), worker_0=told(100), worker_1=told(101), worker_2=told(103))
+    assert [] == lines(chief=pace(20), worker_0=pace(100), worker_1=pace(101), worker_2=pace(103))
 
 
 @pytest.mark.parametrize("silent", [{}, {"step_ms": None}, {"step_ms": {"mean": 900.0}, "busy_share": None}])
 def test_a_task_that_cannot_report_is_left_out(silent: dict[str, Any]) -> None:
-    assert [] == lines(chief=told(100), ps_0=silent)
+    assert [] == lines(chief=pace(100), ps_0=silent)
 
 
 def test_no_one_is_slower_than_nobody() -> None:
-    assert [] == lines(chief=told(150))
+    assert [] == lines(chief=pace(150))
 
 
 # What the task itself keeps

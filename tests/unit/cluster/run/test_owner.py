@@ -20,9 +20,9 @@ from tests.waiting import wait_for
 
 DAEMON = """
 import subprocess
-told = run.path / "daemon"
+pid_file = run.path / "daemon"
 subprocess.Popen(
-    ["env", "-i", "setsid", "--fork", "sh", "-c", 'echo $$ >"$0.new"; mv "$0.new" "$0"; exec sleep 600', str(told)],
+    ["env", "-i", "setsid", "--fork", "sh", "-c", 'echo $$ >"$0.new"; mv "$0.new" "$0"; exec sleep 600', str(pid_file)],
     env={"PATH": os.environ["PATH"]},
 )
 """
@@ -31,9 +31,9 @@ subprocess.Popen(
 
 def daemon_of(gang: Gang) -> dict[str, int]:
     """Wait for the daemon that a task began; return what identifies it."""
-    told = gang.run.path / "daemon"
-    wait_for(told.exists, "the daemon")
-    found = processes.identity(int(told.read_text()))
+    pid_file = gang.run.path / "daemon"
+    wait_for(pid_file.exists, "the daemon")
+    found = processes.identity(int(pid_file.read_text()))
     assert processes.alive(found)
     return found
 

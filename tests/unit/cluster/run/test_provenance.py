@@ -37,9 +37,9 @@ def started(resolved: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ru
     """Starts a run of local processes, up to the processes themselves, and ends it; returns its folder."""
     monkeypatch.setattr(supervisor, "start", lambda run: None)
 
-    def start(name: str = "mine", **asked: Any) -> RunFolder:
-        options = {"runtime": "local", "tensorboard_port": "0"} | asked
-        named = {} if "resume" in asked else {"name": name, "workers": "1"}
+    def start(name: str = "mine", **requested: Any) -> RunFolder:
+        options = {"runtime": "local", "tensorboard_port": "0"} | requested
+        named = {} if "resume" in requested else {"name": name, "workers": "1"}
         planned = planning.plan(Request(**named, **options))
         startup.start(planned, Commands(), began=time.time())
         planned.run.end("stopped")
@@ -101,8 +101,8 @@ def test_a_run_of_another_user_or_machine_is_refused_and_of_whoever_moved_it_is_
     monkeypatch.setenv("RUNS_DIR", str(tmp_path / "moved"))
     assert planning.plan(Request(resume="mine", runtime="local")).resumes
     another_user(monkeypatch, tmp_path)
-    told = "run 'mine' was not started by you on this machine: "
-    assert str(refusal(Request(resume="mine", runtime="local"))).startswith(told)
+    message = "run 'mine' was not started by you on this machine: "
+    assert str(refusal(Request(resume="mine", runtime="local"))).startswith(message)
 
 
 def test_a_run_that_was_copied_or_renamed_is_refused(started: Callable[..., RunFolder]) -> None:
@@ -291,17 +291,17 @@ def test_no_container_sees_the_notes(
     monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))
     for folder in (tmp_path, home):
         folder.chmod(0o755)
-    asked = {"name": "one", "workers": "0"}
+    requested = {"name": "one", "workers": "0"}
     if seen == "script":
         (home / "fit.py").touch(mode=0o644)
-        asked["script"] = str(home / "fit.py")
+        requested["script"] = str(home / "fit.py")
     else:
         monkeypatch.setenv(seen, str(home))
-    told = f"containers would see {home}, and in it {home}/state/tf-cluster/runs, "
-    error = refusal(Request(**asked))
-    assert (EXIT_USAGE, True) == (error.exit_code, str(error).startswith(told))
+    message = f"containers would see {home}, and in it {home}/state/tf-cluster/runs, "
+    error = refusal(Request(**requested))
+    assert (EXIT_USAGE, True) == (error.exit_code, str(error).startswith(message))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    planning.plan(Request(**asked))
+    planning.plan(Request(**requested))
 
 
 def test_scaling_believes_the_records_as_little(ready: Callable[[str], RunFolder]) -> None:

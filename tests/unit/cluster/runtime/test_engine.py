@@ -13,10 +13,10 @@ from cluster.runtime import registry
 
 
 @pytest.mark.parametrize(
-    ("there", "told"), [(False, "docker is not installed"), (True, "docker may not be run by this")]
+    ("there", "message"), [(False, "docker is not installed"), (True, "docker may not be run by this")]
 )
 def test_without_a_docker_that_runs_local_processes_are_chosen(
-    there: bool, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    there: bool, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if there:
         (tmp_path / "docker").write_text("")
@@ -24,7 +24,7 @@ def test_without_a_docker_that_runs_local_processes_are_chosen(
     monkeypatch.setenv("PATH", str(tmp_path))
     runtime, why = registry.choose("auto")
     assert registry.LOCAL is runtime
-    assert told in why
+    assert message in why
 
 
 @pytest.mark.parametrize(

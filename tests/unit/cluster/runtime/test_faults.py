@@ -70,6 +70,15 @@ def test_a_task_that_is_frozen_is_frozen_whole_until_it_is_relieved(run: RunFold
     wait_for(lambda: set(states(victims).values()) == {"S"}, "the task that goes on", timeout_s=10)
 
 
+def test_a_lost_task_is_killed_whole_and_kept_away_until_it_is_undone(run: RunFolder, victims: dict[str, int]) -> None:
+    injector = ProcessFaults(run)
+    injector.lose("worker-0")
+    wait_for(lambda: set(states(victims).values()) == {"Z"}, "the end of both", timeout_s=10)
+    assert run.away("worker-0").exists()
+    injector.undo("worker-0")
+    assert not run.away("worker-0").exists()
+
+
 def test_a_slow_program_stops_again_and_again_and_no_more_once_relieved(
     run: RunFolder, victims: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,17 +108,17 @@ class Engine:
     """Records what the engine is asked for and gives the answers that a test names by a word of the question."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, ...]] = []
+        self.requested: list[tuple[str, ...]] = []
         self.answers: dict[str, tuple[int, str]] = {"ps": (0, "c0ffee\nbadcafe")}
 
     def ask(self, *words: str, timeout_s: float = 10.0) -> tuple[int, str]:
-        self.asked.append(words)
+        self.requested.append(words)
         return self.answers.get(words[0], (0, ""))
 
     def done(self) -> list[tuple[str, ...]]:
         """Return what was asked since the last call, apart from the search for the container."""
-        done = [words for words in self.asked if words[0] != "ps"]
-        self.asked.clear()
+        done = [words for words in self.requested if words[0] != "ps"]
+        self.requested.clear()
         return done
 
 
@@ -133,7 +142,7 @@ def test_a_task_s_container_is_found_by_its_labels(run: RunFolder, docker: Engin
     registry.of(run).faults(run).pause("worker-0")
     labels = (f"label=com.docker.compose.project={overlay.project(run.path)}", "label=tf-cluster.task=worker-0")
     assert {("ps", "--quiet", "--filter", labels[0], "--filter", labels[1])} == {
-        words for words in docker.asked if words[0] == "ps"
+        words for words in docker.requested if words[0] == "ps"
     }
 
 
@@ -192,6 +201,14 @@ def test_a_container_that_is_cut_off_comes_back_under_its_own_name(run: RunFolde
     assert [("network", "connect", "--alias", "worker-0", "run_cluster", "c0ffee")] == docker.done()
 
 
+def test_a_lost_container_stays_away_until_it_is_started(run: RunFolder, docker: Engine) -> None:
+    injector = registry.of(run).faults(run)
+    injector.lose("worker-0")
+    assert ("kill", "c0ffee") == docker.done()[-1]
+    injector.undo("worker-0")
+    assert [("start", "c0ffee")] == docker.done()
+
+
 def test_a_slow_container_gets_every_core_back(run: RunFolder, docker: Engine) -> None:
     injector = registry.of(run).faults(run)
     injector.slow("worker-0")
@@ -200,12 +217,12 @@ def test_a_slow_container_gets_every_core_back(run: RunFolder, docker: Engine) -
     assert [("update", "--cpus", str(os.cpu_count()), "c0ffee")] == docker.done()
 
 
-@pytest.mark.parametrize(("had", "expected"), [(0, 2**30 + 2**27 + 5000), (2**33, 2**33)])
+@pytest.mark.parametrize(("previous", "expected"), [(0, 2**30 + 2**27 + 5000), (2**33, 2**33)])
 def test_a_container_without_memory_gets_its_own_back_or_plenty(
-    run: RunFolder, docker: Engine, monkeypatch: pytest.MonkeyPatch, had: int, expected: int
+    run: RunFolder, docker: Engine, monkeypatch: pytest.MonkeyPatch, previous: int, expected: int
 ) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 5000)
-    docker.answers |= {"exec": (0, str(2**30)), "inspect": (0, str(had))}
+    docker.answers |= {"exec": (0, str(2**30)), "inspect": (0, str(previous))}
     injector = registry.of(run).faults(run)
     injector.oom("worker-0")
     used, inspect, update, hog = docker.done()

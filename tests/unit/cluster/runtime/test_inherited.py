@@ -12,7 +12,7 @@ import pytest
 from cluster import spec
 from cluster.errors import UsageError
 from cluster.launch import planning
-from cluster.launch.scripts import lay_out
+from cluster.launch.inputs.scripts import lay_out
 from cluster.options.request import Request
 from cluster.run import provenance
 from cluster.run.folder import RunFolder
@@ -20,7 +20,7 @@ from cluster.runtime import inherited
 from cluster.runtime.compose.overlay import Containers, overlay
 from cluster.runtime.compose.runtime import task_environment
 from cluster.runtime.local import supervisor
-from cluster.runtime.local.processes import processes_of
+from cluster.runtime.local.runtime import processes_of
 from cluster.runtime.payload import Payload
 from cluster.system.json_files import read_json, write_json
 from tests.unit.gang import Gang
@@ -142,6 +142,6 @@ def test_a_run_goes_on_with_its_variables(monkeypatch: pytest.MonkeyPatch, make_
     write_json(started, read_json(started) | {"env": ["A=1"]})
     write_json(run.summary, {"state": "stopped"})
     provenance.write(run)
-    asked = Request(resume="one", runtime="local", tensorboard_port="0")
-    assert ("A=1",) == planning.plan(asked).payload.env
-    assert "1" == planning.plan(asked).compose["tasks"]["chief"]["environment"]["A"]
+    requested = Request(resume="one", runtime="local", tensorboard_port="0")
+    assert ("A=1",) == planning.plan(requested).payload.env
+    assert "1" == planning.plan(requested).compose["tasks"]["chief"]["environment"]["A"]

@@ -15,7 +15,7 @@ from cluster.errors import PrerequisiteError, TimedOut
 from cluster.run.folder import RunFolder
 from cluster.runtime import memory as limits
 from cluster.runtime.local import supervisor
-from cluster.runtime.local.processes import processes_of
+from cluster.runtime.local.runtime import processes_of
 from cluster.system import ports, processes
 from cluster.system.json_files import read_json, write_json
 from cluster.system.ports import free_ports
@@ -112,14 +112,14 @@ def test_an_agent_that_is_killed_comes_back_however_often(
     make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = make_run(workers=0)
-    script = f"echo >>{tmp_path}/lives; [ $(wc -l <{tmp_path}/lives) -gt 30 ] && exit 3; kill -9 $$"
+    script = f"echo >>{tmp_path}/attempts; [ $(wc -l <{tmp_path}/attempts) -gt 30 ] && exit 3; kill -9 $$"
     write_json(
         run.compose, {"runtime": "local", "tasks": {"chief": {"command": ["sh", "-c", script], "environment": {}}}}
     )
     write_json(run.control / "started.json", {"time": 0.0, "max_restarts": 0})
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the supervisor runs in this very process
     supervisor.Supervisor(run).main()
-    assert 31 == len((tmp_path / "lives").read_text().splitlines())
+    assert 31 == len((tmp_path / "attempts").read_text().splitlines())
 
 
 def test_a_supervisor_that_cannot_start_its_tasks_is_reported(make_run: Callable[..., RunFolder]) -> None:

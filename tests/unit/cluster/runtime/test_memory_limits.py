@@ -60,7 +60,7 @@ def test_tasks_share_nine_tenths_unless_requested_otherwise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "num_tasks", "told"),
+    ("requested", "num_tasks", "message"),
     [
         ("8GiB", 3, "--memory 8GiB for 3 tasks makes 24.0 GiB, the engine's machine has 20.0 GiB; use --memory "
          "6826MiB, or fewer tasks"),
@@ -68,10 +68,10 @@ def test_tasks_share_nine_tenths_unless_requested_otherwise() -> None:
          "at most 30 tasks here"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(asked: str, num_tasks: int, told: str) -> None:
+def test_what_does_not_fit_is_refused(requested: str, num_tasks: int, message: str) -> None:
     with pytest.raises(PrerequisiteError) as refused:
-        memory.of_containers(asked, num_tasks, 20 * GIB).check(num_tasks)
-    assert (EXIT_PREREQUISITE, told) == (refused.value.exit_code, str(refused.value))
+        memory.of_containers(requested, num_tasks, 20 * GIB).check(num_tasks)
+    assert (EXIT_PREREQUISITE, message) == (refused.value.exit_code, str(refused.value))
 
 
 def test_what_fits_is_not() -> None:
@@ -106,8 +106,8 @@ def test_a_run_keeps_its_limit_and_another_number_of_tasks_shares_anew(
     run = make_run(workers=2)
     write_json(run.summary, {"state": "stopped"})
 
-    def resumed(**asked: str) -> int:
-        return planning.plan(Request(resume="run", runtime="docker", trust=True, **asked)).memory.task_bytes
+    def resumed(**requested: str) -> int:
+        return planning.plan(Request(resume="run", runtime="docker", trust=True, **requested)).memory.task_bytes
 
     assert (6 * GIB, 18 * GIB) == (resumed(), resumed(workers="0"))
     write_json(run.control / "started.json", read_json(run.control / "started.json") | {"memory": "5GiB"})
@@ -181,7 +181,7 @@ class Ended:
 
 
 @pytest.mark.parametrize(
-    ("code", "kills", "standby_killed", "told"),
+    ("code", "kills", "standby_killed", "message"),
     [
         (-9, 3, False, "killed for memory: the task may use 4.0 GiB, see --memory of up"),
         (-9, 4, True, "killed for memory: the task may use 4.0 GiB, see --memory of up"),
@@ -197,15 +197,15 @@ def test_an_agent_reports_whether_memory_killed_its_program(
     code: int,
     kills: int,
     standby_killed: bool,
-    told: str,
+    message: str,
 ) -> None:
     kernel(V2)
     agent = Agent(make_run(workers=0), "chief", [], 1.0)
     kernel({"memory.events": f"oom_kill {kills}\n"})
     monkeypatch.setattr(standby.Standby, "killed", standby_killed)
     end = agent._end_of(Ended(), code, 0)
-    assert (told, None) == (end.cause, end.error)
-    assert (attempts.OWN if code == -11 or "memory" in told else attempts.OUTSIDE) == end.kind
+    assert (message, None) == (end.cause, end.error)
+    assert (attempts.OWN if code == -11 or "memory" in message else attempts.OUTSIDE) == end.kind
 
 
 def test_a_run_whose_task_keeps_being_killed_for_memory_ends_with_that(start_gang: StartGang, tmp_path: Path) -> None:

@@ -60,14 +60,14 @@ def test_local_tasks_get_a_network_of_their_own(resolved: None) -> None:
 
 def test_a_machine_that_gives_none_is_reported_in_one_line(resolved: None, forbidden: None) -> None:
     planned = planning.plan(Request(workers="2", **LOCAL))
-    (told,) = warnings(planned)
-    assert told == (
+    (message,) = warnings(planned)
+    assert message == (
         f"{OPEN}are in this machine's network, they can have no network of their own: user.max_user_namespaces is 0; "
         "root allows it, or containers, or a firewall, close them"
     )
-    assert ("host", [told]) == (planned.to_json()["network"], planned.to_json()["notes"])
+    assert ("host", [message]) == (planned.to_json()["network"], planned.to_json()["notes"])
     assert "host" == planned.compose["network"]
-    assert [told] == [line for line in plan_lines(planned.to_json()) if "warning" in line]
+    assert [message] == [line for line in plan_lines(planned.to_json()) if "warning" in line]
 
 
 def test_a_machine_that_gives_none_refuses_tasks_that_must_have_one(resolved: None, forbidden: None) -> None:
@@ -80,9 +80,9 @@ def test_a_machine_that_gives_none_refuses_tasks_that_must_have_one(resolved: No
 def test_a_script_stays_in_the_machine_s_network_to_fetch_its_data(script: str) -> None:
     planned = planning.plan(Request(script=script, workers="1", **LOCAL))
     assert "host" == planned.network.name
-    (told,) = warnings(planned)
+    (message,) = warnings(planned)
     assert (
-        told
+        message
         == f"{OPEN}are in this machine's network, where a script can fetch its data; --network private does without"
     )
     kept = planning.plan(Request(script=script, workers="1", network="private", **LOCAL))
@@ -97,13 +97,13 @@ def test_a_tpu_is_reached_through_the_machine_s_network(resolved: None, monkeypa
 
 def test_the_machine_s_network_can_be_asked_for(resolved: None) -> None:
     planned = planning.plan(Request(workers="1", network="host", **LOCAL))
-    (told,) = warnings(planned)
-    assert ("host", True) == (planned.network.name, told.endswith("network, as requested (--network host)"))
+    (message,) = warnings(planned)
+    assert ("host", True) == (planned.network.name, message.endswith("network, as requested (--network host)"))
 
 
-@pytest.mark.parametrize("asked", ["", "host"])
-def test_who_trains_alone_serves_nobody_and_is_not_warned(resolved: None, forbidden: None, asked: str) -> None:
-    planned = planning.plan(Request(workers="0", network=asked, **LOCAL))
+@pytest.mark.parametrize("requested", ["", "host"])
+def test_who_trains_alone_serves_nobody_and_is_not_warned(resolved: None, forbidden: None, requested: str) -> None:
+    planned = planning.plan(Request(workers="0", network=requested, **LOCAL))
     assert ("host", []) == (planned.network.name, warnings(planned))
 
 
@@ -124,8 +124,8 @@ def test_a_network_that_is_none_is_refused_with_those_that_are(resolved: None) -
 
 def test_what_was_asked_for_holds_when_the_run_goes_on(resolved: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "start", lambda run: None)
-    for name, asked, then in (("open", "host", "host"), ("closed", "private", "private"), ("left", "", "private")):
-        planned = planning.plan(Request(name=name, network=asked, **LOCAL))
+    for name, requested, then in (("open", "host", "host"), ("closed", "private", "private"), ("left", "", "private")):
+        planned = planning.plan(Request(name=name, network=requested, **LOCAL))
         startup.start(planned, Commands(), began=time.time())
         planned.run.end("stopped")
         write_json(planned.run.summary, {"state": "stopped"})
@@ -139,15 +139,15 @@ def test_what_was_asked_for_holds_when_the_run_goes_on(resolved: None, monkeypat
     assert "host" == planning.plan(Request(resume="left", network="host", **LOCAL)).network.name
 
 
-@pytest.mark.parametrize("asked", ["private", "host"])
+@pytest.mark.parametrize("requested", ["private", "host"])
 def test_the_manifest_says_which_it_was_and_no_more(
-    resolved: None, monkeypatch: pytest.MonkeyPatch, asked: str
+    resolved: None, monkeypatch: pytest.MonkeyPatch, requested: str
 ) -> None:
     monkeypatch.setattr(supervisor, "start", lambda run: None)
-    planned = planning.plan(Request(name="one", network=asked, **LOCAL))
+    planned = planning.plan(Request(name="one", network=requested, **LOCAL))
     startup.start(planned, Commands(), began=time.time())
     found = manifest.read(planned.run)
-    assert asked == found["network"]
+    assert requested == found["network"]
     assert 1 == json.dumps(found).count('"network"')
 
 

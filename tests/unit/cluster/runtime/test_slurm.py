@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,15 +32,16 @@ class Site:
     def __init__(self, run: RunFolder, *states: str) -> None:
         self.run, self.states = run, list(states)
         self.commands: list[str] = []
-        self.questions = 0
+        self.questions, self.waits_s = 0, 0.0
 
     def answer(self, command: list[str], timeout_s: float) -> tuple[int, str, str]:
         self.questions += 1
-        if command[0] == "sinfo":
-            return 0, "3 idle\n", ""
+        self.waits_s += timeout_s
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
         if state == "down":
             return 1, "", "slurm_load_jobs error: Unable to contact slurm controller"
+        if command[0] == "sinfo":
+            return 0, "3 idle\n", ""
         mine, another = f"12|{state}|{slurm.job_name(self.run)}\n" if state else "", "13|RUNNING|another\n"
         return 0, mine if any(word.startswith("--name=") for word in command) else mine + another, ""
 
@@ -122,6 +124,15 @@ def test_a_controller_that_does_not_answer_is_asked_once_however_many_runs_there
     assert 1 == there.questions
 
 
+def test_the_check_of_hosts_waits_once_and_not_long_for_a_controller(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, runtime = site(run, monkeypatch, "down"), slurm.Slurm()
+    found = [*runtime.examine_hosts(run.path.parent, run.path.parent), *runtime.examine()]
+    assert ["failed", "warning"] == [each.state for each in found]
+    assert (1, True) == (there.questions, there.waits_s <= 5)
+
+
 def test_nobody_is_asked_for_a_run_whose_job_is_known_to_be_gone(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,8 +157,43 @@ def test_the_job_is_queued_by_a_script_that_names_it(run: RunFolder, monkeypatch
 def test_a_script_is_what_the_agents_of_a_job_start(run: RunFolder) -> None:
     payload = Payload(Path("/theirs/a script.py"), ("--epochs", "3 4"))
     text = slurm.Slurm().render(replace(work(run), payload=payload))["script"]
-    assert " task --script '/theirs/a script.py' --epochs '3 4' &\n" in text
+    assert " -m cluster.agent --script '/theirs/a script.py' --epochs '3 4' &\n" in text
     assert "TF_USE_LEGACY_KERAS" not in text  # Keras 3, as everywhere
+
+
+def test_a_value_that_the_caller_has_is_in_no_file_of_the_run(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = site(run, monkeypatch, "")
+    monkeypatch.setenv("A_SECRET", "hidden")
+    given = replace(work(run), payload=Payload(env=("A_SECRET", "ANOTHER=shown")))
+    slurm.Slurm().start(given, there.sh)
+    path = run.control / "job.sh"
+    assert [f"sbatch --export=A_SECRET {path}"] == there.commands
+    assert ("hidden" in path.read_text(), "shown" in path.read_text()) == (False, True)
+
+
+def test_agents_of_a_job_with_an_image_run_in_it(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTHONPATH", "LD_PRELOAD", "TF_CUDA_PATHS"):  # this machine's
+        monkeypatch.setenv(name, "/here")
+    image = tmp_path / "an image.sif"
+    text = slurm.Slurm().render(work(run, apptainer=str(image), gpus_per_task="1"))["script"]
+    (line,) = (line for line in text.splitlines() if line.startswith("srun"))
+    agent = " ".join(shlex.split(line.removesuffix(" &"))).partition(" task ")[2]
+    assert agent.startswith("apptainer --silent exec ")
+    assert agent.endswith(f"--bind={run.path}:{run.path}:rw {image} python -m cluster.agent")
+    assert " --nv " in agent
+    assert "=/here" not in text
+    assert "--nv" not in slurm.Slurm().render(work(run, apptainer=str(image)))["script"]
+
+
+def test_packages_are_not_installed_beside_those_of_an_image(run: RunFolder, tmp_path: Path) -> None:
+    needing = replace(work(run, apptainer=str(tmp_path)), payload=Payload(packages=tmp_path))
+    with pytest.raises(UsageError, match="--requirements"):
+        slurm.Slurm().render(needing)
+    odd = replace(work(run, apptainer=str(tmp_path)), data_dir=tmp_path / "a,b")
+    with pytest.raises(UsageError, match="a,b"):
+        slurm.Slurm().render(odd)
 
 
 def test_a_machine_without_slurm_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +212,7 @@ def test_a_machine_without_slurm_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"network": "private"}, "--network"),
         ({"time": "1"}, "--time"),
         ({"nodes": "none"}, "--nodes"),
+        ({"apptainer": "/no/such.sif"}, "--apptainer"),
         ({"gpus_per_task": "2", "devices": "3"}, "--devices"),
     ],
 )

@@ -17,10 +17,9 @@ from cluster.runtime.slurm import batch
 RUN = Path("/shared/runs/a run")
 
 
-def script(job: Job = EMPTY, **topology: int) -> str:
-    return batch.script(
-        spec.build(**topology), "a-job", RUN, job, {"DATA_DIR": "/shared/the data"}, ["--script", "a b.py"]
-    )
+def script(job: Job = EMPTY, *, elastic: bool = False, **topology: int) -> str:
+    environment, words = {"DATA_DIR": "/shared/the data"}, ["--script", "a b.py"]
+    return batch.script(spec.build(**topology), "a-job", RUN, job, environment, words, elastic=elastic)
 
 
 def directives(text: str) -> dict[str, str]:
@@ -37,15 +36,22 @@ def test_what_is_left_out_is_left_to_the_site() -> None:
 
 
 def test_what_is_asked_for_is_in_the_script() -> None:
-    asked = {"partition": "gpu,long", "account": "lab", "time": "2-12:00", "nodes": "3"}
-    found = directives(script(Job(**asked, gpus_per_task="2")))
-    assert asked | {"gpus-per-task": "2"} == {name: found[name] for name in (*asked, "gpus-per-task")}
+    requested = {"partition": "gpu,long", "account": "lab", "time": "2-12:00", "nodes": "3"}
+    found = directives(script(Job(**requested, gpus_per_task="2")))
+    assert requested | {"gpus-per-task": "2"} == {name: found[name] for name in (*requested, "gpus-per-task")}
 
 
 def test_the_job_saves_before_its_time_is_over_and_is_queued_again() -> None:
     found = directives(script())
     assert f"B:USR1@{batch.SAVE_S}" == found["signal"]
     assert "requeue" in found
+
+
+def test_the_job_of_an_elastic_run_outlives_its_nodes() -> None:
+    srun = next(line for line in script(elastic=True).splitlines() if line.startswith("srun "))
+    assert {"--no-kill", "--wait=0"} <= set(srun.split())
+    assert "no-kill" in directives(script(elastic=True))
+    assert "no-kill" not in script()
 
 
 @pytest.mark.parametrize("python", ["/usr/bin/python3", "/it's (1) $(false)/bin/python"])

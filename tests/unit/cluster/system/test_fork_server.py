@@ -19,7 +19,7 @@ from cluster.gpu.placement import Placement
 from cluster.launch import teardown
 from cluster.run.folder import RunFolder
 from cluster.runtime.local import supervisor
-from cluster.runtime.local.processes import processes_of
+from cluster.runtime.local.runtime import processes_of
 from cluster.system import processes
 from tests.unit.gang import Gang, StartGang
 from tests.waiting import wait_for
@@ -177,7 +177,7 @@ def parent(tmp_path: Path) -> Callable[[str], Any]:
 
 
 def test_a_forked_process_has_the_environment_files_and_arguments_it_was_given(parent: Callable[[str], Any]) -> None:
-    told = parent('''
+    printed = parent('''
 code = """
 import json, os, sys
 files = sorted(int(name) for name in os.listdir("/proc/self/fd"))
@@ -188,7 +188,7 @@ forked = begin(code, pass_fds=(kept[0],), start_new_session=True)
 said = json.loads(forked.stdout.read())
 print(json.dumps([said, kept[0], forked.pid, forked.wait(10), type(forked).__name__]))
 ''')
-    (environment, files, words, standard_input, name, session), kept, pid, code, kind = told
+    (environment, files, words, standard_input, name, session), kept, pid, code, kind = printed
     assert ({"GIVEN": "1"}, ["-c", "word"], "/dev/null") == (environment, words, standard_input)
     assert [0, 1, 2, kept] == files
     assert ("__main__", pid, 0, "ForkedProcess") == (name, session, code, kind)
@@ -211,17 +211,17 @@ def test_a_forked_process_uses_the_temporary_folder_that_it_is_given(
     parent: Callable[[str], Any], tmp_path: Path
 ) -> None:
     """Where an agent deletes them after its program, however that ended."""
-    told = parent(f"""
+    printed = parent(f"""
 import tempfile
 before = tempfile.gettempdir()
 forked = begin("import tempfile; print(tempfile.gettempdir())", env={{"TMPDIR": {str(tmp_path)!r}}})
 print(json.dumps([before, forked.stdout.read().decode().strip()]))
 """)
-    assert str(tmp_path) == told[1] != told[0]
+    assert str(tmp_path) == printed[1] != printed[0]
 
 
 def test_waiting_for_a_forked_process_has_a_timeout(parent: Callable[[str], Any]) -> None:
-    told = parent("""
+    printed = parent("""
 forked = begin("import signal; signal.pause()", process_group=0)
 try:
     forked.wait(0.05)
@@ -232,7 +232,7 @@ assert os.getpgid(forked.pid) == forked.pid
 forked.send_signal(signal.SIGTERM)
 print(json.dumps([late, before, forked.wait(10), forked.poll()]))
 """)
-    assert [0.05, None, -signal.SIGTERM, -signal.SIGTERM] == told
+    assert [0.05, None, -signal.SIGTERM, -signal.SIGTERM] == printed
 
 
 def test_a_command_other_than_python_is_a_new_process(parent: Callable[[str], Any]) -> None:

@@ -29,7 +29,7 @@ from cluster.gpu import placement
 from cluster.gpu.placement import Placement
 from cluster.image import engine, images
 from cluster.launch import configuration, folders, planning, startup
-from cluster.launch.scripts import check_script
+from cluster.launch.inputs.scripts import check_script
 from cluster.options.request import Request
 from cluster.run.folder import RunFolder
 from cluster.runtime import registry
@@ -37,7 +37,7 @@ from cluster.runtime.compose import commands, overlay
 from cluster.runtime.compose.faults import ContainerFaults
 from cluster.runtime.compose.overlay import Containers
 from cluster.runtime.local import supervisor
-from cluster.runtime.local.processes import processes_of
+from cluster.runtime.local.runtime import processes_of
 from cluster.system import user_code
 from cluster.system.json_files import write_json
 
@@ -125,9 +125,9 @@ def test_a_path_that_is_no_line_is_refused(option: str, path: str) -> None:
 @example("0,1\n")
 def test_gpus_are_ids_or_refused(word: str) -> None:
     for gpus, per_task in ((word, ""), ("", word)):
-        wanted = outcome(placement.parse, gpus, per_task)
-        if not isinstance(wanted, UsageError):
-            assert all(re.fullmatch(r"[0-9]+|MIG-[0-9A-Za-z/-]+", name) for name in (wanted.ids if wanted else ()))
+        expected = outcome(placement.parse, gpus, per_task)
+        if not isinstance(expected, UsageError):
+            assert all(re.fullmatch(r"[0-9]+|MIG-[0-9A-Za-z/-]+", name) for name in (expected.ids if expected else ()))
     with pytest.raises(UsageError):
         placement.device_handling(word + "?", "")
 
@@ -188,8 +188,8 @@ def test_a_dry_run_s_commands_are_the_words_that_were_meant(
     script: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], data: str
 ) -> None:
     monkeypatch.setenv("DATA_DIR", str(tmp_path / data))
-    asked = Request(script=str(script), overrides=arguments, runtime="local", workers="1", name="one")
-    for line in startup.commands(planning.plan(asked)):
+    requested = Request(script=str(script), overrides=arguments, runtime="local", workers="1", name="one")
+    for line in startup.commands(planning.plan(requested)):
         variables, words = words_of(line)
         assert [sys.executable, "-m", "cluster.agent", "--script", str(script), *arguments, "&"] == words
         assert (str(tmp_path / data), str(tmp_path / "runs" / "one")) == (variables["DATA_DIR"], variables["RUN_DIR"])
@@ -198,11 +198,13 @@ def test_a_dry_run_s_commands_are_the_words_that_were_meant(
 
 def test_a_shell_reads_them_so(tmp_path: Path) -> None:
     show = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['DATA_DIR']]))"
-    told = processes_of(spec.build(0), tmp_path, tmp_path / "".join(NASTY).replace("/", ""), [])["tasks"]["chief"]
-    told["command"] = [sys.executable, "-c", show, *NASTY]
-    environment = " ".join(f"{name}={shlex.quote(value)}" for name, value in told["environment"].items())
-    done = subprocess.run(f"{environment} {shlex.join(told['command'])}", shell=True, capture_output=True, check=True)
-    assert [NASTY, told["environment"]["DATA_DIR"]] == json.loads(done.stdout)
+    rendered = processes_of(spec.build(0), tmp_path, tmp_path / "".join(NASTY).replace("/", ""), [])["tasks"]["chief"]
+    rendered["command"] = [sys.executable, "-c", show, *NASTY]
+    environment = " ".join(f"{name}={shlex.quote(value)}" for name, value in rendered["environment"].items())
+    done = subprocess.run(
+        f"{environment} {shlex.join(rendered['command'])}", shell=True, capture_output=True, check=True
+    )
+    assert [NASTY, rendered["environment"]["DATA_DIR"]] == json.loads(done.stdout)
 
 
 @unhurried
@@ -241,21 +243,21 @@ def test_an_image_s_build_is_the_words_that_were_meant(
 @unhurried
 @given(preset=TEXT, override=TEXT)
 def test_a_preset_and_an_override_are_words_of_no_shell(preset: str, override: str) -> None:
-    asked: list[list[str]] = []
+    requested: list[list[str]] = []
 
     class Process(subprocess.Popen[bytes]):
         """Answers at once, and remembers what it was started with."""
 
         def __init__(self, words: list[str], *, env: dict[str, str], **options: Any) -> None:
             assert not options.get("shell")
-            asked.append(words)
+            requested.append(words)
             write_json(Path(env[user_code.RESULT_FILE]), {"value": {"config": {}, "code_dirs": [], "data": ""}})
             super().__init__(["true"], **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", Process)
         configuration.resolve(Request(preset=preset, overrides=(override,)), None, None, Path("/data"))
-    (words,) = asked
+    (words,) = requested
     assert f"--preset={preset or 'fashion_mnist'}" in words
     assert ["--", override] == words[-2:]
 
@@ -264,13 +266,13 @@ def test_a_preset_and_an_override_are_words_of_no_shell(preset: str, override: s
 def test_a_process_id_that_a_task_made_up_is_no_command(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, pid: Any
 ) -> None:
-    run, asked = make_run(), []
+    run, requested = make_run(), []
     monkeypatch.setattr(ContainerFaults, "_container", lambda self, task: "c")
-    monkeypatch.setattr(engine, "ask", lambda *words, **options: asked.append(words))
+    monkeypatch.setattr(engine, "ask", lambda *words, **options: requested.append(words))
     write_json(run.programs("chief"), {"program": {"pid": pid}})
     with pytest.raises(UsageError):
         ContainerFaults(run).signal("chief", 9, "program")
-    assert [] == asked
+    assert [] == requested
 
 
 # Overlays
@@ -380,13 +382,13 @@ def test_no_file_plan_label_or_command_of_a_run_holds_a_secret(
     monkeypatch.setattr(registry, "choose", lambda *_: (registry.get(runtime), "requested"))
     monkeypatch.setattr(engine, "ask", lambda *words, **options: (1, ""))
     monkeypatch.setattr(images, "inspect", lambda image: {"image": image, "id": "sha256:1"})
-    monkeypatch.setattr(images, "default_base", lambda asked="": images.Base("base"))
+    monkeypatch.setattr(images, "default_base", lambda commands_given="": images.Base("base"))
     for folder in (tmp_path, script.parent):
         folder.chmod(0o755)
     script.chmod(0o644)
-    asked = Request(script=str(script) if scripted else "", name="one", workers="1", tensorboard_port="6006")
+    commands_given = Request(script=str(script) if scripted else "", name="one", workers="1", tensorboard_port="6006")
     monkeypatch.setattr(startup, "check_machine", lambda plan: None)
-    planned, ran = planning.plan(asked), []
+    planned, ran = planning.plan(commands_given), []
     startup.start(planned, ran.append, began=time.time())
     assert SECRET not in json.dumps(planned.to_json())
     assert not [command for command in (*ran, *startup.commands(planned)) if SECRET in command]

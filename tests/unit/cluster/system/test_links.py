@@ -154,7 +154,7 @@ def test_no_file_is_written_through_a_link(
     swap(run.events_log, outside / "secret")
     with pytest.raises(files.LinkError):
         files.open_file(run.events_log, mode)
-    run.event("chief", "told")  # never the end of whoever tells
+    run.event("chief", "noted")  # never the end of whoever writes it
     swap(run.control / "reserve", outside / "secret")
     with pytest.raises(files.LinkError):
         files.open_file(run.control / "reserve", "wb")
@@ -192,8 +192,8 @@ def test_a_run_may_itself_lie_behind_a_link(make_run: MakeRun, tmp_path: Path) -
     run = make_run()
     (tmp_path / "named").symlink_to(run.path)
     linked = RunFolder(tmp_path / "named")
-    linked.event("chief", "told")
-    assert ["told"] == [event["event"] for event in run.events()]
+    linked.event("chief", "noted")
+    assert ["noted"] == [event["event"] for event in run.events()]
 
 
 def test_a_full_disk_makes_no_room_outside(make_run: MakeRun, outside: Path) -> None:

@@ -148,10 +148,10 @@ def test_users_who_are_not_root_stay_who_they_are(a_folder: Path) -> None:
     user = os.getuid() or SOMEBODY
     done = as_user(user, AS_SOMEBODY, str(a_folder / "written"))
     assert 0 == done.returncode, done.stderr
-    told = json.loads(done.stdout)
-    if refused := told.pop("refused"):
+    found = json.loads(done.stdout)
+    if refused := found.pop("refused"):
         pytest.skip(refused)
-    assert {"user": user, "interfaces": ["lo"]} == told
+    assert {"user": user, "interfaces": ["lo"]} == found
     assert user == (a_folder / "written").stat().st_uid
 
 

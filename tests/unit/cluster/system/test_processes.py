@@ -76,7 +76,7 @@ def test_an_agent_that_waits_costs_its_program_nothing(
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "message"),
     [
         (0, "exit code 0"),
         (3, "exit code 3"),
@@ -87,8 +87,8 @@ def test_an_agent_that_waits_costs_its_program_nothing(
         (255, "exit code 255"),
     ],
 )
-def test_an_exit_is_reported_in_words(code: int, told: str) -> None:
-    assert told == processes.describe_exit(code)
+def test_an_exit_is_reported_in_words(code: int, message: str) -> None:
+    assert message == processes.describe_exit(code)
 
 
 def test_a_live_process_is_the_recorded_one(child: subprocess.Popen[bytes]) -> None:
@@ -123,9 +123,9 @@ faulthandler.register(signal.SIGUSR1)
 open(sys.argv[1], "w").close()
 time.sleep(60)
 """
-    told = tmp_path / "ready"
-    with subprocess.Popen([sys.executable, "-c", lines, str(told)]) as child:
-        wait_for(told.exists, "the handler")
+    ready = tmp_path / "ready"
+    with subprocess.Popen([sys.executable, "-c", lines, str(ready)]) as child:
+        wait_for(ready.exists, "the handler")
         assert processes.handles(child.pid, signal.SIGUSR1)
         assert not processes.handles(child.pid, signal.SIGUSR2)
         child.kill()
@@ -161,10 +161,10 @@ child = subprocess.Popen(["sleep", "60"], preexec_fn=die_with_parent)
 open(sys.argv[1], "w").write(str(child.pid) + "\\n")
 time.sleep(60)
 """
-    told = tmp_path / "pid"
-    with subprocess.Popen([sys.executable, "-c", lines, str(told)]) as parent:
-        wait_for(lambda: told.exists() and told.read_text().endswith("\n"), "the grandchild")
-        grandchild = processes.identity(int(told.read_text()))
+    pid_file = tmp_path / "pid"
+    with subprocess.Popen([sys.executable, "-c", lines, str(pid_file)]) as parent:
+        wait_for(lambda: pid_file.exists() and pid_file.read_text().endswith("\n"), "the grandchild")
+        grandchild = processes.identity(int(pid_file.read_text()))
         assert processes.alive(grandchild)
         parent.kill()
     wait_for(lambda: not processes.alive(grandchild), "the grandchild's end")

@@ -108,6 +108,6 @@ def test_ctrl_c_ends_a_preset_that_never_returns(tmp_path: Path) -> None:
 
     pid = wait_for(started, "the preset")
     os.kill(plan.pid, signal.SIGINT)
-    _, told = plan.communicate(timeout=300)
-    assert (130, "interrupted") == (plan.returncode, told.strip())
+    _, message = plan.communicate(timeout=300)
+    assert (130, "interrupted") == (plan.returncode, message.strip())
     wait_for(lambda: not processes.start_ticks(pid), "the preset's end")

@@ -72,7 +72,7 @@ def test_the_version_follows_the_contents(returns: Callable[[Any], str]) -> None
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [
         (None, 'returns NoneType; expected a dictionary of "train", "test" and perhaps "classes"'),
         ({"train": (IMAGES, LABELS)}, "returns the keys train; expected"),
@@ -107,16 +107,16 @@ def test_the_version_follows_the_contents(returns: Callable[[Any], str]) -> None
     ],
 )
 def test_what_cannot_be_trained_on_is_reported_in_one_line(
-    returns: Callable[[Any], str], value: Any, told: str
+    returns: Callable[[Any], str], value: Any, message: str
 ) -> None:
     with pytest.raises(UsageError) as error:
         own_dataset.read(returns(value))
     assert str(error.value).startswith("dataset own_module:data")
-    assert told in str(error.value) and str(error.value).isprintable()
+    assert message in str(error.value) and str(error.value).isprintable()
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("own_module:date", "own_module has no function 'date'; did you mean 'data'?"),
         (
@@ -126,9 +126,9 @@ def test_what_cannot_be_trained_on_is_reported_in_one_line(
         ("own_module:", "dataset 'own_module:': expected package.module:function"),
     ],
 )
-def test_a_function_that_is_not_there_is_reported(returns: Callable[[Any], str], name: str, told: str) -> None:
+def test_a_function_that_is_not_there_is_reported(returns: Callable[[Any], str], name: str, message: str) -> None:
     returns(GOOD)
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=message):
         own_dataset.read(name)
 
 
@@ -197,8 +197,8 @@ def test_the_command_imports_from_where_it_is_run_and_keeps_what_the_function_pr
 ) -> None:
     done = prepare_command(tmp_path, "def data():\n    print('theirs')\n    return GOOD")
     assert 0 == done.returncode, done.stderr
-    told = r"data: my_data:data [0-9a-f]{12}: 2 examples to train, 2 to test, each \[2\] float32, 1 output\n"
-    assert re.fullmatch(told, done.stdout)
+    message = r"data: my_data:data [0-9a-f]{12}: 2 examples to train, 2 to test, each \[2\] float32, 1 output\n"
+    assert re.fullmatch(message, done.stdout)
     assert "theirs" in done.stderr.splitlines()
 
 
@@ -215,6 +215,6 @@ def test_the_command_imports_from_where_it_is_run_and_keeps_what_the_function_pr
 def test_a_function_that_does_not_return_is_reported_in_one_line(tmp_path: Path, lines: str, code: int) -> None:
     done = prepare_command(tmp_path, lines, DATA_TIMEOUT_S="3")
     assert (code, "") == (done.returncode, done.stdout)
-    (told,) = [line for line in done.stderr.splitlines() if not line.startswith("data: calling")]
-    assert told.startswith("error: ")
-    assert "my_data:data" in told
+    (message,) = [line for line in done.stderr.splitlines() if not line.startswith("data: calling")]
+    assert message.startswith("error: ")
+    assert "my_data:data" in message

@@ -143,7 +143,7 @@ def test_an_index_that_cannot_be_read_is_named(tmp_path: Path, index: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("train", "told"),
+    ("train", "message"),
     [
         (([np.zeros([2, 2], np.uint8), np.zeros([2, 3], np.uint8)], [0, 0]), "train example 1: features of the first "),
         ((IMAGES.astype(np.float16), LABELS), "train example 0: features are float16; expected uint8 or int32 or"),
@@ -153,20 +153,20 @@ def test_an_index_that_cannot_be_read_is_named(tmp_path: Path, index: str) -> No
     ],
 )
 def test_what_cannot_be_trained_on_is_reported_and_leaves_nothing(
-    tmp_path: Path, train: tuple[Any, ...], told: str
+    tmp_path: Path, train: tuple[Any, ...], message: str
 ) -> None:
     with pytest.raises(UsageError) as error:
         shard(tmp_path, Source(*train))
-    assert str(error.value).startswith(told) and "\n" not in str(error.value)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
     assert [".prepare.lock"] == [path.name for path in tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [({"num_shards": 0}, "--shards 0: expected a whole number from 1 to 512"), ({"size": 0}, "--size 0: expected a")],
 )
-def test_an_option_out_of_its_range_is_reported(tmp_path: Path, options: dict[str, int], told: str) -> None:
-    with pytest.raises(UsageError, match=f"^{told}"):
+def test_an_option_out_of_its_range_is_reported(tmp_path: Path, options: dict[str, int], message: str) -> None:
+    with pytest.raises(UsageError, match=f"^{message}"):
         shard(tmp_path / "data", **options)
     assert not (tmp_path / "data").exists()
 
@@ -303,17 +303,17 @@ def test_a_dataset_without_one_feature_and_one_label_is_reported(
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("tiny_thing", "TFDS knows no dataset 'tiny_thing'; did you mean 'tiny_things'?"),
         ("qqqqqqqqqq", "TFDS knows no dataset 'qqqqqqqqqq'; see https://www.tensorflow.org/datasets"),
         ("tiny_things/large", "TFDS cannot read the name 'tiny_things/large': "),
     ],
 )
-def test_a_name_that_tfds_does_not_know_is_reported(tmp_path: Path, name: str, told: str) -> None:
+def test_a_name_that_tfds_does_not_know_is_reported(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(UsageError) as error:
         sharding.shard(name, tmp_path)
-    assert str(error.value).startswith(told) and "\n" not in str(error.value)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -342,8 +342,8 @@ def test_the_command_shards_and_verifies(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     options = ["--name", "tiny_things", "--data-dir", str(tmp_path)]
     assert 0 == main(["shard", *options, "--shards", "3", "--size", "6"])
-    told = "tiny_things 1.2.3: 9 examples to train, 4 to test, each [6, 6, 3] uint8, 2 classes, in 3 and 3 shards"
-    assert f"data: {told}" == capsys.readouterr().out.splitlines()[-1]
+    message = "tiny_things 1.2.3: 9 examples to train, 4 to test, each [6, 6, 3] uint8, 2 classes, in 3 and 3 shards"
+    assert f"data: {message}" == capsys.readouterr().out.splitlines()[-1]
     assert 0 == main(["verify", *options])
     assert ["ok"] * 6 == [line.split()[1] for line in capsys.readouterr().out.splitlines()]
     assert 2 == main(["shard", *options, "--shards", "1000"])

@@ -17,7 +17,7 @@ from train.loops.best import Best, BestState, check_metric
 from train.model import objectives, optimizers
 from train.saving.checkpoint import Checkpoint
 from train.saving.files import BEST, finished
-from train.stopping import Best as Settings
+from train.settings.stopping import Best as Settings
 
 
 def followed(values: list[float], total: int = 100, state: BestState | None = None, **settings: Any) -> Best:

@@ -24,7 +24,8 @@ from cluster.system.json_files import read_json
 from train.config import Optimizer, TrainConfig
 from train.context import TaskContext
 from train.data import arrays, sources
-from train.loops import callbacks, custom, fit
+from train.loops import callbacks, custom
+from train.loops.keras_fit import fit
 from train.model import objectives
 
 EXAMPLES, GLOBAL_BATCH = 18, 4
@@ -47,11 +48,11 @@ class Recorder(keras.callbacks.Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._told: list[tuple[str, int, dict[str, float]]] = []  # of one life: what is public goes on with the next
+        self._calls: list[tuple[str, int, dict[str, float]]] = []  # what is public goes on with the next generation
         self._biases: list[float] = []
 
     def record(self, name: str, index: int, logs: dict[str, float] | None) -> None:
-        self._told.append((name, index, dict(logs or {})))
+        self._calls.append((name, index, dict(logs or {})))
         self._biases.append(float(self.model.trainable_variables[-1].numpy()[0]))
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -80,11 +81,11 @@ class Recorder(keras.callbacks.Callback):
     @property
     def names(self) -> list[tuple[str, int]]:
         """What it was called with, without logs."""
-        return [one[:2] for one in self._told]
+        return [one[:2] for one in self._calls]
 
     def logs(self, name: str) -> list[dict[str, float]]:
         """The logs of one kind of call."""
-        return [logs for told, _, logs in self._told if told == name]
+        return [logs for called, _, logs in self._calls if called == name]
 
 
 @dataclasses.dataclass
@@ -146,7 +147,7 @@ def train(own_parts: types.ModuleType, make_run: Callable[..., RunFolder], tmp_p
         with strategy.scope():
             model = new_model()
         spec = run.load_cluster()
-        assignment = TaskContext(
+        context = TaskContext(
             run=run,
             task=spec.task("chief"),
             spec=spec,
@@ -159,7 +160,7 @@ def train(own_parts: types.ModuleType, make_run: Callable[..., RunFolder], tmp_p
             heartbeat=Heartbeat(run, spec.task("chief"), 0),
             stop=threading.Event(),
         )
-        (fit if config.loop == "fit" else custom).Training(assignment).run()
+        (fit if config.loop == "fit" else custom).Training(context).run()
         return Trained(run, recorder)
 
     return do
@@ -167,7 +168,7 @@ def train(own_parts: types.ModuleType, make_run: Callable[..., RunFolder], tmp_p
 
 def batches(*first_and_last: tuple[int, int]) -> list[tuple[str, int]]:
     """Return what is reported of inner calls that do these steps of the epoch."""
-    return [told for first, last in first_and_last for told in (("batch begins", first), ("batch ends", last))]
+    return [call for first, last in first_and_last for call in (("batch begins", first), ("batch ends", last))]
 
 
 def test_a_training_is_reported_from_its_beginning_to_its_end(train: Train) -> None:
@@ -223,9 +224,9 @@ def test_a_learning_rate_scheduler_sets_the_rate_of_the_epoch(train: Train) -> N
 
 def test_the_callbacks_of_the_tutorial_work(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     run = train(EPOCH_ENDS[4], callbacks="tutorial").run
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("learning rate")]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("learning rate")]
     rates = ["0.001", "0.001", "0.001", "0.0001"]
-    assert [f"learning rate of epoch {number}: {rate}" for number, rate in enumerate(rates, start=1)] == told
+    assert [f"learning rate of epoch {number}: {rate}" for number, rate in enumerate(rates, start=1)] == lines
     assert 4 == len(list(run.path.glob("callbacks/chief/epoch-*.weights.h5")))
     assert list(run.path.glob("tensorboard/chief/keras/train/events*"))
 
@@ -382,7 +383,7 @@ def test_without_callbacks_there_are_none() -> None:
 
 
 def _as_far_as_build(reference: str) -> Any:
-    """Return as much of an assignment as `callbacks.build` needs."""
+    """Return as much of a context as `callbacks.build` needs."""
     return types.SimpleNamespace(
         config=TrainConfig(callbacks=reference),
         run=RunFolder(Path("run")),

@@ -148,10 +148,10 @@ def test_calls_get_shorter_where_a_task_wants_it_and_longer_otherwise() -> None:
 
 
 def test_what_was_done_is_reported() -> None:
-    told: list[outer.Progress] = []
-    run(Inner(), total=9, report=told.append)
+    reports: list[outer.Progress] = []
+    run(Inner(), total=9, report=reports.append)
     assert [(0, 1, True), (1, 3, False), (3, 7, False), (7, 9, False)] == [
-        (one.first, one.step, one.compiled) for one in told
+        (one.first, one.step, one.compiled) for one in reports
     ]
 
 

@@ -21,7 +21,7 @@ from train.data.prepare import arrays
 from train.loops import steps
 from train.loops.train_step import TrainStep
 from train.model import models, objectives, optimizers
-from train.optimization import Optimizer
+from train.settings.optimization import Optimizer
 from train.startup import preflight
 
 T, V = 6, 5

@@ -26,9 +26,9 @@ def test_decay_schedules_and_averages_must_go_on_with_the_same_bits_after_a_rest
 
 
 def test_damaged_data_must_be_reported_by_the_worker_that_reads_it() -> None:
-    told = found("damaged")
-    assert told.startswith("RunFailed: ")
-    assert "train_features.bin is damaged in block 0 " in told
+    message = found("damaged")
+    assert message.startswith("RunFailed: ")
+    assert "train_features.bin is damaged in block 0 " in message
 
 
 def test_a_worker_must_accumulate_micro_batches() -> None:

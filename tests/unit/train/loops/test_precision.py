@@ -94,7 +94,7 @@ def test_a_step_that_overflows_is_skipped_whole_and_halves_the_scale(where: str)
 def test_a_training_that_overflows_at_scale_1_ends() -> None:
     """From a scale of 2, so after the second step."""
     found = numbers("exhausted")
-    assert found["told"].startswith("RunFailed: gradients overflow float16 at step 2 even at loss scale 1 ")
+    assert found["message"].startswith("RunFailed: gradients overflow float16 at step 2 even at loss scale 1 ")
     assert not found["moved"]
 
 

@@ -1,6 +1,6 @@
-"""What goes wrong with Keras 3 under tf.distribute, and that our guards put it right: each test fails without its own.
+"""What goes wrong with Keras 3 under tf.distribute, and that `keras_compat` puts it right.
 
-A trap that is gone is told too: then its guard can go.
+Each test fails without its own fix, and once Keras has mended what goes wrong: then the fix can go.
 """
 
 from __future__ import annotations

@@ -81,20 +81,20 @@ def test_a_model_that_was_not_built_gets_its_variables(kind: Callable[[int], ker
 
 
 def test_the_function_gets_the_shape_and_the_outputs(build: Build) -> None:
-    told = []
-    build(lambda *arguments: told.append(arguments) or flat(OUTPUTS))
-    assert [(SHAPE, OUTPUTS)] == told
+    calls = []
+    build(lambda *arguments: calls.append(arguments) or flat(OUTPUTS))
+    assert [(SHAPE, OUTPUTS)] == calls
 
 
 @pytest.mark.parametrize("kind", [flat, Subclass])
 def test_another_number_of_outputs_is_refused(kind: Callable[[int], keras.Model], build: Build) -> None:
-    told = refusal(build, lambda shape, outputs: kind(outputs + 1))
-    assert "--model 'own_models:model' gives (None, 4), expected (None, 3): an output a class or value" == told
+    message = refusal(build, lambda shape, outputs: kind(outputs + 1))
+    assert "--model 'own_models:model' gives (None, 4), expected (None, 3): an output a class or value" == message
 
 
 def test_outputs_of_another_rank_are_refused(build: Build) -> None:
-    told = refusal(build, lambda shape, outputs: keras.Sequential([keras.Input(SHAPE), keras.layers.Dense(outputs)]))
-    assert "gives (None, 4, 3), expected (None, 3)" in told
+    message = refusal(build, lambda shape, outputs: keras.Sequential([keras.Input(SHAPE), keras.layers.Dense(outputs)]))
+    assert "gives (None, 4, 3), expected (None, 3)" in message
 
 
 @pytest.mark.parametrize(("of", "kind"), [(list, "list"), (lambda two: {"a": two[0], "b": two[1]}, "dict")])
@@ -103,14 +103,14 @@ def test_several_outputs_are_refused(of: Callable[[list[Any]], Any], kind: str, 
 
 
 def test_what_is_no_model_is_refused(build: Build) -> None:
-    told = refusal(build, lambda shape, outputs: keras.layers.Dense(outputs))
-    assert "expected a keras model; use `from tensorflow import keras`" in told
-    assert "returned keras.src.layers.core.dense.Dense" in told
+    message = refusal(build, lambda shape, outputs: keras.layers.Dense(outputs))
+    assert "expected a keras model; use `from tensorflow import keras`" in message
+    assert "returned keras.src.layers.core.dense.Dense" in message
 
 
 def test_a_model_of_the_other_keras_is_refused(build: Build) -> None:
     import tf_keras  # the Keras that the chosen loop does not use
 
-    told = refusal(build, lambda shape, outputs: tf_keras.Sequential([tf_keras.layers.Dense(outputs)]))
-    assert "returned tf_keras" in told
-    assert "expected a keras model" in told
+    message = refusal(build, lambda shape, outputs: tf_keras.Sequential([tf_keras.layers.Dense(outputs)]))
+    assert "returned tf_keras" in message
+    assert "expected a keras model" in message

@@ -30,8 +30,8 @@ def test_padding_does_not_count() -> None:
     """Three replicas of two: the last one's second example is padding, of any value."""
     padded = np.append(VALUES, np.float32(1e6)), np.append(np.ones(5, np.float32), np.float32(0))
     values, weights = (array.reshape(3, 2) for array in padded)
-    told = sum(float(objectives.global_mean(*one, 5)) for one in zip(values, weights, strict=True))
-    np.testing.assert_allclose(told, VALUES.mean(), rtol=1e-6)
+    total = sum(float(objectives.global_mean(*one, 5)) for one in zip(values, weights, strict=True))
+    np.testing.assert_allclose(total, VALUES.mean(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -16,9 +16,9 @@ from tensorflow import keras
 from cluster.errors import UsageError
 from train.config import TrainConfig
 from train.model import optimizers
-from train.optimization import Optimizer
 from train.saving import weights
 from train.saving.checkpoint import Checkpoint
+from train.settings.optimization import Optimizer
 
 PEAK = 0.1
 ALL = {

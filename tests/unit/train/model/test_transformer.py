@@ -10,7 +10,7 @@ from cluster.errors import UsageError
 from train.config import TrainConfig, Transformer
 from train.model import inputs, models, objectives
 from train.model.transformer import transformer_lm
-from train.overrides import resolve
+from train.settings.overrides import resolve
 
 
 @pytest.mark.slow

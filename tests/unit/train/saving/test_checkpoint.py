@@ -98,7 +98,7 @@ def change(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "name", "told"),
+    ("damage", "name", "message"),
     [
         (cut, "ckpt-3.data-00000-of-00001", "ckpt-3.data-00000-of-00001 has "),
         (change, "ckpt-3.data-00000-of-00001", "does not have the contents that were saved"),
@@ -109,14 +109,14 @@ def change(path: Path) -> None:
 )
 @pytest.mark.usefixtures("three")
 def test_a_damaged_one_is_passed_over_and_named(
-    tmp_path: Path, damage: Callable[[Path], Any], name: str, told: str
+    tmp_path: Path, damage: Callable[[Path], Any], name: str, message: str
 ) -> None:
     damage(tmp_path / name)
     warnings: list[str] = []
     found = newest_good(tmp_path, warnings.append)
     assert Saved(tmp_path, 2) == found
     (warning,) = warnings
-    assert told in warning
+    assert message in warning
     assert warning.startswith("warning: checkpoint of step 3 is damaged (")
 
 
@@ -181,15 +181,15 @@ def test_a_task_that_does_not_write_leaves_nothing(tmp_path: Path) -> None:
 def test_training_goes_on_while_what_was_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go, write = threading.Event(), checkpoint.write
     monkeypatch.setattr(checkpoint, "write", lambda *given: (go.wait(20), write(*given)))
-    own, told = parts(), list[int]()
-    saves = saving(tmp_path, own, saved=told.append)
+    own, saved = parts(), list[int]()
+    saves = saving(tmp_path, own, saved=saved.append)
     before = own[0].get_weights()
     saves.save(7)
     own[0].set_weights([weight + 1 for weight in before])  # the next step
-    assert [] == told
+    assert [] == saved
     go.set()
     saves.wait()
-    assert [7] == told
+    assert [7] == saved
     other = parts(seed=1)
     assert 7 == saving(tmp_path, other, writes=False).restore()
     np.testing.assert_array_equal(before[0], other[0].get_weights()[0])

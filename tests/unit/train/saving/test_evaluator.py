@@ -1,4 +1,4 @@
-"""The evaluator task: every new checkpoint once, over all of its lives, and nothing that it cannot read stops it."""
+"""The evaluator task: every new checkpoint once, over all generations, and nothing unreadable stops it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Evaluator:
     def __init__(self, run: RunFolder) -> None:
         self.run, self.stop = run, threading.Event()
         model, task = model_of(0.0), run.load_cluster().task("evaluator")
-        self.assignment: Any = SimpleNamespace(
+        self.context: Any = SimpleNamespace(
             run=run,
             task=task,
             config=TrainConfig(),
@@ -51,7 +51,7 @@ class Evaluator:
 
     def _main(self) -> None:
         try:
-            evaluator.evaluate_checkpoints(self.assignment)
+            evaluator.evaluate_checkpoints(self.context)
         except BaseException as error:
             self.error = error
 

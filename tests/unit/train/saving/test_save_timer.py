@@ -12,7 +12,7 @@ import pytest
 
 from cluster.run.folder import RunFolder
 from cluster.system.json_files import write_json
-from tests.unit.lives import LIFE
+from tests.unit.ledgers import LEDGER
 from train.saving.timer import (
     CALM_MTBF_S,
     EXPECTED_COST_S,
@@ -127,7 +127,7 @@ def test_the_interval_follows_what_saves_cost() -> None:
     clock = Clock()
     saves = timer("auto", Past(), clock)
     assert best_interval_s(EXPECTED_COST_S, 0, CALM_MTBF_S) == pytest.approx(saves.saves["every_s"], abs=0.001)
-    saves.saved(9.0, 0.5)  # the first of a life makes the copy
+    saves.saved(9.0, 0.5)  # the first of a generation makes the copy
     for cost_s in (0.4, 0.1, 7.0, 0.1, 0.1):
         saves.saved(cost_s, 0.5)
     expected = round(best_interval_s(0.1, 0.5, CALM_MTBF_S), 3)
@@ -155,7 +155,7 @@ def test_after_a_failure_the_first_step_is_saved_and_then_often_but_ever_less() 
     saves = timer("auto", past, clock)
     assert saves.due(1)
     assert saves.brief(1)
-    assert not saves.waits  # the life before has finished a checkpoint
+    assert not saves.waits  # the generation before has finished a checkpoint
     clock.now_s += 3
     saves.stepped(1, 3.0, compiled=True)
     saves.saved(0.02, 0.1)
@@ -185,12 +185,12 @@ def test_calls_grow_from_one_step_and_shrink_to_one() -> None:
     assert 1 == following_steps(1, 1, brief=False)
 
 
-# What earlier lives say
+# What earlier generations say
 
 
-def life(run: RunFolder, generation: int, first: int, **values: Any) -> None:
-    """Leave what the chief records of a life."""
-    write_json(run.ledger(generation), LIFE | {"generation": generation, "first": first} | values)
+def ledger(run: RunFolder, generation: int, first: int, **values: Any) -> None:
+    """Leave what the chief records of a generation."""
+    write_json(run.ledger(generation), LEDGER | {"generation": generation, "first": first} | values)
 
 
 def fail(run: RunFolder, generation: int) -> None:
@@ -204,16 +204,16 @@ def test_a_run_that_begins_has_no_past(make_run: Callable[..., RunFolder]) -> No
 
 def test_the_past_is_what_failures_ended(make_run: Callable[..., RunFolder]) -> None:
     run = make_run()
-    life(run, 0, 0, saves={"every_s": 3.0, "cost_s": 0.25, "writing_s": 0.5})
+    ledger(run, 0, 0, saves={"every_s": 3.0, "cost_s": 0.25, "writing_s": 0.5})
     fail(run, 1)
-    life(run, 1, 10, first_step_at=None)  # no step was done
+    ledger(run, 1, 10, first_step_at=None)  # no step was done
     fail(run, 2)
-    life(run, 2, 10, seconds=LIFE["seconds"] | {"compute": 7.0, "save": 0.0}, saves={})
+    ledger(run, 2, 10, seconds=LEDGER["seconds"] | {"compute": 7.0, "save": 0.0}, saves={})
     run.begin_generation(3, resumed=True)
-    life(run, 3, 20, seconds=LIFE["seconds"] | {"compute": 100.0, "save": 0.0})
+    ledger(run, 3, 20, seconds=LEDGER["seconds"] | {"compute": 100.0, "save": 0.0})
     fail(run, 4)  # of which the chief recorded nothing
     fail(run, 5)
-    life(run, 5, 40)  # this one, should it have begun to record
+    ledger(run, 5, 40)  # this one, should it have begun to record
     assert Past((5.0, 100.0), True, False, 0.25, 0.5) == Past.read(run, 5, 40)
 
 
@@ -222,14 +222,14 @@ def test_a_run_is_stuck_where_it_goes_on_from_where_it_did_before(
     make_run: Callable[..., RunFolder], first: int, stuck: bool
 ) -> None:
     run = make_run()
-    life(run, 0, 10)
+    ledger(run, 0, 10)
     fail(run, 1)
     assert stuck == Past.read(run, 1, first).stuck
 
 
 def test_a_run_that_was_resumed_by_hand_lost_nothing(make_run: Callable[..., RunFolder]) -> None:
     run = make_run()
-    life(run, 0, 10)
+    ledger(run, 0, 10)
     run.begin_generation(1, resumed=True)
     past = Past.read(run, 1, 10)
     assert (False, False, ()) == (past.failed, past.stuck, past.uptimes_s)
@@ -255,7 +255,7 @@ class Training:
     saves: int = 0
 
     def live(self, failed: bool, dies_after: int, total: int) -> int:
-        """Train until so many steps of this life are done, in the middle of a call; return the step reached."""
+        """Train until so many steps of this generation are done, in the middle of a call; return the step reached."""
         first, began_s, pending = self.durable, self.clock.now_s, (math.inf, 0)
         stuck = failed and bool(self.firsts) and self.firsts[-1] >= first
         past = Past(tuple(self.uptimes_s), failed, stuck, self.cost_s, self.writing_s)
@@ -295,7 +295,7 @@ class Training:
 @pytest.mark.parametrize("writing_s", [0.01, 0.3, 20.0])
 @pytest.mark.parametrize("step_s", [0.001, 0.05, 2.0])
 def test_a_storm_of_faults_five_steps_apart_moves_on(step_s: float, writing_s: float) -> None:
-    """However long a write takes: no two lives in a row come to nothing."""
+    """However long a write takes: no two generations in a row come to nothing."""
     training = Training(step_s, 0.02, writing_s)
     reached = [training.durable]
     for number in range(40):
@@ -307,22 +307,22 @@ def test_a_storm_of_faults_five_steps_apart_moves_on(step_s: float, writing_s: f
 
 def test_a_storm_of_faults_five_steps_apart_ends_the_run_where_writes_are_quick() -> None:
     training = Training(0.05, 0.01, 0.06)
-    lives = 0
+    attempts = 0
     while training.durable < 100:
-        training.live(lives > 0, dies_after=5, total=100)
-        lives += 1
-    assert lives <= 50, lives  # twenty would lose nothing
+        training.live(attempts > 0, dies_after=5, total=100)
+        attempts += 1
+    assert attempts <= 50, attempts  # twenty would lose nothing
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_run_with_random_faults_ends_and_loses_little(seed: int) -> None:
     training, random_ = Training(0.05, 0.02, 0.1), random.Random(seed)
-    done = lives = 0
+    done = attempts = 0
     while training.durable < 2000:
         before = training.durable
-        done += training.live(lives > 0, math.ceil(random_.expovariate(1 / 100)), 2000) - before
-        lives += 1
-    assert done - 2000 < 10 * lives + 400  # the first ones, before anything failed, lose all
+        done += training.live(attempts > 0, math.ceil(random_.expovariate(1 / 100)), 2000) - before
+        attempts += 1
+    assert done - 2000 < 10 * attempts + 400  # the first ones, before anything failed, lose all
 
 
 @pytest.mark.parametrize("call_s", [0.05, 0.3])

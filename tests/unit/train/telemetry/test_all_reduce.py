@@ -26,10 +26,10 @@ def program(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
 def test_an_all_reduce_must_be_measured_on_every_device(devices: int) -> None:
     done = program("--devices", str(devices), "--mib", "1", "2")
     assert 0 == done.returncode, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert [f"CPU:{index}" for index in range(devices)] == told["devices"]
-    assert [1, 2] == [size["mib"] for size in told["sizes"]]
-    for size in told["sizes"]:
+    measured = json.loads(done.stdout.splitlines()[-1])
+    assert [f"CPU:{index}" for index in range(devices)] == measured["devices"]
+    assert [1, 2] == [size["mib"] for size in measured["sizes"]]
+    for size in measured["sizes"]:
         assert size["seconds"] > 0
         assert size["bus_gb_s"] == bus_bandwidth(size["mib"] * 2**20, size["seconds"], devices)
 

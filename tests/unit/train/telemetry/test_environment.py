@@ -16,7 +16,7 @@ from train.telemetry import environment
 
 
 def test_only_variables_that_matter_are_reported_and_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = environment.variables(
+    found = environment.variables(
         {
             "TF_ENABLE_ONEDNN_OPTS": "0",
             "XLA_FLAGS": "--xla_dump_to=/home/somebody/dump",
@@ -25,9 +25,9 @@ def test_only_variables_that_matter_are_reported_and_no_path(monkeypatch: pytest
             "HOME": "/home/somebody",
         }
     )
-    assert "0" == told.pop("TF_ENABLE_ONEDNN_OPTS")
-    assert told.pop("XLA_FLAGS").startswith("sha256:")
-    assert {} == told
+    assert "0" == found.pop("TF_ENABLE_ONEDNN_OPTS")
+    assert found.pop("XLA_FLAGS").startswith("sha256:")
+    assert {} == found
 
 
 def test_the_manifest_gets_the_data_and_the_environment(make_run: Callable[..., RunFolder]) -> None:

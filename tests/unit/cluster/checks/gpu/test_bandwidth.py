@@ -149,10 +149,10 @@ def test_a_machine_without_gpus_fails_what_was_asked_for(docker: Docker) -> None
     assert ("failed", True) == (found.state, "--bandwidth: no GPU was found on this machine" in found.detail)
 
 
-@pytest.mark.parametrize("asked", ["none", "some"])
-def test_what_is_not_understood_is_refused(asked: str) -> None:
-    with pytest.raises(UsageError, match=f"--gpus '?{asked}"):
-        bandwidth.examine(asked)
+@pytest.mark.parametrize("requested", ["none", "some"])
+def test_what_is_not_understood_is_refused(requested: str) -> None:
+    with pytest.raises(UsageError, match=f"--gpus '?{requested}"):
+        bandwidth.examine(requested)
 
 
 @pytest.mark.parametrize(
@@ -194,12 +194,12 @@ def call_doctor(monkeypatch: pytest.MonkeyPatch, **options: object) -> int:
 def test_the_doctor_measures_only_where_asked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[str] = []
+    requested: list[str] = []
     monkeypatch.setattr(
-        bandwidth, "examine", lambda gpus: asked.append(gpus) or Finding("gpu bandwidth", "failed", "-")
+        bandwidth, "examine", lambda gpus: requested.append(gpus) or Finding("gpu bandwidth", "failed", "-")
     )
     assert 0 == call_doctor(monkeypatch)
     assert EXIT_PREREQUISITE == call_doctor(monkeypatch, bandwidth=True, gpus="0,1")
-    assert ["0,1"] == asked
+    assert ["0,1"] == requested
     assert capsys.readouterr().out.splitlines()[-1].startswith("failed  gpu bandwidth")
     assert EXIT_USAGE == call_doctor(monkeypatch, gpus="0,1")

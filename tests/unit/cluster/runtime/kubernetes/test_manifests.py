@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from ruamel.yaml import YAML
 
 from cluster import spec, tf_config
+from cluster.cli.tasks import k8s
 from cluster.errors import EXIT_DONE, EXIT_INTERRUPTED
+from cluster.launch.kubernetes import NAME
 from cluster.run import launch_records
 from cluster.runtime.kubernetes import jobs, objects
 from cluster.runtime.kubernetes.pods import Manifest
@@ -31,10 +35,13 @@ HOSTS = {"jobset": jobs.jobset_hosts, "tfjob": jobs.tfjob_hosts}
 KINDS = {"jobset": jobs.jobset, "tfjob": jobs.tfjob}
 
 
-def manifest(kind: str, gpus: int = 0, **topology: Any) -> Manifest:
-    cluster = HOSTS[kind](spec.build(**topology), "a-run")
+def manifest(
+    kind: str, gpus: int = 0, name: str = "a-run", environment: dict[str, str] | None = None, **topology: Any
+) -> Manifest:
+    cluster = HOSTS[kind](spec.build(**topology), name)
     images = ("train:cpu", "tensorboard")
-    return Manifest("a-run", cluster, CONFIG, {"max_restarts": 3}, *images, "claim", 2**32, 2, gpus, {"A": "$(B)"})
+    given = {"A": "$(B)"} if environment is None else environment
+    return Manifest(name, cluster, CONFIG, {"max_restarts": 3}, *images, "claim", 2**32, 2, gpus, given)
 
 
 def rendered(kind: str, made: Manifest) -> list[dict[str, Any]]:
@@ -82,6 +89,22 @@ def test_every_object_is_what_its_published_schema_says(kind: str, topology: dic
     documents = rendered(kind, manifest(kind, gpus, **topology))
     assert [] == [complaint for each in documents for complaint in complaints(each)]
     assert len({(each["kind"], each["metadata"]["name"]) for each in documents}) == len(documents)
+
+
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
+    name=st.from_regex(NAME, fullmatch=True),
+    workers=st.integers(1, 64),
+    ps=st.integers(0, 8),
+    evaluator=st.booleans(),
+    gpus=st.integers(0, 8),
+    environment=st.dictionaries(st.from_regex("[A-Z_]{1,9}", fullmatch=True), st.text(max_size=20), max_size=3),
+)
+@settings(deadline=None, max_examples=25)
+def test_whatever_is_requested_is_valid_and_read_as_it_was_meant(kind: str, gpus: int, **requested: Any) -> None:
+    documents = rendered(kind, manifest(kind, gpus, **requested))
+    assert [] == [complaint for each in documents for complaint in complaints(each)]
+    assert documents == list(YAML(typ="safe").load_all(k8s._text(documents)))
 
 
 def test_a_field_that_kubernetes_does_not_know_is_noticed() -> None:

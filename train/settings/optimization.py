@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cluster import spec
 from cluster.errors import UsageError
-from train.field_types import check_choice, check_number, check_range
+from train.settings.field_types import check_choice, check_number, check_range
 
 OPTIMIZERS = ("adam", "adamw", "lamb", "lion", "sgd")
 SCHEDULES = ("constant", "cosine", "linear", "polynomial", "piecewise")

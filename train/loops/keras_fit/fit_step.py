@@ -16,7 +16,7 @@ from train.model.gradients import GradientPolicy
 
 
 def separate_steps(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:
-    """Have Keras log each step's own loss and score, not means since the epoch began, as the custom loop does.
+    """Make Keras log each step's own loss and score, not means since the epoch began, as the custom loop does.
 
     Random numbers are drawn by the step and the replica, see `keras_compat.random_place`.
     """

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import PrerequisiteError, UsageError
-from cluster.launch import packages
+from cluster.launch.inputs import packages
 
 PYTHON = packages.host_python()
 
@@ -50,8 +50,10 @@ def requirements(folder: Path, *lines: object) -> Path:
 
 def test_packages_are_installed_once_with_what_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel(tmp_path, "their_helper", text="Y = 2\n")
-    asked = requirements(tmp_path, wheel(tmp_path, "their_package", needs="their_helper"), f"--find-links {tmp_path}")
-    folder = packages.prepare(asked, PYTHON)
+    requested = requirements(
+        tmp_path, wheel(tmp_path, "their_package", needs="their_helper"), f"--find-links {tmp_path}"
+    )
+    folder = packages.prepare(requested, PYTHON)
     assert {"their_package.py", "their_helper.py", packages.RESOLVED} <= {path.name for path in folder.iterdir()}
     resolved = (folder / packages.RESOLVED).read_text().splitlines()
     assert ["their-helper", "their-package"] == [line.split(" @ ")[0].replace("_", "-") for line in resolved]
@@ -60,18 +62,18 @@ def test_packages_are_installed_once_with_what_they_need(tmp_path: Path, monkeyp
     done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(folder)}, capture_output=True, text=True)
     assert "3" == done.stdout.strip(), done.stderr
     monkeypatch.setattr(packages, "_run", lambda *_: pytest.fail("installed again"))
-    assert folder == packages.prepare(asked, PYTHON)
+    assert folder == packages.prepare(requested, PYTHON)
     assert [folder] == list(packages.FOLDER.iterdir())  # nothing half done is left
 
 
 @pytest.mark.parametrize("installed_before", [False, True])
 def test_a_check_resolves_and_installs_nothing(tmp_path: Path, installed_before: bool) -> None:
-    asked = requirements(tmp_path, wheel(tmp_path, "their_package"))
+    requested = requirements(tmp_path, wheel(tmp_path, "their_package"))
     if installed_before:
-        packages.prepare(asked, PYTHON)
+        packages.prepare(requested, PYTHON)
     before = sorted(tmp_path.rglob("*"))
-    assert packages.folder(asked, PYTHON) == packages.check(asked, PYTHON)
-    with packages.importable(asked, installs=False) as folder:
+    assert packages.folder(requested, PYTHON) == packages.check(requested, PYTHON)
+    with packages.importable(requested, installs=False) as folder:
         assert (folder / "their_package.py").exists()
     assert before == sorted(tmp_path.rglob("*"))
     assert installed_before == folder.exists()
@@ -80,8 +82,8 @@ def test_a_check_resolves_and_installs_nothing(tmp_path: Path, installed_before:
 
 
 def test_the_command_of_a_dry_run_prepares_the_packages(tmp_path: Path) -> None:
-    asked = requirements(tmp_path, "no-such-package-of-ours")
-    words = shlex.split(packages.command(asked, PYTHON))
+    requested = requirements(tmp_path, "no-such-package-of-ours")
+    words = shlex.split(packages.command(requested, PYTHON))
     done = subprocess.run(words, cwd=packages.ROOT, capture_output=True, text=True)
     assert (UsageError.exit_code, "") == (done.returncode, done.stdout)
     assert "error: --requirements " in done.stderr.splitlines()[-1]
@@ -144,16 +146,16 @@ def test_what_our_own_lock_has_is_left_out(tmp_path: Path) -> None:
     for pin in packages.locks.pins("train-cpu"):
         if pin.name in ("numpy", "keras") and pin.applies():
             wheel(tmp_path, pin.name, pin.version)
-    asked = requirements(tmp_path, "numpy", "keras", f"--find-links {tmp_path}")
-    folder = packages.prepare(asked, PYTHON)
+    requested = requirements(tmp_path, "numpy", "keras", f"--find-links {tmp_path}")
+    folder = packages.prepare(requested, PYTHON)
     assert [packages.RESOLVED] == [path.name for path in folder.iterdir()]
     assert "" == (folder / packages.RESOLVED).read_text()
 
 
 def test_another_tensorflow_is_refused(tmp_path: Path) -> None:
-    asked = requirements(tmp_path, wheel(tmp_path, "tensorflow", "2.15.0"))
+    requested = requirements(tmp_path, wheel(tmp_path, "tensorflow", "2.15.0"))
     with pytest.raises(UsageError) as refused:
-        packages.prepare(asked, PYTHON)
+        packages.prepare(requested, PYTHON)
     assert 1 == len(str(refused.value).splitlines())
     assert "tensorflow" in str(refused.value)
     assert "tasks have tensorflow==" in str(refused.value)
@@ -161,16 +163,16 @@ def test_another_tensorflow_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("no-such-package-of-ours", "No matching distribution found for no-such-package-of-ours"),
         ("not a requirement", "Invalid requirement: 'not a requirement'"),
     ],
 )
-def test_what_pip_cannot_find_or_read_is_reported_in_one_line(tmp_path: Path, line: str, told: str) -> None:
+def test_what_pip_cannot_find_or_read_is_reported_in_one_line(tmp_path: Path, line: str, message: str) -> None:
     with pytest.raises(UsageError) as refused:
         packages.prepare(requirements(tmp_path, line), PYTHON)
-    assert str(refused.value).startswith(f"--requirements '{tmp_path}/theirs.txt': {told}")
+    assert str(refused.value).startswith(f"--requirements '{tmp_path}/theirs.txt': {message}")
     assert 1 == len(str(refused.value).splitlines())
 
 
@@ -206,13 +208,13 @@ def test_a_folder_without_a_hash_is_refused(tmp_path: Path) -> None:
 
 def test_the_folder_follows_from_all_that_counts(tmp_path: Path) -> None:
     module = wheel(tmp_path, "their_package")
-    asked = requirements(tmp_path, f"./{module.name}")
-    first = packages.folder(asked, "3.11")
-    assert first == packages.folder(asked, "3.11") != packages.folder(asked, "3.12")
+    requested = requirements(tmp_path, f"./{module.name}")
+    first = packages.folder(requested, "3.11")
+    assert first == packages.folder(requested, "3.11") != packages.folder(requested, "3.12")
     wheel(tmp_path, "their_package", text="X = 2\n")  # the same name, another content
-    second = packages.folder(asked, "3.11")
+    second = packages.folder(requested, "3.11")
     requirements(tmp_path, f"./{module.name}", "# more")
-    assert 3 == len({first, second, packages.folder(asked, "3.11")})
+    assert 3 == len({first, second, packages.folder(requested, "3.11")})
 
 
 def test_another_python_gets_wheels_only(tmp_path: Path) -> None:

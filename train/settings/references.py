@@ -18,7 +18,7 @@ from typing import Any
 from cluster.errors import ClusterError, UsageError, nearest
 from cluster.messages import described
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def check(option: str, reference: str, built_in: Collection[str]) -> None:

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from cluster.errors import UsageError, nearest
-from train import presets, references
+from train import presets
 from train.config import TrainConfig
-from train.field_types import check_types, option, shown
+from train.settings import references
+from train.settings.field_types import check_types, option, shown
 
 
 class Help(Exception):

@@ -52,7 +52,7 @@ def check_script(name: str, runs_dir: Path) -> Path:
 
 
 def lay_out(payload: Payload, run: RunFolder, spec: ClusterSpec, seen_at: Path | None = None) -> None:
-    """Give every task a folder to run the script in: `work/TASK`, with a link to each entry of the script's folder.
+    """Make each task a folder to run the script in: `work/TASK`, with a link to each entry of the script's folder.
 
     So the script finds what it reads beside itself, and what it writes lands in the run's folder. What is there
     already stays.

@@ -1,6 +1,6 @@
 """Extra packages for one's own code: `--requirements FILE` -> a folder for PYTHONPATH, made once and kept.
 
-    python -m cluster.launch.packages FILE PYTHON
+    python -m cluster.launch.inputs.packages FILE PYTHON
 
 Neither .venv nor the image changes: what they have stays as locked, and only what the file needs beyond that is put
 into `.build/packages/`, every file checked against the hash that it was resolved with. Wheels alone are taken, so that
@@ -118,7 +118,7 @@ def importable(requirements: Path, *, installs: bool) -> Iterator[Path]:
 
 def command(requirements: Path, python: str) -> str:
     """Return the command that calls `prepare`; run it from the root."""
-    return shlex.join([sys.executable, "-m", "cluster.launch.packages", str(requirements), python])
+    return shlex.join([sys.executable, "-m", "cluster.launch.inputs.packages", str(requirements), python])
 
 
 def _fill(requirements: Path, python: str, scratch: Path) -> Path:

@@ -17,8 +17,8 @@ from train.data.memory import Batch
 from train.data.sources import share_of
 from train.loops import callbacks, parameter_server
 from train.loops.callback_state import CallbackState
-from train.loops.fit_step import MicroBatches, separate_steps
-from train.loops.follower import Follower
+from train.loops.keras_fit.fit_step import MicroBatches, separate_steps
+from train.loops.keras_fit.follower import Follower
 from train.loops.train_step import as_input, full_precision
 from train.model import keras_compat
 from train.model.export import is_legacy

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import UsageError
-from train import references
+from train.settings import references
 
 BUILT_IN = ("two_conv_cnn", "other_cnn")
 
@@ -64,9 +64,9 @@ def test_a_module_is_checked_without_being_run(write: Callable[..., Path]) -> No
 
 def test_a_module_that_cannot_be_imported_is_refused_in_one_line_when_it_is_needed(write: Callable[..., Path]) -> None:
     write({"own_raises.py": "raise RuntimeError('run')\ndef model(): pass\n"})
-    told = refusal("own_raises:model", lambda reference: references.load("--model", reference))
-    assert told.startswith("--model 'own_raises:model': RuntimeError: run (")
-    assert told.endswith("own_raises.py:1)")
+    message = refusal("own_raises:model", lambda reference: references.load("--model", reference))
+    assert message.startswith("--model 'own_raises:model': RuntimeError: run (")
+    assert message.endswith("own_raises.py:1)")
 
 
 def test_a_module_in_a_package_is_checked_without_running_the_package(write: Callable[..., Path]) -> None:
@@ -122,8 +122,8 @@ def test_an_empty_module_has_no_name(write: Callable[..., Path]) -> None:
 
 def test_a_missing_module_is_reported_with_the_path_that_was_searched(write: Callable[..., Path]) -> None:
     folder = write({})
-    told = refusal("no_such_module:model")
-    assert told.startswith(
+    message = refusal("no_such_module:model")
+    assert message.startswith(
         f"--model 'no_such_module:model': there is no module 'no_such_module' on PYTHONPATH ({folder}"
     )
 
@@ -135,16 +135,16 @@ def test_a_reference_without_a_module_is_refused(reference: str) -> None:
 
 def test_a_file_with_a_syntax_error_is_named_with_its_line(write: Callable[..., Path]) -> None:
     folder = write({"own_nets.py": "def fine(): pass\ndef model(:\n"})
-    told = refusal("own_nets:model")
-    assert told.startswith(f"{folder / 'own_nets.py'}: ")
-    assert "line 2" in told
+    message = refusal("own_nets:model")
+    assert message.startswith(f"{folder / 'own_nets.py'}: ")
+    assert "line 2" in message
 
 
 @pytest.mark.parametrize(("name", "error"), [("model", "AttributeError"), ("", "AttributeError")])
 def test_a_name_that_is_gone_is_refused_when_it_is_needed(name: str, error: str, write: Callable[..., Path]) -> None:
     write({"own_nets.py": ""})
-    told = refusal(f"own_nets:{name}", lambda reference: references.load("--model", reference))
-    assert told.startswith(f"--model 'own_nets:{name}': {error}: ")
+    message = refusal(f"own_nets:{name}", lambda reference: references.load("--model", reference))
+    assert message.startswith(f"--model 'own_nets:{name}': {error}: ")
 
 
 def test_the_folder_of_a_module_is_what_tasks_need(write: Callable[..., Path]) -> None:

@@ -46,7 +46,7 @@ def noted(unavailable: Callable[[str], NoReturn]) -> Path:
 @pytest.fixture(scope="module")
 def clusters(tmp_path_factory: pytest.TempPathFactory) -> Clusters:
     """Commands on a fresh folder of runs, without prepared data."""
-    return Clusters(tmp_path_factory.mktemp("asked"))
+    return Clusters(tmp_path_factory.mktemp("gpus"))
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def host(clusters: Clusters, nvidia_smi: Callable[[str], None], monkeypatch: pyt
     clusters.invoke("down")
 
 
-def asked(noted: Path, container: str) -> dict[str, list[str]]:
+def requested(noted: Path, container: str) -> dict[str, list[str]]:
     """Return the GPUs that a container asked for, by the way in which it did; the beginning of its id is enough."""
     found = {}
     for record in noted.glob(f"*/{container}*.json"):
@@ -97,12 +97,12 @@ def test_each_task_must_ask_for_the_gpus_of_its_plan_and_the_others_for_none(
     assert 0 == ended.value.code
     run = clusters.run(f"asked-{way}")
     expected = {"chief": {way: ["2", "3"]}, "worker-0": {way: ["6", "7"]}, "ps-0": {}}
-    assert expected == {task: asked(noted, found["Id"]) for task, found in containers(run).items()}
+    assert expected == {task: requested(noted, found["Id"]) for task, found in containers(run).items()}
     assert {"chief": ["2", "3"], "worker-0": ["6", "7"]} == read_json(run.compose)[placement.RECORD]
     if port:
         _, board = engine.ask("ps", "--quiet", "--filter", f"publish={port}")
         assert board
-        assert {} == asked(noted, board)
+        assert {} == requested(noted, board)
 
 
 @pytest.mark.parametrize("way", placement.DEVICE_REQUESTS)
@@ -114,7 +114,7 @@ def test_an_evaluator_must_ask_for_none(
     asked_for = {"gpus": "5,", "gpu_runtime": way, "runtime": "docker", "tensorboard_port": "0"}
     planned = planning.plan(Request(name=f"evaluated-{way}", workers="0", evaluator=True, **asked_for))
     startup.start(planned, shell(host), began=0.0)
-    found = {task: asked(noted, each["Id"]) for task, each in containers(planned.run).items()}
+    found = {task: requested(noted, each["Id"]) for task, each in containers(planned.run).items()}
     assert {"chief": {way: ["5"]}, "evaluator": {}} == found
 
 
@@ -135,7 +135,7 @@ def test_the_doctor_s_container_must_ask_for_the_gpus_that_it_looks_at(
     noted: Path, host: Context, way: str, ids: tuple[str, ...], expected: list[str]
 ) -> None:
     code, name = inside.run(way, ids, {}, "-c", "import socket; print(socket.gethostname())", timeout_s=60)
-    assert (0, {way: expected}) == (code, asked(noted, name))
+    assert (0, {way: expected}) == (code, requested(noted, name))
 
 
 def test_the_doctor_must_report_why_its_container_does_not_start(noted: Path, host: Context) -> None:

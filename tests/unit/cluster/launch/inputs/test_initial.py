@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import UsageError
-from cluster.launch import initial
+from cluster.launch.inputs import initial
 from cluster.run.folder import RunFolder
 from cluster.system import files
 from cluster.system.json_files import write_json

@@ -1,10 +1,10 @@
-"""What the chief records of its lives, for tests that leave such records."""
+"""What the chief records of each generation, for tests that leave such records."""
 
 from __future__ import annotations
 
 from typing import Any
 
-LIFE: dict[str, Any] = {
+LEDGER: dict[str, Any] = {
     "generation": 0,
     "began": 1.0,
     "first_step_at": 1.0,
@@ -14,4 +14,4 @@ LIFE: dict[str, Any] = {
     "timed_steps": 1,
     "seconds": {"input": 0.0, "compute": 4.0, "save": 1.0, "evaluate": 0.0},
 }
-"""What the chief records of one life."""
+"""What the chief records of one generation."""

@@ -1,0 +1,107 @@
+"""Elastic runs: which tasks a run goes on without, and when those that return are taken in again.
+
+Only decisions: who is missing or has returned is for the caller to find out, and so is what time it is. See
+docs/faults.md for the policy, `members.py` beside this file for what acts on it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.messages import counted
+from cluster.run.folder import RunFolder
+from cluster.spec import ClusterSpec, Role
+
+STEADY_S = 10.0
+"""How long a task must have been back before it is taken in. A host that returns is busy at first."""
+AGAIN_S = 60.0
+"""The same for a task that was left out for the second time; each further time doubles it."""
+LONGEST_S = 1800.0
+GONE_S = 5.0
+"""A task without a new heartbeat for this long is away again."""
+
+
+@dataclass(frozen=True)
+class Elasticity:
+    """What was requested: the number of workers that is enough, and whether returning ones are taken in unasked."""
+
+    min_workers: int
+    grow: bool = False
+
+    @classmethod
+    def of(cls, run: RunFolder) -> Elasticity | None:
+        """Return what was requested of a run; None if it needs every task."""
+        started = run.started
+        return cls(started["min_workers"], started.get("grow", False)) if "min_workers" in started else None
+
+
+def leave_out(cluster: ClusterSpec, missing: Collection[str], min_workers: int) -> frozenset[str] | None:
+    """Return the tasks that the next generation leaves out; None if the run cannot go on without them.
+
+    Args:
+        cluster: every requested task.
+        missing: the tasks that are not there.
+        min_workers: how many workers are enough, of a cluster that has at least as many.
+    """
+    workers = {task.name for task in cluster.of(Role.WORKER)}
+    left = workers - set(missing)
+    enough = len(left) >= min(min_workers, len(workers))
+    return frozenset(missing) if enough and set(missing) <= workers else None
+
+
+def cause(cluster: ClusterSpec, left_out: Collection[str], missing: Collection[str], timeout_s: float) -> str:
+    """Return in words why a generation leaves out tasks that were missing at the rendezvous."""
+    now = counted(len(cluster.without(left_out).of(Role.WORKER)), "worker")
+    return f"{', '.join(sorted(missing))} stayed away for {timeout_s:g} s: the run goes on with {now}"
+
+
+def patience_s(times_left_out: int) -> float:
+    """Return how long a task must have been back before it is taken in, so that a flapping host costs little."""
+    if times_left_out <= 1:
+        return STEADY_S
+    return float(min(LONGEST_S, AGAIN_S * 2 ** min(times_left_out - 2, 30)))
+
+
+class Returns:
+    """Watches the tasks that were left out, for the chief's agent. Times are those of its own monotonic clock."""
+
+    def __init__(self, times_left_out: Mapping[str, int], clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin to watch.
+
+        Args:
+            times_left_out: how often each task was left out.
+            clock: returns the seconds of a clock that never jumps.
+        """
+        self._times, self._clock = times_left_out, clock
+        self._newest: dict[str, tuple[Any, float]] = {}
+        """The newest heartbeat of each task, and when it was first seen."""
+        self._back_since: dict[str, float] = {}
+        self._saved_when_ready: int | None = None
+
+    def due(self, waiting: Mapping[str, Any], saved: int) -> frozenset[str]:
+        """Return the tasks to be taken in now; none before the first checkpoint after one of them is ready.
+
+        Args:
+            waiting: the tasks that say they wait to be taken in, each with the time of its newest heartbeat.
+            saved: the step of the newest checkpoint, -1 for none.
+        """
+        now = self._clock()
+        for name, beat in waiting.items():
+            if name not in self._newest or self._newest[name][0] != beat:
+                self._newest[name] = (beat, now)
+        here = {name for name in waiting if now - self._newest[name][1] < GONE_S}
+        self._back_since = {name: self._back_since.get(name, now) for name in here}
+        ready = frozenset(
+            name for name, since in self._back_since.items() if now - since >= patience_s(self._times.get(name, 1))
+        )
+        if not ready:
+            self._saved_when_ready = None
+        elif self._saved_when_ready is None:
+            self._saved_when_ready = saved
+        elif saved > self._saved_when_ready:
+            self._saved_when_ready = saved  # the next time, should they be out of reach
+            return ready
+        return frozenset()

@@ -1,0 +1,127 @@
+"""An agent's part in elastic runs: `elastic.py` decides, and this finds out what that needs, and acts on it.
+
+The chief's agent alone changes the tasks of a run, by beginning a generation. A task that a generation leaves out runs
+no program and decides nothing; it says that it waits, and answers the chief, until a generation has it again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+
+from cluster import tf_config
+from cluster.agent import elastic, ports, rendezvous
+from cluster.agent.elastic import Elasticity, Returns
+from cluster.recovery import attempts, step_record
+from cluster.recovery.attempts import OUTSIDE
+from cluster.recovery.ends import End
+from cluster.recovery.policy import Recovery
+from cluster.run import membership
+from cluster.run.folder import RunFolder
+from cluster.run.heartbeat import Heartbeat
+from cluster.spec import ClusterSpec, Role, Task
+
+LOOK_S = 0.5
+PROBE_S = 0.5
+"""How long a task that has returned gets to answer the chief."""
+DECISION_S = 5.0
+"""How much longer than the chief's agent may take to decide the others wait for it."""
+
+
+class Members:
+    """The tasks of the run as one agent sees them."""
+
+    def __init__(self, run: RunFolder, everyone: ClusterSpec, task: Task) -> None:
+        self._run, self._everyone, self._task = run, everyone, task
+        self._elasticity = Elasticity.of(run)
+        self._decides = self._elasticity is not None and task.role == Role.CHIEF
+        self._returns: Returns | None = None
+        self._looked = -LOOK_S
+        self._waits = False
+
+    def cluster(self, generation: int) -> ClusterSpec:
+        """Return the cluster of a generation. Its tasks listen where this agent knows, not where the folder says."""
+        self._returns, self._waits = None, False
+        return self._everyone.without(membership.left_out(self._run, generation))
+
+    def has(self, generation: int) -> bool:
+        """Whether this agent's task belongs to a generation."""
+        return self._task.name not in membership.left_out(self._run, generation)
+
+    def patience_s(self, timeout_s: float) -> float:
+        """Return how long to wait at the rendezvous: tasks that do not decide wait for the chief's agent's decision."""
+        if self._elasticity is None or self._decides:
+            return timeout_s
+        return 2 * timeout_s + DECISION_S  # the chief may have come as late as it could
+
+    def variables(self, cluster: ClusterSpec) -> dict[str, str]:
+        """Return the variables that an attempt's program gets for the cluster of its generation."""
+        if self._elasticity is None or self._task not in cluster.tasks:
+            return {}
+        return {"TF_CONFIG": tf_config.dumps(cluster, self._task) or ""}
+
+    def go_on_without(self, recovery: Recovery, generation: int, missing: Collection[str], timeout_s: float) -> bool:
+        """Begin a generation without the tasks that missed the rendezvous; return False if the run needs them."""
+        if not self._decides:
+            return False
+        assert self._elasticity
+        absent = membership.left_out(self._run, generation) | set(missing)
+        if (left_out := elastic.leave_out(self._everyone, absent, self._elasticity.min_workers)) is None:
+            return False
+        cause = elastic.cause(self._everyone, left_out, missing, timeout_s)
+        begun = step_record.generation_record(self._run, generation)
+        at = begun.get("failed_at", begun.get("time", time.time()))
+        recovery.change_members(generation, left_out, End(min(missing), OUTSIDE, cause, None, at), "left out")
+        return True
+
+    def take_in_returned(self, recovery: Recovery, generation: int) -> None:
+        """Begin a generation with the tasks that have returned, at a checkpoint; to be called often."""
+        now = time.monotonic()
+        if not self._decides or now - self._looked < LOOK_S or not (self._elasticity and self._elasticity.grow):
+            return
+        self._looked = now
+        if not (left_out := membership.left_out(self._run, generation)):
+            return
+        if self._returns is None:
+            self._returns = Returns(membership.times_left_out(self._run))
+        beats = {name: self._run.heartbeat(name) for name in left_out}
+        waiting = {
+            name: beat["updated_at"]
+            for name, beat in beats.items()
+            if beat and (beat["state"], beat["generation"]) == ("waiting", generation)
+        }
+        due = self._returns.due(waiting, max(self._run.saved_steps, default=-1))
+        token = _token(self._run, generation)
+        back = {n for n in due if rendezvous.reaches(self._task, self._everyone.task(n), token, PROBE_S)}
+        if back and not self._run.stop_requested:
+            names = ", ".join(sorted(back))
+            end = End(min(back), OUTSIDE, f"{names} returned and is taken in", None, time.time())
+            recovery.change_members(generation, left_out - back, end, "taken in")
+
+    def await_turn(self, generation: int, is_over: Callable[[], bool], listener: Task) -> None:
+        """Wait, as a task that this generation leaves out, until that is over."""
+        restarts = attempts.restarts(self._run, self._task.name)
+        heartbeat = Heartbeat(self._run, self._task, generation, restarts).start()
+        heartbeat.update(state="waiting")
+        if not self._waits:
+            self._run.event(self._task.name, "returned", generation=generation)
+            self._waits = True
+        try:
+            rendezvous.await_turn(
+                listener,
+                token=_token(self._run, generation),
+                abandon=is_over,
+                report=lambda obstacle: heartbeat.update(obstacle=obstacle),
+            )
+        except ports.Abandoned:
+            pass
+        except ports.PortTaken as error:
+            heartbeat.update(obstacle=str(error))
+            while not is_over():
+                time.sleep(LOOK_S)
+        finally:
+            heartbeat.stop()
+
+
+def _token(run: RunFolder, generation: int) -> str:
+    return f"{run.name}/{generation}"

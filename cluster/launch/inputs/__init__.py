@@ -1,0 +1,1 @@
+"""What a user gives a run beside its options: a script, packages, weights to begin with."""

@@ -1,0 +1,150 @@
+"""Elastic runs: a worker that stays away is left out, and the weights are those of a run that had it all the time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from cluster.control import chaos, storm
+from cluster.control.chaos import Fault
+from cluster.launch import planning, startup
+from cluster.options.request import Request
+from cluster.run import membership
+from cluster.run.folder import RunFolder
+from cluster.runtime import registry
+from cluster.runtime.local import supervisor
+from tests.e2e.scenario import DATA, ENDLESS, TRAINING, Clusters, step_of, summary
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.usefixtures("data")
+
+AWAY_S = "5"
+"""How long a task may stay away: a second would do on an idle machine."""
+ELASTIC = ("--workers=2", "--min-workers=1", "--bitwise-elastic=4")
+SLOW_MACHINE_S = 900
+
+
+@pytest.fixture(autouse=True)
+def patience(clusters: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(clusters.environment, "BARRIER_TIMEOUT_S", AWAY_S)
+    monkeypatch.setenv("BARRIER_TIMEOUT_S", AWAY_S)
+
+
+def begin(clusters: Clusters, name: str, *words: str, runtime: str = "local") -> RunFolder:
+    """Bring up a cluster in the background."""
+    options = (f"--name={name}", f"--runtime={runtime}", "--tensorboard-port=0", "--detach", *words)
+    clusters.invoke("up", *options, "--checkpoint-every=10", "--", *TRAINING, *ENDLESS, timeout_s=SLOW_MACHINE_S)
+    return clusters.run(name)
+
+
+def check_bits(clusters: Clusters, run: RunFolder) -> None:
+    """Stop a run, and check that it has the weights of as many steps of a run that never lost a task."""
+    clusters.invoke("stop", run.name, timeout_s=SLOW_MACHINE_S)
+    ended = summary(run)
+    assert "stopped" == ended["state"]
+    words = f"--workers=2 --bitwise-elastic=4 -- --epochs 1000 --max-steps {ended['steps']}"
+    undisturbed = clusters.up(f"calm-{run.name}", words)
+    assert summary(undisturbed)["weights_sha256"] == ended["weights_sha256"]
+
+
+def await_members(run: RunFolder, *left_out: str) -> None:
+    """Wait until the run trains without these tasks, and with all others."""
+    members = run.load_cluster().without(left_out).tasks
+
+    def trains() -> bool:
+        beats, generation = run.heartbeats(), run.generation
+        states = [(beats.get(t.name, {}).get("state"), beats.get(t.name, {}).get("generation")) for t in members]
+        assert not run.ended, summary(run)
+        return membership.left_out(run, generation) == set(left_out) and set(states) == {("training", generation)}
+
+    wait_for(trains, f"the run to train without {left_out}", SLOW_MACHINE_S)
+    reached = step_of(run)
+    wait_for(lambda: step_of(run) > reached, "a new step", SLOW_MACHINE_S)
+
+
+def test_a_worker_that_never_comes_must_not_keep_the_run_or_change_a_bit(
+    clusters: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = supervisor.start
+
+    def start_without(run: RunFolder) -> None:
+        run.away("worker-0").parent.mkdir()
+        run.away("worker-0").touch()
+        start(run)
+
+    monkeypatch.setenv("RUNS_DIR", str(clusters.runs_dir))
+    monkeypatch.setenv("DATA_DIR", str(DATA))
+    monkeypatch.setattr(supervisor, "start", start_without)
+    request = Request(
+        name="short",
+        workers="2",
+        min_workers="1",
+        bitwise_elastic="4",
+        runtime="local",
+        tensorboard_port="0",
+        overrides=TRAINING,
+    )
+    startup.start(planning.plan(request), print, began=time.time())
+    told = clusters.invoke("wait", "short", timeout_s=SLOW_MACHINE_S)
+    assert "without worker-0 from step 0" in told
+    ended = summary(clusters.run("short"))
+    assert ("succeeded", 2) == (ended["state"], ended["replicas"])
+    assert {"chief": 0, "worker-0": None, "worker-1": 0} == ended["tasks"]
+    alone = clusters.up("alone", "--workers=0 --bitwise-elastic=4")
+    assert summary(alone)["weights_sha256"] == ended["weights_sha256"]
+
+
+@pytest.mark.long
+def test_a_lost_worker_that_returns_must_be_taken_in(clusters: Clusters) -> None:
+    run = begin(clusters, "grows", *ELASTIC, "--grow")
+    lost = chaos.inflict(run, Fault("lose", "worker-1", at_step=20), SLOW_MACHINE_S)
+    assert lost.ended is None
+    await_members(run)
+    assert [["worker-1"], []] == [change["left_out"] for change in membership.changes(run)]
+    check_bits(clusters, run)
+
+
+@pytest.mark.long
+def test_scale_must_bring_in_a_worker_that_waits(clusters: Clusters) -> None:
+    run = begin(clusters, "scaled", *ELASTIC)
+    chaos.inflict(run, Fault("lose", "worker-0", at_step=20), SLOW_MACHINE_S)
+    wait_for(lambda: (run.heartbeat("worker-0") or {}).get("state") == "waiting", "worker-0 to wait", SLOW_MACHINE_S)
+    await_members(run, "worker-0")
+    assert "without worker-0" in clusters.invoke("status", "scaled")
+    told = clusters.invoke("scale", "--workers=2", "--run=scaled", timeout_s=SLOW_MACHINE_S)
+    assert "scaled from 1 to 2 workers at step " in told
+    await_members(run)
+    check_bits(clusters, run)
+
+
+@pytest.mark.long
+def test_the_chief_must_go_on_alone(clusters: Clusters) -> None:
+    run = begin(clusters, "alone-at-last", "--workers=1", "--min-workers=0", "--bitwise-elastic=4", "--grow")
+    injector = registry.of(run).faults(run)
+    injector.lose("worker-0")
+    await_members(run, "worker-0")
+    assert 1 == len(membership.cluster(run).tasks)
+    injector.undo("worker-0")
+    await_members(run)
+    check_bits(clusters, run)
+
+
+@pytest.mark.alone
+def test_a_storm_with_lost_workers_must_lose_no_run_and_change_no_bit(clusters: Clusters) -> None:
+    run = begin(clusters, "stormy", *ELASTIC, "--grow")
+    kinds = ["lose", "kill", "lose", "corrupt"]
+    assert [None] * 8 == [result.ended for result in storm.deal(run, 8, 5, kinds, print, SLOW_MACHINE_S)]
+    assert [change for change in membership.changes(run) if change["lost"]]
+    check_bits(clusters, run)
+
+
+@pytest.mark.long
+@pytest.mark.docker
+@pytest.mark.usefixtures("require_engine", "images")
+def test_a_container_that_is_lost_must_be_taken_in_again(clusters: Clusters) -> None:
+    run = begin(clusters, "contained", *ELASTIC, "--grow", runtime="docker")
+    lost = chaos.inflict(run, Fault("lose", "worker-1", at_step=20), SLOW_MACHINE_S)
+    assert lost.ended is None
+    await_members(run)
+    check_bits(clusters, run)

@@ -1,0 +1,57 @@
+"""The command line, called as a user does, and its tasks, called as functions."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from invoke import Context, Exit, MockContext, Result, Task
+
+import tasks
+from cluster.paths import ROOT
+from cluster.run.folder import RunFolder
+
+MakeRun = Callable[..., RunFolder]
+
+
+def invoke(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `invoke` as a user does."""
+    command = [sys.executable, "-m", "invoke", *words]
+    environment = os.environ | environment
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def context(remainder: str = "", exited: int = 0) -> MockContext:
+    """Return a context that remembers commands instead of running them."""
+    made = MockContext(run=Result(exited=exited), repeat=True)
+    made._set(remainder=remainder)
+    return made
+
+
+def commands(c: MockContext) -> list[str]:
+    """Return the commands that a task ran."""
+    return [call.args[0] for call in c.run.call_args_list]
+
+
+def refusal(task: str, c: Context | None = None, /, **options: Any) -> tuple[int, str]:
+    """Return the exit code and the message that a task ends with."""
+    with pytest.raises(Exit) as ended:
+        tasks.ns[task](c or context(), **options)
+    return ended.value.code, ended.value.message or ""
+
+
+def options(task: Task) -> dict[str, Any]:
+    """Return a task's options and their defaults."""
+    parameters = list(inspect.signature(task.body).parameters.values())[1:]
+    return {parameter.name: parameter.default for parameter in parameters}
+
+
+def current(run: RunFolder) -> RunFolder:
+    """Make it the current run."""
+    (run.path.parent / ".current").write_text(run.name + "\n")
+    return run

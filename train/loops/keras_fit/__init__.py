@@ -1,0 +1,1 @@
+"""`--loop fit`: Keras's own `Model.fit`, and what is done between its batches."""
