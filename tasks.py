@@ -103,7 +103,7 @@ ns = Collection(
     test,
     golden,
     image=Collection(image.build, image.base, image.reproduce, image.sbom),
-    data=Collection(data.prepare, data.shard, data.verify),
+    data=Collection(data.prepare, data.shard, data.examine, data.verify),
     docs=Collection(docs.options, docs.troubleshooting),
     k8s=Collection(k8s.render),
     requirements=Collection(image.lock),

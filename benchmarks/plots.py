@@ -123,6 +123,35 @@ def _recovery(axes: Any, rows: Sequence[Row]) -> None:
     _bars(axes, rows, [""], "From SIGKILL of a task to the next new step")
 
 
+def _gang(axes: Any, rows: Sequence[Row]) -> None:
+    for row, color in zip(rows, (OURS, OTHERS, IDEAL, APART), strict=False):
+        counts = [int(each["name"].split()[0]) for each in row["variants"]]
+        label = {"gang-start": "start", "gang-kill": "a kill seen by all", "gang-stop": "stop", "gang-end": "end"}
+        axes.plot(counts, [each["median"] for each in row["variants"]], "o-", color=color, label=label[row["name"]])
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.set_xlabel(f"tasks with a program that does nothing, on {rows[0]['hardware']['cores']} cores")
+    axes.set_ylabel("s")
+    axes.legend(fontsize=7, frameon=False)
+    axes.set_title("Agents of many tasks: time", fontsize=10)
+
+
+def _gang_cost(axes: Any, rows: Sequence[Row]) -> None:
+    for row, color in zip(rows, (OURS, IDEAL), strict=False):
+        counts = [int(each["name"].split()[0]) for each in row["variants"]]
+        label = {"gang-share": "% of a core, each agent", "gang-files": "path system calls a second, each agent"}
+        per = counts if row["name"] == "gang-files" else [1] * len(counts)
+        values = [each["median"] / tasks for each, tasks in zip(row["variants"], per, strict=True)]
+        axes.plot(counts, values, "o-", color=color, label=label[row["name"]])
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.set_xlabel(f"tasks with a program that does nothing, on {rows[0]['hardware']['cores']} cores")
+    axes.legend(fontsize=7, frameon=False)
+    axes.set_title("Agents of many tasks: cost", fontsize=10)
+
+
 PLOTS: dict[str, tuple[tuple[str, ...], Callable[[Any, Sequence[Row]], None]]] = {
     "start": (("start", "start-containers", "tasks"), _start),
     "throughput": (
@@ -137,5 +166,7 @@ PLOTS: dict[str, tuple[tuple[str, ...], Callable[[Any, Sequence[Row]], None]]] =
     ),
     "scaling": (("scaling", "scaling-same-batch", "scaling-apart"), _scaling),
     "recovery": (("recovery",), _recovery),
+    "gang": (("gang-start", "gang-kill", "gang-stop", "gang-end"), _gang),
+    "gang-cost": (("gang-share", "gang-files"), _gang_cost),
 }
 """The figures that each shows."""

@@ -26,7 +26,7 @@ __all__ = ["Best", "Optimizer", "Pipeline", "TrainConfig", "Transformer"]
 LOOPS = ("custom", "fit")
 ONEDNN = ("auto", "on", "off")
 SINKS = ("csv", "mlflow", "wandb")
-SOURCES = ("memory", "stream")
+SOURCES = ("memory", "stream", "function")
 DATASETS = ("fashion_mnist", "mnist", "jargon_file", "tiny_shakespeare", "breast_cancer", "imdb_reviews")
 MODELS = ("two_conv_cnn", "resnet20", "resnet50", "transformer_lm")
 REPEATABLE = ("two_conv_cnn",)
@@ -93,7 +93,11 @@ class TrainConfig:
     """`custom`: our own loop, many steps in one `tf.function`. `fit`: Keras's `Model.fit`."""
 
     source: str = "memory"
-    """`memory`: arrays, read at the start. `stream`: TFRecord shards written by `invoke data.shard`."""
+    """`memory`: arrays, read at the start. `stream`: TFRecord shards written by `invoke data.shard`. `function`: what
+    `dataset`, a function of (split, shard), returns in each task, see docs/data.md."""
+
+    num_outputs: int | str = ""
+    """Classes of whole-number labels where `source` is `function`: `10`, or of several heads `digit=10,parity=2`."""
 
     dataset: str = "fashion_mnist"
     """`fashion_mnist`, `mnist`, or `package.module:function` that returns NumPy arrays, see docs/your-model.md. For
@@ -234,12 +238,23 @@ class TrainConfig:
         check_choice("precision", self.precision, strategies.PRECISIONS)
         check_choice("loop", self.loop, LOOPS)
         check_choice("source", self.source, SOURCES)
+        self._check_function()
         check_choice("onednn", self.onednn, ONEDNN)
         self._check_bitwise_elastic()
         self._check_transformer()
         check_choice("pipeline.schedule", self.pipeline.schedule, SCHEDULES)
         check_choice("pipeline.partition_by", self.pipeline.partition_by, PARTITIONS)
         return self
+
+    def _check_function(self) -> None:
+        if self.source == "function" and ":" not in self.dataset:
+            raise UsageError(
+                f"--source function with --dataset {self.dataset}: expected package.module:function, of (split, shard)"
+            )
+        if self.num_outputs and self.source != "function":
+            raise UsageError(
+                f"--num-outputs {self.num_outputs} with --source {self.source}, whose data says it: leave it out"
+            )
 
     def _check_transformer(self) -> None:
         size = self.transformer

@@ -20,7 +20,7 @@ from cluster.system.json_files import DISK_FULL, read_json
 from train import evaluator, strategy
 from train.config import TrainConfig
 from train.context import TaskContext
-from train.data import blocks, sources
+from train.data import sources
 from train.loops import custom
 from train.loops.keras_fit import fit
 from train.loops.train_step import exact_order
@@ -53,6 +53,8 @@ class Program:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a server has nothing to save
             self.heartbeat.update(state="training")
             self.heartbeat.start()
+            if self.task.role == Role.WORKER and self.config.source == "function":
+                self._source()  # opened here, where the chief's graphs read it
             strategy.serve(self.task, self.config.threads)
         self.heartbeat.start()
         context = self._task_context()
@@ -80,8 +82,8 @@ class Program:
             tf.config.experimental.enable_op_determinism()
         if not is_legacy():
             keras_compat.install()
-        exact_order(config.micro_batches)
-        source = sources.find(config, Path(os.environ.get("DATA_DIR", "data")), self.run)
+        exact_order(config.micro_batches, deterministic=config.deterministic)
+        source = self._source()
 
         def new_model() -> keras.Model:
             return models.of(config, source.feature_shape, source.num_outputs)
@@ -113,6 +115,9 @@ class Program:
             cluster=gang,
             division=division,
         )
+
+    def _source(self) -> sources.Source:
+        return sources.find(self.config, Path(os.environ.get("DATA_DIR", "data")), self.run)
 
     def _strategy(self) -> tf.distribute.Strategy:
         if self.task.role == Role.EVALUATOR:
@@ -146,8 +151,14 @@ def explain(error: Exception) -> ClusterError | None:
         return RunFailed(f"the disk is full ({system_error(error)}); free space, then `invoke up --resume` this run")
     if isinstance(error, tf.errors.ResourceExhaustedError) and "No space left" in str(error):
         return RunFailed("the disk is full; free space, then `invoke up --resume` this run")
+    if isinstance(error, (MemoryError, tf.errors.ResourceExhaustedError)):
+        what = str(error).splitlines()[0][:200] if str(error) else "an array cannot be allocated"
+        return RunFailed(
+            f"out of memory ({what}); use a smaller batch, more --micro-batches, or --strategy pipeline with more "
+            "--stages"
+        )
     if isinstance(error, tf.errors.OpError):
-        return blocks.explain(error)
+        return sources.explain(error)
     if isinstance(error, PermissionError):
         return PrerequisiteError(f"{system_error(error)}; give the task's user access to it")
     return None

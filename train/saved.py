@@ -107,7 +107,7 @@ def evaluate(run: RunFolder, data_dir: Path, *, best: bool = False) -> dict[str,
     import tensorflow as tf
 
     from train.context import evaluation_batch
-    from train.data import blocks, sources
+    from train.data import sources
     from train.loops import steps
     from train.model import objectives
 
@@ -123,7 +123,7 @@ def evaluate(run: RunFolder, data_dir: Path, *, best: bool = False) -> dict[str,
     try:
         results = measure()
     except tf.errors.OpError as error:
-        raise blocks.explain(error) or error from None
+        raise sources.explain(error) or error from None
     return {"run": run.name, "step": step, "examples": source.test_examples, **results}
 
 

@@ -163,14 +163,16 @@ class Agent(Decisions):
             "report": lambda obstacle: heartbeat.update(obstacle=obstacle),
         }
         try:
-            if self.restarts_alone and self._has_passed_rendezvous(generation):
+            if self.restarts_alone and self.task.name in self._passed_rendezvous(generation):
                 # The other tasks passed it long ago and their TensorFlow servers hold their ports. This task's port may
                 # still be in use while the kernel frees the memory of its previous program.
                 ports.listen(self._listener, **waiting).close()
                 return True
             token = f"{self.run.name}/{generation}"
             explain = partial(explain_missing, self.run)
-            rendezvous.wait(self.spec, self._listener, token=token, explain=explain, **waiting)
+            # A task that restarts alone may have been killed after others had met it: they do not wait for it again.
+            passed = partial(self._passed_rendezvous, generation) if self.restarts_alone else tuple
+            rendezvous.wait(self.spec, self._listener, token=token, passed=passed, explain=explain, **waiting)
         except ports.Abandoned:
             if not self._is_over(generation):
                 self._act_on_early_end(program, generation)
@@ -189,10 +191,10 @@ class Agent(Decisions):
         """The address at which this task listens during the rendezvous."""
         return self.task
 
-    def _has_passed_rendezvous(self, generation: int) -> bool:
-        """Whether a previous attempt of this task passed the rendezvous of this generation."""
-        complete = (self.task.name, "cluster complete", generation)
-        return complete in [(e["task"], e["event"], e["generation"]) for e in self.run.events()]
+    def _passed_rendezvous(self, generation: int) -> frozenset[str]:
+        """Return the tasks of which an attempt has passed the rendezvous of this generation."""
+        complete = ("cluster complete", generation)
+        return frozenset(e["task"] for e in self.run.events() if (e["event"], e["generation"]) == complete)
 
     def _act_on_early_end(self, program: Program, generation: int) -> None:
         """Act on a stop request or the program's end before it started to train, when there is nothing to save."""

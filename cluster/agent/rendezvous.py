@@ -50,6 +50,7 @@ def wait(
     token: str,
     timeout_s: float,
     abandon: Callable[[], bool] = lambda: False,
+    passed: Callable[[], Collection[str]] = tuple,
     explain: Callable[[str], str] = lambda name: "",
     report: Callable[[str], None] = lambda obstacle: None,
 ) -> None:
@@ -61,6 +62,7 @@ def wait(
         token: run name and generation; tasks with another token, such as leftovers, do not count.
         timeout_s: seconds to wait for the others.
         abandon: called repeatedly; waiting ends when it returns true.
+        passed: returns the tasks that need not answer any more, since they have met an earlier attempt of this one.
         explain: returns what else is known about a missing task, such as its exit code and last line.
         report: called with what keeps this task from listening, and with an empty string once nothing does.
 
@@ -83,6 +85,9 @@ def wait(
         thread.start()
     try:
         while rendezvous.missing or rendezvous.unconfirmed:
+            for name in passed():
+                rendezvous.missing.pop(name, None)
+                rendezvous.unconfirmed.discard(name)
             if abandon():
                 raise Abandoned("the rendezvous was abandoned")
             if time.monotonic() > deadline:

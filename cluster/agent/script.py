@@ -23,7 +23,8 @@ from cluster.agent.decisions import PEER_LOST_PATIENCE_S
 from cluster.agent.program import Program, Script
 from cluster.errors import EXIT_FAILED
 from cluster.paths import ROOT
-from cluster.recovery.attempts import LOST_CONTACT
+from cluster.recovery import ends
+from cluster.recovery.attempts import LOST_CONTACT, OUTSIDE
 from cluster.recovery.ends import End
 from cluster.run.heartbeat import Heartbeat
 from cluster.spec import Role, Task
@@ -92,6 +93,8 @@ class ScriptAgent(Agent):
             self._restart_gang(generation, end)
         elif self._another_restarts_gang(generation, PEER_LOST_PATIENCE_S * (2 if others_had_failed else 1)):
             return
+        elif self._another_was_killed(generation):
+            self.recovery.restart_gang(generation, dataclasses.replace(end, kind=LOST_CONTACT))
         elif self._worker_restarted(generation, ended_at):
             cause = f"{end.cause}, after a worker had died"
             self.recovery.restart_gang(generation, dataclasses.replace(end, kind=LOST_CONTACT, cause=cause))
@@ -120,6 +123,10 @@ class ScriptAgent(Agent):
         beats = self.run.heartbeats().values()
         mine = self.task.name
         return any(b["task"] != mine and b["generation"] == generation and b["state"] == "failed" for b in beats)
+
+    def _another_was_killed(self, generation: int) -> bool:
+        """Whether a task reported that it was killed, and has not begun the next generation yet."""
+        return any(end.kind == OUTSIDE for end in ends.recorded(self.run, generation) if end.task != self.task.name)
 
     def _worker_restarted(self, generation: int, ended_at: float) -> bool:
         """Whether a worker was restarted alone shortly before: not every script continues without one."""

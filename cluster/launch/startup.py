@@ -21,6 +21,7 @@ from cluster.run import claim, owner, provenance
 from cluster.run.folder import SCALE
 from cluster.runtime import registry, tensorboard
 from cluster.runtime.base import Shell
+from cluster.runtime.payload import data_words
 from cluster.system import files, interrupts, json_files
 
 
@@ -166,8 +167,8 @@ def _data_commands(plan: Plan) -> list[str]:
     """Return what gets the data: once, here, never from several tasks at once. A script gets its own."""
     if plan.payload.script:
         return []
-    name, streams = plan.config["dataset"], plan.config.get("source") == "stream"
-    return [data_command("shard" if streams else "prepare", name, path=plan.payload.local_path())]
+    verb, *words = data_words(plan.config)
+    return [data_command(verb, plan.config["dataset"], *words, path=plan.payload.local_path())]
 
 
 def start_tensorboard(port: int, requested: str, sh: Shell) -> None:

@@ -230,7 +230,7 @@ class Request:
     grow: bool = switch(
         Group.KEPT,
         "with --min-workers: take in workers that return, at the next checkpoint",
-        "they wait for `invoke scale`",
+        "no, they wait for `invoke scale`",
         needs=Needs.TRAINER,
     )
     name: str = option(Group.KEPT, "name of the run", "preset, date and time", needs=Needs.NEW_RUN)

@@ -82,11 +82,13 @@ def ended_tasks(run: RunFolder, generation: int) -> frozenset[str]:
 
 def root_cause(run: RunFolder, generation: int, own: End) -> End:
     """Return the end that made a generation fail: the first, preferring those that are no consequence of another."""
-    reported = [own]
-    for path in sorted((run.control / "ends").glob(f"{generation}-*.json")):
-        if recorded := records.read(path, records.end, None):
-            reported.append(End(**recorded))
-    return min(reported, key=lambda end: (end.kind == LOST_CONTACT, end.may_follow, end.at))
+    return min([own, *recorded(run, generation)], key=lambda end: (end.kind == LOST_CONTACT, end.may_follow, end.at))
+
+
+def recorded(run: RunFolder, generation: int) -> list[End]:
+    """Return the ends that agents have reported in this generation."""
+    paths = sorted((run.control / "ends").glob(f"{generation}-*.json"))
+    return [End(**end) for path in paths if (end := records.read(path, records.end, None))]
 
 
 def error_in(lines: Sequence[str], code: int) -> str | None:

@@ -6,7 +6,7 @@ Local processes use these in place; containers get them mounted, read-only.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -95,3 +95,12 @@ class Payload:
             "arguments": list(self.arguments),
             "separate_chief": self.separate_chief,
         }
+
+
+def data_words(config: Mapping[str, Any]) -> list[str]:
+    """Return the command of `python -m train.data` that gets a configuration's data, and its options."""
+    source = config.get("source")
+    if source == "function":
+        outputs = config.get("num_outputs")
+        return ["examine", f"--seed={config['seed']}", *([f"--num-outputs={outputs}"] if outputs else [])]
+    return ["shard" if source == "stream" else "prepare"]

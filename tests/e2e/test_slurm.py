@@ -42,8 +42,9 @@ def local_hash(clusters: Clusters) -> str:
     return trained_locally(clusters, "as-processes", STEPS)
 
 
-def trained_locally(clusters: Clusters, name: str, steps: str) -> str:
-    clusters.invoke("up", f"--name={name}", "--runtime=local", "--tensorboard-port=0", "--", *TRAINING, steps)
+def trained_locally(clusters: Clusters, name: str, steps: str, *words: str) -> str:
+    words = (f"--name={name}", "--runtime=local", "--tensorboard-port=0", *words)
+    clusters.invoke("up", *words, "--", *TRAINING, steps)
     return summary(clusters.run(name))["weights_sha256"]
 
 
@@ -105,7 +106,7 @@ def test_every_command_must_mean_the_same_for_a_job(clusters: Clusters, long_job
     name = f"--run={long_job.name}"
     status = json.loads(clusters.invoke("status", "--json", name))
     assert ("training", 3) == (status["state"], len(status["tasks"]))
-    assert "step 60/" in clusters.invoke("logs", "worker-1", name)
+    assert "step 60/" in clusters.invoke("logs", "chief", name)
     clusters.invoke("chaos", "kill", "worker-1", timeout_s=300)
     clusters.invoke("scale", "--workers=1", name, timeout_s=300)
     assert 2 == len(long_job.load_cluster().tasks)
@@ -190,6 +191,27 @@ def test_a_job_that_loses_its_nodes_must_go_on_once_it_has_some(
     clusters.invoke("wait", job.name, timeout_s=400)
     assert ("succeeded", local_hash) == (summary(job)["state"], summary(job)["weights_sha256"])
     assert (2, True) == (len(attempts(job)), job.generation > 0)
+
+
+def test_an_elastic_job_must_go_on_without_a_node_that_died(
+    clusters: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(clusters.environment, "BARRIER_TIMEOUT_S", "10")
+    elastic = ("--bitwise-elastic=4", "--min-workers=1")
+    clusters.invoke("up", "--name=outlives", "--nodes=3", *OPTIONS, *elastic, "--", *TRAINING, STEPS)
+    run = clusters.run("outlives")
+    wait_for(lambda: step_of(run) >= 60, "step 60", timeout_s=120)
+    end_node(run)
+    try:
+        clusters.invoke("wait", "outlives", timeout_s=400)
+    finally:
+        subprocess.run(["bash", ".ci/slurm"], cwd=ROOT, check=True)  # revives the node
+        clusters.invoke("down", "outlives")
+    assert ("succeeded", 2) == (summary(run)["state"], summary(run)["replicas"])
+    assert ["worker-1"] == summary(run)["membership"][0]["left_out"]
+    assert 1 == len(attempts(run))  # it was never queued again
+    undisturbed = trained_locally(clusters, "elastic", STEPS, "--bitwise-elastic=4")
+    assert undisturbed == summary(run)["weights_sha256"]
 
 
 def test_a_job_at_its_time_limit_must_save_and_go_on(long_job: RunFolder, clusters: Clusters) -> None:

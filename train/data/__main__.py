@@ -1,4 +1,7 @@
-"""Prepare, shard or verify a dataset: `python -m train.data prepare|shard|verify [--name NAME] [--data-dir DIR]`."""
+"""Prepare, shard, examine or verify a dataset.
+
+python -m train.data prepare|shard|examine|verify [--name NAME] [--data-dir DIR]
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         name, data_dir = arguments.name, arguments.data_dir
         if arguments.command == "verify":
             _verify(name, data_dir)
+        elif arguments.command == "examine":
+            return _examine(arguments)
         elif arguments.command == "shard":
             with quiet.imports():
                 from train.data.prepare.sharding import shard  # imports TensorFlow
@@ -71,6 +76,25 @@ def _prepare(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def _examine(arguments: argparse.Namespace) -> int:
+    """Examine a dataset function in another process: anything may happen in it."""
+    name, data_dir = arguments.name, arguments.data_dir
+
+    def examined() -> str:
+        with quiet.imports():
+            from train.data.function.examine import examine  # imports TensorFlow
+        outputs, seed = arguments.num_outputs, arguments.seed
+        return str(examine(name, data_dir.resolve(), outputs, seed=seed, fresh=arguments.fresh))
+
+    if user_code.RESULT_FILE in os.environ:
+        return user_code.reply(examined)
+    command = [sys.executable, "-m", "train.data", "examine", f"--name={name}", f"--data-dir={data_dir}"]
+    command += [f"--num-outputs={arguments.num_outputs}", f"--seed={arguments.seed}"]
+    command += ["--fresh"] if arguments.fresh else []
+    say(user_code.run(command, f"dataset {name}", "DATA_TIMEOUT_S", cwd=Path.cwd(), environment=os.environ))
+    return EXIT_DONE
+
+
 def _verify(name: str, data_dir: Path) -> None:
     """Verify the arrays of a dataset, and its shards; either may not be there."""
     missing = []
@@ -96,7 +120,11 @@ def _parser() -> argparse.ArgumentParser:
     shard_command.add_argument("--shards", type=int, help="files of each split; default: as there are, or 8")
     shard_command.add_argument("--size", type=int, metavar="PIXELS", help="resize images to PIXELS x PIXELS")
     shard_command.add_argument("--fresh", action="store_true", help="write again what is there already")
-    for command in (prepare_command, verify_command, shard_command):
+    examine_command = commands.add_parser("examine", help="call a dataset function of (split, shard), and check it")
+    examine_command.add_argument("--num-outputs", default="", help="classes of whole-number labels, such as 10")
+    examine_command.add_argument("--seed", type=int, default=0, help="of the run; default: %(default)s")
+    examine_command.add_argument("--fresh", action="store_true", help="count the examples again")
+    for command in (prepare_command, verify_command, shard_command, examine_command):
         command.add_argument(
             "--name", default="fashion_mnist", help="of TFDS, or package.module:function; default: %(default)s"
         )

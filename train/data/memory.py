@@ -183,7 +183,7 @@ def train_dataset(
         step, replica = first_step + position // local_replicas, first_replica + position % local_replicas
         return train_batch(examples, step, replica, replica_batch=replica_batch, num_replicas=num_replicas, seed=seed)
 
-    return _batches(num_steps, local_replicas, batch)
+    return batches(num_steps, local_replicas, batch)
 
 
 def eval_dataset(
@@ -196,8 +196,8 @@ def eval_dataset(
         number, replica = position // local_replicas, first_replica + position % local_replicas
         return eval_batch(examples, number, replica, replica_batch=replica_batch, num_replicas=num_replicas)
 
-    batches = eval_batches(split.num_examples, replica_batch=replica_batch, num_replicas=num_replicas)
-    return _batches(batches, local_replicas, batch)
+    steps = eval_batches(split.num_examples, replica_batch=replica_batch, num_replicas=num_replicas)
+    return batches(steps, local_replicas, batch)
 
 
 def batch_of_replica(global_batch: int, num_replicas: int) -> int:
@@ -211,10 +211,11 @@ def batch_of_replica(global_batch: int, num_replicas: int) -> int:
     return global_batch // num_replicas
 
 
-def _batches(steps: int | None, local_replicas: int, batch: Callable[[tf.Tensor], Batch]) -> tf.data.Dataset:
+def batches(steps: int | None, local_replicas: int, batch: Callable[[tf.Tensor], Batch]) -> tf.data.Dataset:
+    """Return the batches that a function makes of their positions: step by step one for each replica of a task."""
     positions = tf.data.Dataset.counter() if steps is None else tf.data.Dataset.range(steps * local_replicas)
-    batches = positions.map(batch, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-    return batches.prefetch(tf.data.AUTOTUNE).with_options(own_share())
+    found = positions.map(batch, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    return found.prefetch(tf.data.AUTOTUNE).with_options(own_share())
 
 
 def own_share() -> tf.data.Options:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ def read(name: str) -> OwnDataset:
         UsageError: there is no such function, it fails, or what it returns is no dataset; says what was expected.
     """
     function = _function(name)
+    if _takes_two(function):
+        raise UsageError(f"dataset {name} takes two arguments; add -- --source function where they are (split, shard)")
     try:
         returned = function()
     except ClusterError:
@@ -68,6 +71,14 @@ def read(name: str) -> OwnDataset:
         raise
     except Exception as error:  # what they return may be of any class
         raise UsageError(f"dataset {name} returns what no arrays can be made of: {described(error)}") from None
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind("train", None)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _checked(name: str, returned: Any) -> OwnDataset:

@@ -16,12 +16,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from cluster.errors import RunFailed
+from cluster.errors import ClusterError, RunFailed
 from cluster.run.folder import RunFolder
 from cluster.system.json_files import create_json, read_json
 from train import named
 from train.config import TrainConfig
-from train.data import arrays, memory, shards, stream
+from train.data import arrays, blocks, memory, shards, stream
+from train.data.function import epochs, random_access
+from train.data.function import record as functions
 from train.data.memory import Batch
 from train.elastic.virtual_shards import VirtualShards
 from train.named import Named
@@ -43,6 +45,12 @@ class Source:
         train_dataset: some replicas' batches step by step; arguments as for `memory.train_dataset` without the split.
         eval_dataset: the same of the test split; arguments as for `memory.eval_dataset`.
         arrays: the examples themselves, where they fit in memory.
+        weighted: whether examples to train on have weights.
+        sharded: whether replicas read shards of their own, so that the batches depend on how many there are.
+        train_batch: one replica's batch at any step, where that can be read; arguments as for `memory.train_batch`
+            without the examples.
+        own_order: batches for one of several workers that share no order, where they are not those of `train_dataset`
+            from a random step on: (global batch, seed) -> dataset.
         num_shards: files that a stream is read from; its order depends on them.
         files: every file that is read, with its sha256 as it was prepared.
         made_from: the files that these were made from, which may be gone, with their sha256.
@@ -59,6 +67,10 @@ class Source:
     train_dataset: Callable[..., tf.data.Dataset]
     eval_dataset: Callable[..., tf.data.Dataset]
     arrays: arrays.ArraySet | None = None
+    weighted: bool = False
+    sharded: bool = False
+    train_batch: Callable[..., Batch] | None = None
+    own_order: Callable[..., tf.data.Dataset] | None = None
     num_shards: int = 0
     files: Mapping[Path, str] = field(default_factory=dict)
     made_from: Mapping[str, str] = field(default_factory=dict)
@@ -84,6 +96,7 @@ def _in_memory(found: arrays.ArraySet, context: int) -> Source:
         functools.partial(memory.train_dataset, found.train),
         functools.partial(memory.eval_dataset, found.test),
         found,
+        weighted=found.train.weights is not None,
         files={file.path: file.sha256 for file in found.files},
         made_from=found.source_files,
         again=f"run `invoke data.prepare --name {found.name} --fresh`",
@@ -101,9 +114,41 @@ def _streamed(found: shards.ShardSet) -> Source:
         found.test.num_examples,
         functools.partial(stream.train_dataset, found.train),
         functools.partial(stream.eval_dataset, found.test),
+        weighted=found.train.weighted,
         num_shards=len(found.train.files),
         files={file.path: file.sha256 for file in found.files},
         again=f"run `invoke data.shard --name {found.name} --fresh`",
+    )
+
+
+def _called(found: functions.Record, data_dir: Path, seed: int) -> Source:
+    """Return what a dataset function returns; opens it where it returns a random-access source."""
+    labels = functions.leaves(found.example["labels"])
+    what: dict[str, Any] = {
+        "version": found.version,
+        "classes": (),
+        "num_outputs": found.num_outputs,
+        "classifies": all(leaf["dtype"] == "int64" for leaf in labels),
+        "feature_shape": functions.of_each(found.example["features"], "shape"),
+        "train_examples": found.counts["train"],
+        "test_examples": found.counts["test"],
+        "weighted": "weights" in found.example,
+    }
+    if not found.random_access:
+        return Source(
+            **what,
+            sharded=True,
+            train_dataset=functools.partial(epochs.train_dataset, found, data_dir),
+            eval_dataset=functools.partial(epochs.eval_dataset, found, data_dir),
+            own_order=functools.partial(epochs.own_order, found, data_dir),
+        )
+    for split in found.counts:
+        random_access.open_split(found, split, data_dir, seed)
+    return Source(
+        **what,
+        train_dataset=functools.partial(random_access.train_dataset, found),
+        eval_dataset=functools.partial(random_access.eval_dataset, found),
+        train_batch=functools.partial(random_access.train_batch, found),
     )
 
 
@@ -124,6 +169,8 @@ def find(config: TrainConfig, data_dir: Path, run: RunFolder | None = None) -> S
     def look(version: str = "") -> Source:
         if config.source == "stream":
             return _streamed(shards.find(data_dir, config.dataset, version))
+        if config.source == "function":
+            return _called(functions.find(data_dir, config.dataset, version), data_dir, config.seed)
         return _in_memory(arrays.find(data_dir, config.dataset, version), config.transformer.context)
 
     if run is None:
@@ -186,17 +233,17 @@ def train_feed(
     def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
         share = share_of(context)
         replicas = range(share["first_replica"], share["first_replica"] + share["local_replicas"])
-        first, last = (shards.first(replica) * micro_batches for replica in (replicas.start, replicas.stop))
+        first, last = (shards.first(replica) for replica in (replicas.start, replicas.stop))
         batches = source.train_dataset(
             first_step=first_step,
             num_steps=None,
             global_batch=global_batch,
-            num_replicas=parts,
+            num_replicas=shards.total,
             first_replica=first,
             local_replicas=last - first,
             seed=seed,
         )
-        return batches if whole else _stacked(batches, shards, micro_batches, replicas)
+        return batches if whole else _stacked(_cut(batches, micro_batches), shards, micro_batches, replicas)
 
     iterator = iter(strategy.distribute_datasets_from_function(dataset))
     ahead = not isinstance(strategy, tf.distribute.TPUStrategy)  # where it could not be tried
@@ -208,6 +255,29 @@ def train_feed(
         return tf.nest.map_structure(lambda of: of[place], batches)
 
     return Feed(iterator.get_next, one_of, ahead)
+
+
+def _cut(batches: tf.data.Dataset, parts: int) -> tf.data.Dataset:
+    """Return the equal parts of each batch, one after the other."""
+    if parts == 1:
+        return batches
+
+    def cut(of: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(of, [parts, of.shape[0] // parts, *of.shape[1:]])
+
+    return batches.map(lambda batch: tf.nest.map_structure(cut, batch)).unbatch()
+
+
+def joined(batches: tf.data.Dataset, parts: int) -> tf.data.Dataset:
+    """Return whole batches of so many parts, which come one after the other."""
+    if parts == 1:
+        return batches
+
+    def join(of: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(of, [of.shape[0] * of.shape[1], *of.shape[2:]])
+
+    whole = batches.batch(parts, drop_remainder=True)
+    return whole.map(lambda batch: tf.nest.map_structure(join, batch)).with_options(memory.own_share())
 
 
 def _stacked(batches: tf.data.Dataset, shards: VirtualShards, micro_batches: int, replicas: range) -> tf.data.Dataset:
@@ -254,6 +324,11 @@ def _gather(examples: memory.Examples, replica_batch: int, replicas: int, seed: 
         )
 
     return batch
+
+
+def explain(error: Exception) -> ClusterError | None:
+    """Return what an error of TensorFlow says of the data; None where it says something else."""
+    return blocks.explain(error) or random_access.explain(error) or epochs.explain(error)
 
 
 def share_of(context: tf.distribute.InputContext) -> dict[str, int]:

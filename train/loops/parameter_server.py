@@ -28,10 +28,10 @@ def asynchronous(
 ) -> Callable[[int, int, bool], LoopResult]:
     """Return a function that does some asynchronous steps: (steps done before, steps to do, stop?) -> result.
 
-    A step is one worker's update from a whole global batch. From arrays, the batch follows from the step's number
-    alone, and each is seen once an epoch at any number of workers. From a stream, each worker reads on in an order of
-    its own. Two updates may start from the same weights: that is this strategy, and why its runs do not repeat bit for
-    bit.
+    A step is one worker's update from a whole global batch. From arrays and from a random-access source, the batch
+    follows from the step's number alone, and each is seen once an epoch at any number of workers. From a stream, or a
+    dataset of a function, each worker reads on in an order of its own. Two updates may start from the same weights:
+    that is this strategy, and why its runs do not repeat bit for bit.
 
     The slice of a worker that died is handed out again. What each step gave is noted on a parameter server once its
     update is made, and a step that is noted is not done again: of a slice only the step in which the worker died can
@@ -70,8 +70,17 @@ def asynchronous(
     def work(iterator: Any, first: tf.Tensor, place: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
         examples = iterator.get_next() if source.arrays else None
 
+        def batch_of(step: tf.Tensor) -> memory.Batch:
+            if examples is not None:
+                return gathered(examples, step)
+            if source.train_batch:
+                zero = tf.constant(0, tf.int64)
+                size = train_step.global_batch
+                return source.train_batch(step, zero, replica_batch=size, num_replicas=1, seed=seed)
+            return iterator.get_next()
+
         def step(done: tf.Tensor, results_S2: tf.Tensor) -> tf.Tensor:
-            batch = iterator.get_next() if examples is None else gathered(examples, first + done)
+            batch = batch_of(first + done)
             before_2 = tf.gather(noted_S2, place + done)
 
             def do() -> tf.Tensor:
@@ -121,6 +130,8 @@ def worker_dataset(source: Source, global_batch: int, seed: int) -> Callable[[],
         return tf.data.Dataset.from_tensors(0).map(lambda _: memory.load(split)).cache().repeat()
 
     def batches() -> tf.data.Dataset:
+        if source.train_batch:
+            return tf.data.Dataset.from_tensors(0)  # each is read by its step
         return shuffled_batches(source, global_batch, seed)
 
     return examples if source.arrays else batches
@@ -132,6 +143,8 @@ def shuffled_batches(source: Source, global_batch: int, seed: int) -> tf.data.Da
     Every worker runs the same graph and does not know which one it is. What makes them differ is the place, which each
     of them draws anew in each generation.
     """
+    if source.own_order:
+        return source.own_order(global_batch, seed)
     place = tf.raw_ops.RandomUniformInt(
         shape=tf.constant([], tf.int32),
         minval=tf.constant(0, tf.int64),

@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
+from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
+from tensorflow.python.eager import context
 
 from train import named
 from train.data.memory import Batch
@@ -174,11 +176,19 @@ def never_inlined(function: Callable[..., Any]) -> Callable[..., Any]:
     return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
 
 
-def exact_order(micro_batches: int) -> None:
-    """Keep the order of sums as written, if there are micro-batches. Call before any graph is built.
+def exact_order(micro_batches: int, *, deterministic: bool) -> None:
+    """Keep the order of sums as written. Call before any graph is built.
 
-    Grappler's arithmetic optimization makes one sum of several that meet, in an order of its own.
+    Grappler's arithmetic optimization makes one sum of several that meet, in an order of its own: with micro-batches
+    it is off. Its memory optimization adds up three values or more in whatever order they come, where it estimates
+    that a graph takes more than 200 MB: it is off, too, and also where bits must repeat.
     """
+    if micro_batches > 1 or deterministic:
+        of_context = context.context()  # has no public name for this optimization
+        of_context._config = of_context._config or config_pb2.ConfigProto()
+        rewrites = of_context._config.graph_options.rewrite_options
+        rewrites.memory_optimization = rewriter_config_pb2.RewriterConfig.NO_MEM_OPT
+        tf.config.optimizer.set_experimental_options({})  # has the change noticed
     if micro_batches > 1:
         tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
 

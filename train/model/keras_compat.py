@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -163,6 +164,28 @@ def take_summed_gradients(optimizer: keras.optimizers.Optimizer) -> None:
     tf_keras has an argument for it.
     """
     optimizer._all_reduce_sum_gradients = list  # pairs of gradient and variable
+
+
+def average_what_changes(optimizer: keras.optimizers.Optimizer) -> None:
+    """Have an optimizer's averages follow the weights that an update changes, not all that it was built for."""
+    apply, changed = optimizer._backend_apply_gradients, list[keras.Variable]()
+
+    def apply_gradients(gradients: list[tf.Tensor], variables: list[keras.Variable]) -> None:
+        changed[:] = variables
+        apply(gradients, variables)
+
+    def average(_all: list[keras.Variable]) -> None:
+        averages = optimizer._model_variables_moving_average
+        of_changed = SimpleNamespace(
+            use_ema=True,
+            iterations=optimizer.iterations,
+            ema_momentum=optimizer.ema_momentum,
+            _model_variables_moving_average=[averages[optimizer._get_variable_index(each)] for each in changed],
+        )
+        type(optimizer)._update_model_variables_moving_average(of_changed, changed)
+
+    optimizer._backend_apply_gradients = apply_gradients
+    optimizer._update_model_variables_moving_average = average
 
 
 def synchronize_batch_normalization(model: keras.Model, replicas: int) -> int:

@@ -94,13 +94,14 @@ def _stages(new_model: Callable[[], keras.Model], config: TrainConfig, options: 
     import tensorflow as tf
 
     from train.pipeline.cut import describe
+    from train.pipeline.division import without_values
     from train.strategy import policy
 
     tf.config.threading.set_intra_op_parallelism_threads(config.threads)
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
     with policy(precision_of(options.strategy, config.precision)):
-        model = new_model()
+        model, _ = without_values(new_model)
     record = records.read(options.record, launch_records.stages, None) if options.record else None
     return describe(
         model,

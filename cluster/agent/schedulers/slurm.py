@@ -109,8 +109,12 @@ def gpus(role: Role, each: str) -> dict[str, str]:
 
 
 def check(run: RunFolder) -> dict[str, Any]:
-    """Return what this node has of what a run needs."""
-    return probe.examine(run, *_join(run), os.environ["SLURMD_NODENAME"])
+    """Return what this node has of what a run needs, also where another one has not even the run's folder."""
+    node = os.environ["SLURMD_NODENAME"]
+    try:
+        return probe.examine(run, *_join(run), node)
+    except TimedOut as error:
+        return probe.alone(node) | {"unreached": str(error)}
 
 
 def places(run: RunFolder) -> Path:

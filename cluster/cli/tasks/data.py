@@ -28,6 +28,18 @@ def prepare(c, name="fashion_mnist", fresh=False):
     shell(c)(startup.data_command("prepare", name, *(["--fresh"] if fresh else [])))
 
 
+@task(
+    name="package.module:function, of (split, shard) (default: none)",
+    num_outputs="classes of whole-number labels, such as 10 (default: none are)",
+    fresh="count the examples again where the datasets do not know how many they have (default: no)",
+)
+@has_dry_run
+def examine(c, name="", num_outputs="", fresh=False):
+    """Call a dataset function and check what it returns, as `up -- --source function` does."""
+    words = ["--num-outputs", num_outputs] if num_outputs else []
+    shell(c)(startup.data_command("examine", name, *words, *(["--fresh"] if fresh else [])))
+
+
 @task(name=NAME_HELP)
 @has_dry_run
 def verify(c, name="fashion_mnist"):

@@ -7,6 +7,7 @@ from typing import Any
 
 from cluster.runtime.kubernetes import pods
 from cluster.runtime.kubernetes.pods import SHARED, Manifest
+from cluster.runtime.payload import data_words
 from cluster.spec import TASK_PORT
 
 TENSORBOARD_PORT = 6006
@@ -95,12 +96,12 @@ def claim(manifest: Manifest, size: str) -> dict[str, Any]:
 
 def data_job(manifest: Manifest) -> dict[str, Any]:
     """Return the job that prepares the run's data on the shared volume, once, from where it can be downloaded."""
-    verb = "shard" if manifest.config.get("source") == "stream" else "prepare"
+    verb, *words = data_words(manifest.config)
     container = {
         "name": "data",
         "image": manifest.image,
         "command": ["python", "-m", "train.data", verb],
-        "args": [f"--name={manifest.config['dataset']}", f"--data-dir={SHARED}/data"],
+        "args": [f"--name={manifest.config['dataset']}", f"--data-dir={SHARED}/data", *words],
         "resources": {"requests": {"cpu": "1", "memory": DATA_MEMORY}, "limits": {"memory": DATA_MEMORY}},
         "volumeMounts": [{"name": "shared", "mountPath": SHARED}, {"name": "tmp", "mountPath": "/tmp"}],  # noqa: S108
     }

@@ -20,6 +20,8 @@ from cluster.system.json_files import write_json
 START_S = 60
 """How long the nodes may be busy before the check gives up."""
 STEP_S = 240.0
+JOIN_S = 20.0
+"""How long each node waits for the others to see the folder of the check."""
 FIXES = hosts.Fixes(
     silent=f"let every node see {ROOT}, its environment and RUNS_DIR under these paths; wait where nodes are busy",
     data="set DATA_DIR to a shared folder",
@@ -48,7 +50,7 @@ def _step(run: RunFolder, data_dir: Path, count: int) -> tuple[list[dict[str, An
     """Return what the nodes say, and the last line of what Slurm says beside that."""
     command = ["srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--immediate={START_S}"]
     command += ["--time=5", "--job-name=tf-cluster-check", f"--chdir={ROOT}"]
-    command += [f"--export=PATH,HOME,RUN_DIR={run.path},DATA_DIR={data_dir}"]
+    command += [f"--export=PATH,HOME,RUN_DIR={run.path},DATA_DIR={data_dir},BARRIER_TIMEOUT_S={JOIN_S:g}"]
     _, printed, complained = processes.run(
         [*command, sys.executable, "-m", "cluster.agent.schedulers.slurm", "check"], STEP_S
     )

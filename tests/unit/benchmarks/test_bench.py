@@ -275,7 +275,9 @@ def test_images_must_be_built_under_names_of_their_own_that_go_again(
 def test_every_plot_must_be_drawn_of_what_was_measured_and_no_other(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     alone = Figure("throughput-alone", "alone", "examples/s", TOGETHER.variants, TOGETHER.ratios, "times")
-    every = rows(START, TASKS, TOGETHER, alone, SCALING, RECOVERY)
+    parts, tasks = ("start", "kill", "stop", "end", "share", "files"), {"16 tasks": [3.0], "8 tasks": [1.0]}
+    gang = [Figure(f"gang-{part}", "16 tasks", "s", tasks) for part in parts]
+    every = rows(START, TASKS, TOGETHER, alone, SCALING, RECOVERY, *gang)
     assert set(plots.PLOTS) == set(plots.draw(every, tmp_path / "all"))
     assert {"start"} == set(plots.draw(rows(START, COST), tmp_path / "one"))
     assert ["start.png"] == [path.name for path in (tmp_path / "one").iterdir()]

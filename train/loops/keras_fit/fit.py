@@ -14,7 +14,7 @@ from tensorflow import keras
 
 from train.context import TaskContext
 from train.data.memory import Batch
-from train.data.sources import share_of
+from train.data.sources import joined, share_of
 from train.loops import callbacks, parameter_server
 from train.loops.callback_state import CallbackState
 from train.loops.keras_fit.fit_step import MicroBatches, separate_steps
@@ -153,25 +153,30 @@ def _labels(classifies: bool, labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Te
 def _data(context: TaskContext, first: int) -> Any:
     """Return the endless training data from step `first` on, in the form that `fit` takes under this strategy."""
     config, source = context.config, context.source
-    weighted = source.arrays is not None and source.arrays.train.weights is not None
 
     def pair_or_triple(batch: Batch) -> tuple[tf.Tensor, ...]:
         features = as_input(context.model, batch.features)
-        return (features, batch.labels, batch.weights) if weighted else (features, batch.labels)
+        return (features, batch.labels, batch.weights) if source.weighted else (features, batch.labels)
 
     def of_task(pipeline: tf.distribute.InputContext) -> tf.data.Dataset:
         if context.asynchronous:
             return parameter_server.shuffled_batches(source, config.global_batch, config.seed).map(pair_or_triple)
-        return source.train_dataset(
+        share = share_of(pipeline)
+        batches = source.train_dataset(
             first_step=first,
             num_steps=None,
             global_batch=config.global_batch,
             seed=config.seed,
-            **share_of(pipeline),
-        ).map(pair_or_triple)
+            **share,
+        )
+        if not context.spec.kind.collective:
+            batches = joined(batches, share["local_replicas"])
+        return batches.map(pair_or_triple)
 
     if is_legacy():
         return keras.utils.experimental.DatasetCreator(of_task)
     if context.spec.kind.collective:  # each task makes its own part of every batch
         return context.strategy.distribute_datasets_from_function(of_task)
-    return of_task(tf.distribute.InputContext())  # global batches: Keras 3 shares them out itself
+    # Global batches: Keras 3 shares them out itself. Of shards there are as many as in the custom loop.
+    replicas = context.strategy.num_replicas_in_sync if source.sharded else 1
+    return of_task(tf.distribute.InputContext(num_replicas_in_sync=replicas))

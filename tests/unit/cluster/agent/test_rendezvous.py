@@ -73,6 +73,13 @@ def listening(cluster: ClusterSpec, name: str, says: bytes = b"") -> Iterator[so
             server.shutdown(socket.SHUT_RDWR)
 
 
+def test_who_has_met_an_earlier_attempt_need_not_answer_this_one(three: ClusterSpec) -> None:
+    back = arrive(three, "worker-0", passed=lambda: frozenset({"chief", "worker-0"}))
+    assert [None, None] == [
+        arrival.end() for arrival in (back, arrive(three, "worker-1", passed=lambda: frozenset({"chief"})))
+    ]
+
+
 def test_a_complete_cluster_passes_and_frees_its_ports(three: ClusterSpec) -> None:
     assert [None] * 3 == [arrival.end() for arrival in [arrive(three, task.name) for task in three.tasks]]
     for task in three.tasks:  # TensorFlow's servers come next

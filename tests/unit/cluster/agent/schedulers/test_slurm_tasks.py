@@ -74,6 +74,17 @@ def test_a_task_that_does_not_start_is_waited_for_only_so_long(run: RunFolder) -
         slurm.assemble(run)
 
 
+def test_a_node_answers_also_where_another_does_not_see_the_folder(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm.processes, "run", lambda *_: (0, "NodeAddr=127.0.0.1", ""))
+    for name, value in {"SLURM_PROCID": "0", "SLURMD_NODENAME": "n1", "DATA_DIR": str(run.path)}.items():
+        monkeypatch.setenv(name, value)
+    found = slurm.check(run)
+    assert ("n1", True) == (found["node"], found["data"])
+    assert "worker-0" in found["unreached"]
+
+
 @pytest.mark.parametrize(
     ("outcome", "then", "code"),
     [

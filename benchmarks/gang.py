@@ -1,0 +1,178 @@
+"""What the agents of many tasks cost on this machine, and how long they take: start, kill, stop, end.
+
+The programs do nothing (`benchmarks/stub.py`). strace counts the path system calls of one worker's agent and of the
+chief's for a few seconds; all agents' are extrapolated from these.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.figures import Figure, Goal
+from benchmarks.runs import ROOT, Bench
+from cluster import spec
+from cluster.errors import PrerequisiteError, TimedOut
+from cluster.messages import counted
+from cluster.run import provenance
+from cluster.run.folder import RunFolder
+from cluster.runtime.local import supervisor
+from cluster.runtime.local.runtime import processes_of
+from cluster.system import memory, processes
+from cluster.system.json_files import read_json, write_json
+from cluster.system.ports import free_ports
+
+COUNTS = (8, 16, 32, 64)
+STEADY_S = 10.0
+STRACE_S = 4.0
+LIMIT_S = 300.0
+POLL_S = 0.02
+TASK_BYTES = 60 * 2**20
+"""The memory of an agent and its stub."""
+_TOTAL = re.compile(r"^100\.00\s+\S+\s+\S+\s+(\d+)", re.MULTILINE)
+"""The last line of `strace -c`."""
+
+
+@dataclass
+class Measured:
+    """What was measured with one number of tasks: a sample a round."""
+
+    start_s: list[float] = field(default_factory=list)
+    share: list[float] = field(default_factory=list)
+    """Of a core that one agent takes, as percent: the mean of all."""
+    files: list[float] = field(default_factory=list)
+    """Path system calls a second of all agents."""
+    kill_s: list[float] = field(default_factory=list)
+    stop_s: list[float] = field(default_factory=list)
+    end_s: list[float] = field(default_factory=list)
+
+
+def measure(bench: Bench) -> list[Figure]:
+    """Run each number of tasks in turn, as many as fit into the memory.
+
+    Raises:
+        PrerequisiteError: there is no strace.
+    """
+    _check_strace()
+    counts = [count for count in COUNTS if count * TASK_BYTES < memory.available_bytes()]
+    found = {count: Measured() for count in (counts[:1] if bench.quick else counts)}
+    for turn in bench.turns():
+        for count, measured in found.items():
+            _run(bench.folder / f"gang-{count}-{turn}", count, measured)
+    goals = {"share": Goal(1.0, at_least=False), "kill_s": Goal(0.5, at_least=False)}
+    titles = {
+        "start_s": ("start of all stub programs", "s"),
+        "share": ("share of a core that an agent takes while its program trains", "%"),
+        "files": ("path system calls of all agents, a second", "calls/s"),
+        "kill_s": ("SIGKILL of a program until all other programs were ended", "s"),
+        "stop_s": ("stop request to the outcome", "s"),
+        "end_s": ("outcome to the end of all processes", "s"),
+    }
+    figures = []
+    for name, (title, unit) in titles.items():
+        variants = {counted(count, "task"): getattr(found[count], name) for count in sorted(found, reverse=True)}
+        largest = next(iter(variants))
+        short = name.removesuffix("_s")
+        figures.append(Figure(f"gang-{short}", f"{largest}: {title}", unit, variants, goal=goals.get(name)))
+    return figures
+
+
+def _check_strace() -> None:
+    try:
+        subprocess.run(["strace", "-V"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        raise PrerequisiteError("strace, which counts system calls, is not installed: apt-get install strace") from None
+
+
+def _run(folder: Path, count: int, measured: Measured) -> None:
+    """Bring up a cluster of stub programs, disturb it, and stop it."""
+    run = _prepare(folder, count)
+    names = [task.name for task in run.load_cluster().tasks]
+    began = time.monotonic()
+    supervisor.start(run)
+    try:
+        _await(lambda: _trains(run, names, 0), "the start")
+        measured.start_s.append(time.monotonic() - began)
+        _await(lambda: all(run.programs(name).exists() for name in names), "the programs' records")
+        agents, programs = _pids(run, names, "agent"), _pids(run, names, "program")
+        measured.share.append(_busy(agents))
+        others = _path_calls(agents[1]) * (count - 1)
+        measured.files.append(_path_calls(agents[0]) + others)
+        began = time.monotonic()
+        os.kill(programs[-1], signal.SIGKILL)
+        _await(lambda: not any(processes.start_ticks(pid) for pid in programs), "the end of all programs")
+        measured.kill_s.append(time.monotonic() - began)
+        _await(lambda: _trains(run, names, 1), "the next generation")
+        began = time.monotonic()
+        run.request_stop("the benchmark")
+        _await(lambda: run.outcome is not None, "the outcome")
+        measured.stop_s.append(time.monotonic() - began)
+        began = time.monotonic()
+        _await(lambda: not supervisor.running(run), "the end")
+        measured.end_s.append(time.monotonic() - began)
+    finally:
+        supervisor.kill(run)
+
+
+def _prepare(folder: Path, count: int) -> RunFolder:
+    """Return a run folder as `up` leaves it before the first task starts."""
+    run = RunFolder(folder)
+    run.create()
+    cluster = spec.build(workers=count - 1, ports=free_ports(count))
+    write_json(run.cluster, cluster.to_json())
+    write_json(run.config, {"global_batch": count})
+    command = ["--", sys.executable, "-m", "benchmarks.stub"]
+    more = {"WARM_SPARE": "0", "BARRIER_TIMEOUT_S": f"{LIMIT_S:g}", "PYTHONPATH": str(ROOT)}
+    write_json(run.compose, processes_of(cluster, run.path, folder / "data", command, more))
+    write_json(run.control / "started.json", {"time": time.time(), "runtime": "local"})
+    run.begin_generation(0, resumed=False)
+    provenance.write(run)
+    return run
+
+
+def _await(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimedOut(f"{what}: not within {LIMIT_S:g} s")
+        time.sleep(POLL_S)
+
+
+def _trains(run: RunFolder, names: list[str], generation: int) -> bool:
+    beats = [run.heartbeat(name) for name in names]
+    return all(beat and (beat["state"], beat["generation"]) == ("training", generation) for beat in beats)
+
+
+def _pids(run: RunFolder, names: list[str], of: str) -> list[int]:
+    return [read_json(run.programs(name))[of]["pid"] for name in names]
+
+
+def _busy(pids: list[int]) -> float:
+    """Return the share of a core, as percent, that each of these processes takes on average."""
+
+    def ticks() -> int:
+        lines = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+        return sum(int(line[11]) + int(line[12]) for line in lines)
+
+    before, began = ticks(), time.monotonic()
+    time.sleep(STEADY_S)
+    seconds = (ticks() - before) / os.sysconf("SC_CLK_TCK")
+    return 100 * seconds / len(pids) / (time.monotonic() - began)
+
+
+def _path_calls(pid: int) -> float:
+    """Return the system calls a second of a process that take a path."""
+    command = ["strace", "-f", "-c", "-e", "trace=%file", "-p", str(pid)]
+    traced = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    time.sleep(STRACE_S)
+    traced.send_signal(signal.SIGINT)
+    _, printed = traced.communicate(timeout=30)
+    total = _TOTAL.search(printed)
+    return int(total[1]) / STRACE_S if total else 0.0

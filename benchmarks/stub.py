@@ -1,0 +1,51 @@
+"""A training program without training: it passes the gate, writes heartbeats and ends when it is asked to.
+
+Its tasks cost next to nothing, so that what is measured of a large cluster is its agents.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+
+from cluster.errors import EXIT_PEER_LOST
+from cluster.run.folder import RunFolder
+from cluster.run.heartbeat import Heartbeat
+
+SETTINGS = b"\0\0\0\4\0\0\0\0\0"
+"""The first frame of an HTTP/2 server (RFC 9113, 3.4), by which agents recognize TensorFlow's."""
+
+
+def main() -> None:
+    """Be the program of the task that the environment names."""
+    run = RunFolder(Path(os.environ["RUN_DIR"]))
+    requested = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: requested.set())
+    task = run.load_cluster().task(os.environ["TASK"])
+    with os.fdopen(int(os.environ["GATE_FD"]), "rb") as gate:
+        if not gate.readline():
+            sys.exit(EXIT_PEER_LOST)
+    heartbeat = Heartbeat(run, task, int(os.environ["GENERATION"]))
+    heartbeat.values["state"] = "training"
+    heartbeat.start()
+    if task.name == "chief":
+        threading.Thread(target=_answer, args=(task.port,), daemon=True).start()
+    requested.wait()
+    heartbeat.update(state="stopped")
+    heartbeat.stop()
+
+
+def _answer(port: int) -> None:
+    with socket.create_server(("127.0.0.1", port), backlog=1024) as server:
+        while True:
+            caller, _ = server.accept()
+            with caller:
+                caller.sendall(SETTINGS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""The run folder of a simulated run, in memory: what `RunFolder` promises, and records that a crash leaves damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cluster.recovery.ends import End
+from cluster.recovery.step_record import Progress
+from cluster.run.folder import FINAL_STATES, RunFolder
+from cluster.run.membership import LEFT_OUT
+from cluster.spec import ClusterSpec, Task
+from tests.simulation.world import Now, World
+
+DAMAGED = object()
+"""A record that a crash left empty: it does not count, and the next writer replaces it."""
+
+
+class SimFolder(RunFolder):
+    """Everything that agents read and write there. Each access is an operation at which the agent may be killed."""
+
+    def __init__(self, world: World, spec: ClusterSpec, *, max_restarts: int, hang_timeout_s: float, script: bool):
+        super().__init__(Path("/simulated/run"))
+        for name, value in {
+            "world": world,
+            "spec": spec,
+            "records": {"generations/0": {"generation": 0, "time": 1e9, "resumed": False}},
+            "journal": [],
+            "beats": {},
+            "ends": {},
+            "steps": {},
+            "checkpoints_saved": [],
+            "torn_share": 0.0,
+            "exclusive": True,
+            "replaces_damaged": True,
+            "how": {"max_restarts": max_restarts, "hang_timeout_s": hang_timeout_s},
+            "runs_script": script,
+        }.items():
+            object.__setattr__(self, name, value)
+
+    def __post_init__(self) -> None:
+        pass
+
+    def _create(self, name: str, value: dict[str, Any]) -> bool:
+        self.world.operation(f"create {name}")
+        missing = DAMAGED if self.replaces_damaged else None
+        if self.exclusive and self.records.get(name, missing) is not missing:
+            return False
+        if self.world.running and self.world.random.random() < self.torn_share:
+            self.records[name] = DAMAGED
+            self.world.kill_running()
+        self.records[name] = value
+        self.world.log(self.world.running.name if self.world.running else "-", f"{name}: {value}")
+        self.world.operation(f"created {name}")
+        return True
+
+    def _read(self, name: str) -> Any:
+        self.world.operation("read")
+        value = self.records.get(name)
+        return None if value is DAMAGED else value
+
+    def load_cluster(self) -> ClusterSpec:
+        return self.spec
+
+    @property
+    def started(self) -> dict[str, Any]:
+        return self.how
+
+    @property
+    def script(self) -> dict[str, Any] | None:
+        return {"script": "train.py"} if self.runs_script else None
+
+    @property
+    def generation(self) -> int:
+        self.world.operation("read")
+        return self.newest_generation
+
+    @property
+    def newest_generation(self) -> int:
+        """The generation, for whoever is no agent."""
+        numbers = [int(name[12:]) for name, value in self.records.items() if name[:3] == "gen" and value is not DAMAGED]
+        return max(numbers)
+
+    def generations(self) -> list[dict[str, Any]]:
+        self.world.operation("read")
+        found = [value for name, value in self.records.items() if name[:3] == "gen" and value is not DAMAGED]
+        return sorted(found, key=lambda record: record["generation"])
+
+    def begin_generation(self, number: int, **why: Any) -> bool:
+        return self._create(f"generations/{number}", {"generation": number, "time": self.world.time(), **why})
+
+    @property
+    def outcome(self) -> dict[str, Any] | None:
+        return self._read("outcome")
+
+    def end(self, state: str, **why: Any) -> bool:
+        return self._create("outcome", {"state": state, "time": self.world.time(), **why})
+
+    @property
+    def _stop_request(self) -> dict[str, Any] | None:
+        return self._read("stop")
+
+    def request_stop(self, by: str, *, then: str = "") -> bool:
+        return self._create("stop", {"by": by, "then": then, "time": self.world.time()})
+
+    def stop_withdrawn(self, generation: int) -> bool:
+        return False
+
+    @property
+    def saved_steps(self) -> list[int]:
+        self.world.operation("read")
+        return sorted(self.checkpoints_saved)
+
+    def event(self, task: str, event: str, *, step: Any = None, generation: int | None = None, **detail: Any) -> None:
+        self.world.operation(f"event {event}")
+        number = self.newest_generation if generation is None else generation
+        line = {"time": self.world.time(), "task": task, "event": event}
+        self.journal.append(line | {"generation": number, "step": step, "detail": detail})
+        self.world.log(task, f"event {event} in {number}: {detail.get('cause', '')}")
+
+    def events(self) -> list[dict[str, Any]]:
+        self.world.operation("read")
+        return self.journal
+
+    # Heartbeats. A live writer writes every second; that is worked out when somebody reads.
+
+    def heartbeats(self) -> dict[str, dict[str, Any]]:
+        return {name: self.heartbeat(name) for name in list(self.beats)}
+
+    def heartbeat(self, task: str) -> dict[str, Any] | None:
+        self.world.operation("read")
+        beat = self.beats.get(task)
+        return beat.read() if beat else None
+
+    def died(self, task: str) -> None:
+        """Note that whoever wrote a task's heartbeat is dead."""
+        if beat := self.beats.get(task):
+            beat.settle()
+
+
+class Beat:
+    """The heartbeat file of a task, and who writes it."""
+
+    def __init__(self, values: dict[str, Any], skew_s: float, writes: Any) -> None:
+        self.values, self.skew_s, self.writes = values, skew_s, writes
+        self._last = int(Now.world.now)
+
+    def read(self) -> dict[str, Any]:
+        """Return the heartbeat as it was written last."""
+        if self.writes is not None and self.writes():
+            self._last = int(Now.world.now)
+        return self.values | {"updated_at": 1e9 + self._last + self.skew_s}
+
+    def settle(self) -> None:
+        """Let nobody write it any more; its writer was alive until now."""
+        self.read()
+        self.writes = None
+
+    def settle_at_death(self) -> None:
+        """Let nobody write it any more: its writer has just died."""
+        self._last = int(Now.world.now)
+        self.writes = None
+
+
+class SimHeartbeat:
+    """Replaces `Heartbeat` in an agent."""
+
+    def __init__(self, run: SimFolder, task: Task, generation: int, restarts: int = 0) -> None:
+        self._run, self._name = run, task.name
+        self._owner = run.world.tasks[task.name]
+        self._beat: Beat | None = None
+        self.values: dict[str, Any] = {
+            "task": task.name, "role": task.role.value, "state": "starting", "generation": generation, "step": 0,
+            "restarts": restarts, "pace": None,
+        }  # fmt: skip
+
+    def start(self) -> SimHeartbeat:
+        """Write from now on."""
+        self.write()
+        return self
+
+    def update(self, **values: Any) -> None:
+        """Change what is written."""
+        self._run.world.operation("heartbeat")
+        self.values |= values
+        if self._beat and self._run.beats.get(self._name) is self._beat:
+            self._beat.values = dict(self.values)
+        elif values.get("state") in FINAL_STATES:
+            self.write()
+
+    def write(self) -> None:
+        """Write now."""
+        self._run.world.operation("heartbeat")
+        owner, world = self._owner, self._run.world
+        incarnation = owner.thread
+        self._beat = Beat(
+            dict(self.values),
+            owner.skew_s,
+            lambda: owner.alive and owner.thread is incarnation and owner.frozen_until <= world.now,
+        )
+        self._run.beats[self._name] = self._beat
+
+    def hand_over(self) -> None:
+        """Let the program write it once it does: it replaces the record."""
+
+    def stop(self) -> None:
+        """Write no more."""
+        self._run.world.operation("heartbeat")
+        if self._beat:
+            self._beat.settle()
+
+
+def record_end(run: SimFolder, generation: int, end: End) -> None:
+    """Replace `ends.record`."""
+    run.world.operation("record an end")
+    run.ends.setdefault((generation, end.task), end)
+    run.world.log(end.task, f"end in {generation}: {end.kind}, {end.cause}")
+
+
+def ended_tasks(run: SimFolder, generation: int) -> frozenset[str]:
+    """Replace `ends.ended_tasks`."""
+    run.world.operation("read")
+    return frozenset(task for number, task in run.ends if number == generation)
+
+
+def read_progress(run: SimFolder, task: str) -> Progress | None:
+    """Replace `step_record.read`."""
+    run.world.operation("read")
+    return run.steps.get(task)
+
+
+def generation_record(run: SimFolder, generation: int) -> dict[str, Any]:
+    """Replace `step_record.generation_record`."""
+    return run._read(f"generations/{generation}") or {}
+
+
+def left_out(run: SimFolder, generation: int | None = None) -> frozenset[str]:
+    """Replace `membership.left_out`."""
+    number = run.generation if generation is None else generation
+    return frozenset(generation_record(run, number).get(LEFT_OUT, ()))

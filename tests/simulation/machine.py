@@ -1,0 +1,184 @@
+"""Puts real agents into a simulated world: what they import of the system is replaced while it runs."""
+
+from __future__ import annotations
+
+import signal
+import types
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+import pytest
+
+from cluster.agent import agent, decisions, members, ports, rendezvous, script, watchdog
+from cluster.agent.agent import Agent
+from cluster.agent.ports import Abandoned
+from cluster.agent.rendezvous import Incomplete
+from cluster.agent.script import ScriptAgent
+from cluster.recovery import ends, policy, step_record
+from cluster.results import summary
+from cluster.run import membership
+from cluster.spec import ClusterSpec, Task
+from tests.simulation import folder
+from tests.simulation.training import SimProgram
+from tests.simulation.world import Now, SimTask
+
+POLL_S = 0.5
+"""How often agents look, at most: five times less than on a real machine, so that a schedule takes less time."""
+RENDEZVOUS_S = 60.0
+DROPPED_SHARE = 0.2
+"""How many greetings of the rendezvous are lost."""
+
+
+class Clock:
+    """Replaces the module `time`."""
+
+    @staticmethod
+    def monotonic() -> float:
+        return Now.world.monotonic()
+
+    @staticmethod
+    def time() -> float:
+        return Now.world.time()
+
+    @staticmethod
+    def sleep(seconds: float) -> None:
+        Now.world.sleep(seconds)
+
+
+class NoKills:
+    """Replaces `MemoryKills`: the kernel kills nothing."""
+
+    def include(self, *_: Any) -> bool:
+        return False
+
+
+def make_agent(task: SimTask, *, scripted: bool) -> Agent:
+    """Return the agent of a task, whose programs are simulated."""
+    kind: type[Agent] = ScriptAgent if scripted else Agent
+    made = kind(task.world.folder, task.name, ["program"], RENDEZVOUS_S)
+    made._program = lambda environment: SimProgram(task.world, task)  # type: ignore[method-assign,assignment,return-value]
+    return made
+
+
+class Greeting:
+    """A task in the rendezvous: what it and the others have greeted."""
+
+    def __init__(self, token: str) -> None:
+        self.token = token
+        self.met: set[str] = set()
+
+
+def hold_rendezvous(
+    spec: ClusterSpec,
+    task: Task,
+    *,
+    token: str,
+    timeout_s: float,
+    abandon: Callable[[], bool],
+    passed: Callable[[], Collection[str]],
+    **_: Any,
+) -> None:
+    """Replace `rendezvous.wait`: a pair has met once both are there at the same time, with the same token."""
+    world, others = Now.world, {member.name for member in spec.members} - {task.name}
+    if not others:
+        return
+    world.operation("begin the rendezvous")
+    mine = world.meetings[task.name] = Greeting(token)
+    deadline = world.now + timeout_s
+    try:
+        while mine.met != others:
+            for name in sorted(others - mine.met):
+                theirs = world.meetings.get(name)
+                if theirs and theirs.token == token and world.random.random() >= DROPPED_SHARE:
+                    mine.met.add(name)
+                    theirs.met.add(task.name)
+            mine.met.update(others & set(passed()))
+            if mine.met == others:
+                return
+            if abandon():
+                raise Abandoned("the rendezvous was abandoned")
+            if world.now > deadline:
+                raise Incomplete(f"missing {sorted(others - mine.met)}", others - mine.met)
+            world.sleep(POLL_S)
+    finally:
+        if world.meetings.get(task.name) is mine:
+            del world.meetings[task.name]
+
+
+def listen(task: Task, *, abandon: Callable[[], bool], **_: Any) -> Any:
+    """Replace `ports.listen`: the port becomes free after a moment."""
+    Now.world.sleep(POLL_S / 5)
+    if abandon():
+        raise Abandoned("waiting for the port was abandoned")
+    return types.SimpleNamespace(close=lambda: None)
+
+
+def await_turn(task: Task, *, token: str, abandon: Callable[[], bool], **_: Any) -> None:
+    """Replace `rendezvous.await_turn`."""
+    Now.world.waiting[task.name] = token
+    try:
+        while not abandon():
+            Now.world.sleep(POLL_S)
+    finally:
+        Now.world.waiting.pop(task.name, None)
+
+
+def reaches(task: Task, other: Task, token: str, timeout_s: float) -> bool:
+    """Replace `rendezvous.reaches`."""
+    world = Now.world
+    answers = world.waiting.get(other.name) == token and world.tasks[other.name].frozen_until <= world.now
+    return answers and world.random.random() >= DROPPED_SHARE
+
+
+def write_summary(run: folder.SimFolder) -> None:
+    """Replace `summary.write`."""
+    run.world.sleep(0.1)
+    run.records["summary"] = run.outcome
+
+
+def is_stopped(pid: int) -> bool:
+    """Replace `processes.is_stopped`."""
+    world = Now.world
+    return 0 < pid <= len(world.pids) and bool(world.pids[pid - 1].frozen_until > world.now)
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    """Replace what agents use of the system by the simulated world, until the patch is undone."""
+    signals = types.SimpleNamespace(
+        **{name: getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGKILL", "SIG_IGN")},
+        signal=lambda *_: None,
+    )
+    for module in (agent, decisions, members, watchdog, policy, script):
+        patch.setattr(module, "time", Clock)
+    for module in (agent, decisions, members):
+        patch.setattr(module, "Heartbeat", folder.SimHeartbeat)
+    for module in (agent, decisions):
+        patch.setattr(module, "MemoryKills", NoKills)
+        patch.setattr(module, "POLL_S", POLL_S)
+    patch.setattr(agent, "signal", signals)
+    patch.setattr(agent, "write_json", lambda *_: Now.world.operation("write"))
+    patch.setattr(agent, "identity", lambda pid: {})
+    patch.setattr(agent, "is_stopped", is_stopped)
+    patch.setattr(ports, "listen", listen)
+    patch.setattr(ports, "await_servers", lambda *_, **__: True)
+    patch.setattr(rendezvous, "wait", hold_rendezvous)
+    patch.setattr(rendezvous, "await_turn", await_turn)
+    patch.setattr(rendezvous, "reaches", reaches)
+    patch.setattr(members, "Returns", partial(members.Returns, clock=Clock.monotonic))
+    patch.setattr(membership, "left_out", folder.left_out)
+    patch.setattr(policy, "left_out", folder.left_out)
+    patch.setattr(summary, "write", write_summary)
+    patch.setattr(ends, "record", folder.record_end)
+    patch.setattr(ends, "recorded", lambda run, number: [end for (of, _), end in run.ends.items() if of == number])
+    patch.setattr(ends, "ended_tasks", folder.ended_tasks)
+    patch.setattr(step_record, "read", folder.read_progress)
+    patch.setattr(step_record, "generation_record", folder.generation_record)
+    patch.setattr(watchdog.Watchdog, "hang_reported", property(lambda self: _hang(self) in self._run.records))
+    patch.setattr(watchdog.Watchdog, "report_hang", lambda self, finding: self._run.records.update({_hang(self): {}}))
+    patch.setenv("WARM_SPARE", "0")
+    patch.setenv("RESTART_PAUSE_S", "0.5")
+
+
+def _hang(watching: watchdog.Watchdog) -> str:
+    return f"hang-{watching._generation}"

@@ -1,0 +1,276 @@
+"""Schedules: a cluster, its training and the faults that befall it, all drawn from one seed; and what must hold.
+
+Invariants, each checked while a schedule runs or at its end:
+
+    outcome      there is one, it never changes, and every agent ends with it
+    generations  no program begins a generation while one of an earlier generation lives that could join its cluster
+    programs     a task has one program at a time
+    checkpoint   training continues from the newest checkpoint, and a run that succeeded has done every step, in order
+    end          every run ends, and every agent with it, however it was disturbed
+    stop         a run that is requested to stop ends soon
+    seen         once a generation begins, no agent keeps a program of an earlier one; a killed program is noticed
+    policy       kills and freezes never fail a run; a program that fails by itself again and again does; an evaluator
+                 never does; a worker of parameter servers that was killed restarts alone
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster import spec
+from cluster.agent.watchdog import FROZEN_S, SILENT_S
+from cluster.errors import EXIT_TIMEOUT
+from cluster.spec import Role
+from tests.simulation import machine
+from tests.simulation.folder import SimFolder
+from tests.simulation.training import Training
+from tests.simulation.world import Broken, Now, SimTask, World
+
+MAX_RESTARTS = 3
+HANG_TIMEOUT_S = 20.0
+SEEN_S = 6.0
+"""Four polls of the slowest agent, within which each has noticed what another did."""
+STOP_S = 150.0
+STOP_TRAINING_S = 8.0
+"""How long after a stop request, and after the last fault, the last step may be done."""
+OUTSIDE = ("kill program", "kill task", "freeze program", "freeze task", "crash")
+TOPOLOGIES: tuple[tuple[int, dict[str, Any]], ...] = (
+    (2, {"workers": 0}),
+    (6, {"workers": 1}),
+    (8, {"workers": 2}),
+    (3, {"workers": 4}),
+    (3, {"workers": 1, "evaluator": True}),
+    (4, {"workers": 2, "ps": 1}),
+    (2, {"workers": 1, "ps": 1, "evaluator": True}),
+)
+
+
+@dataclass
+class Drawn:
+    """A schedule before it runs."""
+
+    topology: dict[str, Any]
+    scripted: bool
+    steps: int
+    save_every: int
+    faults: list[tuple[float, str, str, float]] = field(default_factory=list)
+    """When, what, to which task, for how long."""
+    fails_at: dict[int, tuple[str, int, int]] = field(default_factory=dict)
+    crash_at: dict[str, set[int]] = field(default_factory=dict)
+    torn_share: float = 0.0
+    skewed: bool = False
+
+    @property
+    def kinds(self) -> list[str]:
+        """What happens, one entry for each fault."""
+        own = ["own failure" if times == 1 else "fails for good" for _, _, times in self.fails_at.values()]
+        return [kind for _, kind, _, _ in self.faults] + own + ["crash"] * sum(map(len, self.crash_at.values()))
+
+
+def draw(seed: int) -> Drawn:
+    """Draw a schedule."""
+    dice = random.Random(f"schedule {seed}")
+    weights, topologies = zip(*TOPOLOGIES, strict=True)
+    topology = dice.choices(topologies, weights)[0]
+    names = [task.name for task in spec.build(**topology).tasks]
+    scripted = not topology.get("ps") and not topology.get("evaluator") and dice.random() < 0.25
+    drawn = Drawn(topology, scripted, dice.randint(3, 15), dice.randint(2, 5))
+    for _ in range(dice.choice((0, 1, 1, 2, 2, 3, 4))):
+        # A script writes no heartbeat: that it was frozen until the others lost contact is not noticed.
+        weights = (5, 4, 2, 0 if scripted else 2)
+        kind = dice.choices(("kill program", "kill task", "freeze task", "freeze program"), weights)[0]
+        longest_s = 6 if scripted and kind == "freeze task" else 30
+        drawn.faults.append((dice.uniform(0, 40), kind, dice.choice(names), dice.uniform(0.2, longest_s)))
+    if dice.random() < 0.2:
+        drawn.faults.append((dice.uniform(0, 30), "stop", "", 0))
+    if dice.random() < 0.15:
+        members = [name for name in names if not (name == "evaluator" or (topology.get("ps") and "worker" in name))]
+        code = dice.choice((-11, 70))
+        times = 99 if scripted and code > 0 else dice.choice((1, 1, 99))
+        drawn.fails_at[dice.randint(1, drawn.steps)] = (dice.choice(members), code, times)
+    if dice.random() < 0.4:
+        for _ in range(dice.randint(1, 3)):
+            drawn.crash_at.setdefault(dice.choice(names), set()).add(int(dice.lognormvariate(4, 1.2)) + 1)
+        drawn.torn_share = dice.choice((0, 0, 0.02))
+    drawn.skewed = dice.random() < 0.2
+    return drawn
+
+
+class Schedule:
+    """Runs one schedule."""
+
+    def __init__(self, seed: int, drawn: Drawn | None = None) -> None:
+        self.drawn = drawn or draw(seed)
+        cluster = spec.build(**self.drawn.topology, separate_chief=not self.drawn.scripted)
+        self.world = world = World(cluster, seed)
+        self.folder = world.folder = SimFolder(
+            world, cluster, max_restarts=MAX_RESTARTS, hang_timeout_s=HANG_TIMEOUT_S, script=self.drawn.scripted
+        )
+        self.training = world.training = Training(
+            world, steps=self.drawn.steps, save_every=self.drawn.save_every, scripted=self.drawn.scripted
+        )
+        world.make_agent = lambda task: machine.make_agent(task, scripted=self.drawn.scripted)
+        self.stop_at: float | None = None
+        self.first_outcome: Any = None
+        self._newest = 0
+
+    def run(self) -> dict[str, Any]:
+        """Run it; return the outcome.
+
+        Raises:
+            Broken: an invariant does not hold.
+        """
+        world, drawn = self.world, self.drawn
+        self.folder.__dict__["torn_share"] = drawn.torn_share
+        self.training.fails_at = dict(drawn.fails_at)
+        for name, task in world.tasks.items():
+            task.skew_s = world.random.choice((-60.0, 0.0, 60.0)) if drawn.skewed else 0.0
+            task.crash_at = drawn.crash_at.get(name, set())
+            world.at(world.random.uniform(0, 1), task.start)
+        for at, kind, name, seconds in drawn.faults:
+            world.at(at, lambda kind=kind, name=name, seconds=seconds: self._inject(kind, name, seconds))
+        with Now.of(world):
+            self._watch()
+            world.run(lambda: all(task.ended for task in world.tasks.values()))
+            self._check_end()
+        return self.first_outcome
+
+    def _is_alone(self, name: str) -> bool:
+        """Whether a task restarts alone, as the contract says."""
+        return name == "evaluator" or (name.startswith("worker") and bool(self.drawn.topology.get("ps")))
+
+    def _inject(self, kind: str, name: str, seconds: float) -> None:
+        world = self.world
+        world.log(name or "-", kind)
+        if kind == "stop":
+            if self.folder.request_stop("a user"):
+                self.stop_at = world.now
+            return
+        task = world.tasks[name]
+        if not task.alive:
+            return
+        program = task.programs[-1] if task.programs and task.programs[-1].started else None
+        if kind == "kill task":
+            task.kill(seconds / 7)
+        elif kind == "freeze task":
+            task.frozen_until = world.now + seconds
+        if program and kind == "kill program":
+            self._kill(task, program)
+        if program and kind.startswith("freeze"):
+            program.frozen_until = world.now + seconds
+            self.training.froze(program)
+            self._check_frozen(task, program, whole=kind == "freeze task")
+
+    def _kill(self, task: SimTask, program: Any) -> None:
+        """Kill a program, and check that its task's agent acts on that."""
+        generation, began = program.generation, self.world.now
+        trains = program in self.training.session and not self._is_alone(task.name)
+        program.exit(-9)
+
+        def seen() -> None:
+            over = "outcome" in self.folder.records or "stop" in self.folder.records
+            busy = task.frozen_until > began or task.thread is not thread or not task.alive
+            if not over and not busy and self.folder.newest_generation == generation:
+                raise Broken(f"seen: nothing begins after {task.name} was killed in generation {generation}")
+
+        thread = task.thread
+        if trains:
+            self.world.at(SEEN_S, seen)
+
+    def _check_frozen(self, task: SimTask, program: Any, *, whole: bool) -> None:
+        """Check that somebody ends a program that was frozen while it trained: its agent, or all if that is frozen."""
+        generation, thread, until = program.generation, task.thread, program.frozen_until
+        patience_s = (SILENT_S if whole else FROZEN_S) + SEEN_S
+        began = self.world.now
+        watchers = {other: other.thread for other in self.world.tasks.values() if other is not task and other.alive}
+        settled = program.state in ("training", "evaluating") and not self.drawn.scripted
+
+        def seen() -> None:
+            gone = program.code is not None or "outcome" in self.folder.records or "stop" in self.folder.records
+            others = task.thread is not thread or (task.frozen_until > until if whole else task.frozen_until > 0)
+            watched = any(each.thread is then and each.frozen_until <= began for each, then in watchers.items())
+            if not gone and not others and (watched or not whole) and self.folder.newest_generation == generation:
+                raise Broken(f"seen: {task.name} is frozen in {generation}, and nobody does anything about it")
+
+        if settled and not (whole and task.name == "evaluator") and patience_s < until - self.world.now:
+            self.world.at(patience_s, seen)
+
+    def _watch(self) -> None:
+        """Look at what is recorded, all the time."""
+        outcome = self.folder.records.get("outcome")
+        if isinstance(outcome, dict):
+            if self.first_outcome not in (None, outcome):
+                raise Broken(f"outcome: {self.first_outcome} became {outcome}")
+            self.first_outcome = outcome
+        if (newest := self.folder.newest_generation) != self._newest:
+            self._newest = newest
+            self.world.at(SEEN_S, lambda: self._check_seen(newest))
+        if self.stop_at is not None and outcome is None and self.world.now > self._last_fault() + STOP_S:
+            raise Broken("stop: the run does not stop")
+        if self.stop_at is not None and self.training.last_step_at > self._last_fault() + STOP_TRAINING_S:
+            raise Broken("stop: training goes on")
+        if not all(task.ended for task in self.world.tasks.values()):
+            self.world.at(0.5, self._watch)
+
+    def _last_fault(self) -> float:
+        ends = [at + seconds for at, _, _, seconds in self.drawn.faults]
+        return max([self.stop_at or 0.0, *ends])
+
+    def _check_seen(self, generation: int) -> None:
+        if "outcome" in self.folder.records:
+            return  # programs have time to save
+        for task in self.world.tasks.values():
+            for program in task.programs:
+                old = program.code is None and 0 <= program.generation < generation
+                frozen = max(task.frozen_until, program.frozen_until) > self.world.now - SEEN_S
+                if old and task.alive and not frozen:
+                    raise Broken(f"seen: {task.name} keeps its program of {program.generation} in {generation}")
+
+    def _check_end(self) -> None:
+        self._watch_last()
+        outcome, drawn = self.first_outcome, self.drawn
+        if self.folder.records.get("summary") != outcome:
+            raise Broken("end: the chief wrote no summary of the outcome")
+        if outcome["state"] == "succeeded" and self.training.result != list(range(1, drawn.steps + 1)):
+            raise Broken(f"checkpoint: the result holds the steps {self.training.result}")
+        alive = [name for name, task in self.world.tasks.items() for each in task.programs if each.code is None]
+        if alive:
+            raise Broken(f"end: programs of {alive} outlive the run")
+        self._check_policy(outcome, Counter(drawn.kinds))
+
+    def _watch_last(self) -> None:
+        outcome = self.folder.records.get("outcome")
+        if not isinstance(outcome, dict) or self.first_outcome not in (None, outcome):
+            raise Broken(f"outcome: {self.first_outcome} became {outcome}")
+        self.first_outcome = outcome
+
+    def _check_policy(self, outcome: dict[str, Any], kinds: Counter[str]) -> None:
+        state = outcome["state"]
+        if state == "stopped" and self.stop_at is None:
+            raise Broken("policy: nobody requested the stop")
+        if state == "failed" and not kinds["fails for good"]:
+            raise Broken(f"policy: the run failed: {outcome}")
+        if state == "succeeded" and kinds["fails for good"]:
+            raise Broken("policy: the run cannot have succeeded")
+        generations = self.folder.newest_generation
+        repeated = kinds.keys() == {"fails for good"} and not self.drawn.topology.get("ps") and not self.drawn.scripted
+        if repeated and generations != MAX_RESTARTS:
+            raise Broken(f"policy: {generations} restarts, expected {MAX_RESTARTS}")
+        if kinds.keys() <= {"kill program", "kill task"} and generations > kinds.total():
+            raise Broken(f"policy: {generations} restarts of the gang for {kinds.total()} kills")
+        alone = [self._is_alone(name) for _, _, name, _ in self.drawn.faults if name]
+        if all(alone) and not kinds.keys() - {"kill program", "kill task"} and generations:
+            raise Broken("policy: the gang restarted for tasks that restart alone")
+        if outcome.get("task") == Role.EVALUATOR and state == "failed":
+            raise Broken("policy: the evaluator failed the run")
+        if outcome.get("exit_code") == EXIT_TIMEOUT:
+            raise Broken("policy: the cluster was not complete, although every task came back")
+
+
+def explain(schedule: Schedule, last: int = 60) -> str:
+    """Return what was drawn and the last that happened, to be shown with a broken invariant."""
+    lines = [f"{at:8.2f}  {task:<10} {what}" for at, task, what in schedule.world.trace[-last:]]
+    return "\n".join([f"seed {schedule.world.seed}: {schedule.drawn}", *lines])

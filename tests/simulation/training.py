@@ -1,0 +1,350 @@
+"""Programs that train in a simulated run: how they join, step, save, stop and fail, as measured of TensorFlow's.
+
+A gang's step needs all of its members. When one dies, the others hang until they lose contact, which takes 1 to 11 s.
+Parameter servers and their workers never end by themselves; a worker may come back. Training is a chain of steps, each
+on the state that the previous one left, so that a lost step or one done twice shows in the result.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Callable
+
+from cluster.errors import EXIT_PEER_LOST
+from cluster.recovery.step_record import Progress
+from cluster.run.membership import LEFT_OUT
+from cluster.spec import Role
+from tests.simulation.folder import Beat
+from tests.simulation.world import Broken, SimTask, World
+
+
+class SimProgram:
+    """One attempt of a task's program; the agent sees it as `cluster.agent.program.Program`."""
+
+    can_wait = False
+
+    def __init__(self, world: World, owner: SimTask) -> None:
+        world.operation("start the program")
+        self.world, self.owner, self.training = world, owner, world.training
+        self.agent_thread = owner.thread
+        self.code: int | None = None
+        self.generation = -1
+        self.frozen_until = 0.0
+        self.state = "importing"
+        self.imported_at = world.now + world.random.uniform(0.3, 3)
+        self.pid = len(world.pids) + 1
+        world.pids.append(self)
+        self._stop_requested = False
+        if others := [program for program in owner.programs if program.code is None]:
+            raise Broken(f"programs: {owner.name} has {len(others) + 1} programs at once")
+        owner.programs.append(self)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended."""
+        return self.code is not None
+
+    @property
+    def started(self) -> bool:
+        """Whether there is a process: a script starts only once its cluster is complete."""
+        return self.code is None and (self.generation >= 0 or not self.training.scripted)
+
+    @property
+    def runs(self) -> bool:
+        """Whether it is alive and not frozen."""
+        return self.code is None and self.frozen_until <= self.world.now
+
+    def open_gate(self, variables: dict[str, str]) -> None:
+        """Join the cluster once the imports are done."""
+        self.world.operation("open the gate")
+        self.generation = int(variables["GENERATION"])
+        self.training.passed_gate(self)
+        self.world.at(max(0.0, self.imported_at - self.world.now), self._join)
+
+    def _join(self) -> None:
+        if self.code is None:
+            self.world.at(max(0.0, self.frozen_until - self.world.now), lambda: self.training.join(self))
+
+    def beat(self, state: str, step: int) -> None:
+        """Write the heartbeat."""
+        self.state = state
+        if self.world.training.scripted:
+            return  # its agent writes it
+        values = {"task": self.owner.name, "role": self.owner.task.role.value, "state": state, "step": step}
+        beat = self.world.folder.beats.get(self.owner.name)
+        if beat is None or beat.writes != self._writes:
+            beat = self.world.folder.beats[self.owner.name] = Beat({}, self.owner.skew_s, self._writes)
+        beat.values = values | {"generation": self.generation, "restarts": 0, "pace": None}
+
+    def _writes(self) -> bool:
+        return self.runs
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Wait for the end."""
+        self.world.operation("wait for the program")
+        if self.code is None:
+            self.world.sleep(timeout_s if timeout_s is not None else 1.0)
+        if self.code is None:
+            raise subprocess.TimeoutExpired("program", timeout_s or 0)
+        return self.code
+
+    def request_end(self) -> None:
+        """Handle SIGTERM, once."""
+        self.world.operation("SIGTERM")
+        if not self._stop_requested and self.code is None:
+            self._stop_requested = True
+            self.training.stop(self)
+
+    def show_stacks(self) -> None:
+        """Print nothing."""
+
+    def end(self, grace_s: float) -> int:
+        """End it, after a while by SIGKILL."""
+        self.world.operation("end the program")
+        if self.code is None and grace_s > 0:
+            self.request_end()
+            deadline = self.world.now + grace_s
+            while self.code is None and self.world.now < deadline:
+                self.owner.wait(min(grace_s, 1.0))
+        self.exit(-signal.SIGKILL)
+        assert self.code is not None
+        return self.code
+
+    def error(self, code: int) -> str | None:
+        """Return what it printed."""
+        return "own error" if code > 0 else None
+
+    def exit(self, code: int) -> None:
+        """End now, of whatever."""
+        if self.code is None:
+            self.code = code
+            beat = self.world.folder.beats.get(self.owner.name)
+            if beat and beat.writes == self._writes:
+                beat.settle_at_death()
+            self.world.log(self.owner.name, f"program of {self.generation} ended with {code}")
+            self.training.left(self)
+            if self.owner.alive and self.owner.thread is self.agent_thread:
+                self.owner.wake()
+
+
+class Training:
+    """What the programs of a run do together."""
+
+    def __init__(self, world: World, *, steps: int, save_every: int, scripted: bool = False) -> None:
+        self.world, self.steps, self.save_every, self.scripted = world, steps, save_every, scripted
+        spec = world.spec
+        self.members = [task.name for task in spec.members] or ["chief"]
+        self.served = bool(spec.of(Role.PS))
+        self.joined: dict[str, SimProgram] = {}
+        self.session: list[SimProgram] = []
+        """Who trains together right now."""
+        self.step = 0
+        self.chain: list[int] = []
+        """The steps whose updates the state holds."""
+        self.saved: dict[int, list[int]] = {0: []}
+        self.fails_at: dict[int, tuple[str, int, int]] = {}
+        """At which step which task's program ends by itself, with which code, and how often."""
+        self.result: list[int] | None = None
+        self.last_step_at = 0.0
+        self._stopping = False
+        self.saves_whole = True
+        """Whether a checkpoint counts only once it is complete."""
+
+    def passed_gate(self, program: SimProgram) -> None:
+        """Check that no program of an earlier generation lives that could join the same cluster.
+
+        Raises:
+            Broken: one does.
+        """
+        if program.owner.name not in self.members:
+            return
+        for name in self.members:
+            for other in self.world.tasks[name].programs:
+                if other.code is None and 0 <= other.generation < program.generation:
+                    raise Broken(
+                        f"generations: {program.owner.name} begins generation {program.generation} "
+                        f"while {name}'s program of {other.generation} is alive"
+                    )
+
+    def join(self, program: SimProgram) -> None:
+        """Let a program that has imported TensorFlow join its cluster."""
+        if program.code is not None:
+            return
+        if program.owner.name not in self.members:
+            program.beat("evaluating", self.step)
+            return
+        self.joined[program.owner.name] = program
+        program.beat("compiling", 0)
+        if self.served and self.world.spec.serves(program.owner.task):
+            program.beat("training", 0)
+        if self.session:
+            if self.served:
+                self.session.append(program)
+            return
+        if set(self.joined) == self._members_of(program.generation):
+            self.session = list(self.joined.values())
+            self._stopping = any(each._stop_requested for each in self._leaders(self.session))
+            session = self.session
+            self.world.at(self.world.random.uniform(0.5, 2), lambda: self._begin(session))
+
+    def _members_of(self, generation: int) -> set[str]:
+        """Return the tasks that form the cluster of a generation."""
+        record = self.world.folder.records[f"generations/{generation}"]
+        return set(self.members) - set(record.get(LEFT_OUT, ()))
+
+    def _leaders(self, session: list[SimProgram]) -> list[SimProgram]:
+        """Return those whose programs end by themselves."""
+        return [each for each in session if not self.world.spec.serves(each.owner.task)]
+
+    def _begin(self, session: list[SimProgram]) -> None:
+        if not self._together(session):
+            return
+        saved = max(self.saved)
+        newest = max(self.world.folder.checkpoints_saved, default=0)
+        if newest != saved:
+            raise Broken(f"checkpoint: the newest is of step {newest}, but step {saved} had been saved")
+        self.step, self.chain = saved, list(self.saved[saved])
+        leader = self._leaders(session)[0]
+        self.world.folder.event("chief", "restored", step=saved, generation=leader.generation)
+        self._step(session)
+
+    def _together(self, session: list[SimProgram]) -> bool:
+        """Whether a step can be done; a frozen member delays it until it goes on."""
+        if session is not self.session:
+            return False
+        needed = self._leaders(session) if self.served else session
+        if any(each.code is not None for each in needed):
+            return False
+        generations = {each.generation for each in session if each.code is None}
+        if len(generations) > 1:
+            raise Broken(f"generations: programs of {sorted(generations)} train together")
+        return True
+
+    def _step(self, session: list[SimProgram]) -> None:
+        """Do a step once all whom it needs are there."""
+        if not self._together(session):
+            return
+        # The chief of parameter servers waits for a frozen worker only at the end.
+        going_on = self.served and self.step < self.steps
+        needed = [each for each in session if not (going_on and each.owner.task.role == Role.WORKER)]
+        if self._waits_for(needed, lambda: self._step(session)):
+            return
+        if self._stopping:
+            self._after(0.2, 2, lambda: self._save(session, "stopped"))
+            return
+        for each in self._leaders(session):
+            each.beat("training", self.step)
+        if self.step >= self.steps:
+            self._after(0.2, 2, lambda: self._save(session, "done"))
+            return
+        self._fail()
+        if self._together(session):
+            self._update(session)
+
+    def _waits_for(self, needed: list[SimProgram], again: Callable[[], None]) -> bool:
+        """Whether one of these is frozen; then go on later."""
+        late_s = max((each.frozen_until for each in needed if each.code is None), default=0.0) - self.world.now
+        if late_s > 0:
+            self.world.at(min(late_s, 0.5) + 0.1, again)
+        return late_s > 0
+
+    def _fail(self) -> None:
+        """Let the program end by itself that is to do so at the next step."""
+        name, code, times = self.fails_at.get(self.step + 1, ("", 0, 0))
+        if times:
+            self.fails_at[self.step + 1] = (name, code, times - 1)
+            if program := self.joined.get(name):
+                program.exit(code)
+
+    def _update(self, session: list[SimProgram]) -> None:
+        """Finish a step."""
+        self.step += 1
+        self.chain.append(self.step)
+        self.last_step_at = self.world.now
+        generation = session[0].generation
+        for each in session:
+            if each.code is None and each.owner.task.role != Role.PS:
+                self.world.folder.steps[each.owner.name] = Progress(generation, self.step)
+        for each in self._leaders(session):
+            each.beat("training", self.step)
+        if self.step % self.save_every:
+            self._after(0.2, 1.2, lambda: self._step(session))
+            return
+        if not self.saves_whole:
+            self._add_checkpoint()
+        self._after(0.1, 1.5, lambda: self._save(session, "training"))
+
+    def _after(self, least_s: float, most_s: float, action: Callable[[], None]) -> None:
+        self.world.at(self.world.random.uniform(least_s, most_s), action)
+
+    def _save(self, session: list[SimProgram], then: str) -> None:
+        """Finish a save: until here a crash leaves nothing of it."""
+        if not self._together(session):
+            return
+        if self._waits_for(self._leaders(session), lambda: self._save(session, then)):
+            return
+        if not self.scripted:
+            self.saved[self.step] = list(self.chain)
+            self._add_checkpoint()
+        if then == "training":
+            self.world.at(0.05, lambda: self._step(session))
+            return
+        if then == "done":
+            self.result = list(self.chain)
+        self.session = []
+        for each in self._leaders(session):
+            each.beat(then, self.step)
+            self.world.at(self.world.random.uniform(0, 0.5), lambda each=each: each.exit(0))
+
+    def _add_checkpoint(self) -> None:
+        if self.step and self.step not in self.world.folder.checkpoints_saved:
+            self.world.folder.checkpoints_saved.append(self.step)
+
+    def stop(self, program: SimProgram) -> None:
+        """Handle SIGTERM to a program: the gang saves at its next step; an evaluator ends."""
+        if program.owner.name not in self.members:
+            program.beat("stopped", self.step)
+            self.world.at(self.world.random.uniform(0.1, 1), lambda: program.exit(0))
+        elif program in self.session and program in self._leaders(self.session):
+            self._stopping = True
+        elif self.scripted or self.world.spec.serves(program.owner.task):
+            program.exit(-signal.SIGTERM)
+
+    def left(self, program: SimProgram) -> None:
+        """Let the others lose contact with a program that ended."""
+        if self.joined.get(program.owner.name) is program:
+            del self.joined[program.owner.name]
+        if program not in self.session:
+            # Who waits for the cluster to form never finds out.
+            return
+        if self.served:
+            self.session.remove(program)
+            if program.owner.task.role == Role.WORKER:
+                return
+        others = [each for each in self._leaders(self.session) if each is not program]
+        if not self.served or program.owner.task.role in (Role.PS, Role.CHIEF):
+            self.session = []
+        for each in others:
+            self.world.at(self.world.random.uniform(1, 11), lambda each=each: self._lose_contact(each))
+
+    def froze(self, program: SimProgram) -> None:
+        """Let the others lose contact with a frozen program, unless it goes on in time."""
+        patience_s = self.world.random.uniform(7, 12)
+        if len(self.session) > 1 and program in self.session and program.frozen_until - self.world.now > patience_s:
+            self.world.at(patience_s, lambda: self._miss(program))
+
+    def _miss(self, program: SimProgram) -> None:
+        if program.code is None and program in self.session and not self.served:
+            others = [each for each in self.session if each is not program]
+            self.session = []
+            for each in [*others, program]:
+                self.world.at(self.world.random.uniform(0, 1), lambda each=each: self._lose_contact(each))
+
+    def _lose_contact(self, program: SimProgram) -> None:
+        if program.frozen_until > self.world.now:
+            self.world.at(program.frozen_until - self.world.now, lambda: self._lose_contact(program))
+        elif self.scripted:
+            program.exit(1)
+        else:
+            program.exit(-signal.SIGABRT if self.world.random.random() < 0.1 else EXIT_PEER_LOST)

@@ -1,0 +1,257 @@
+"""Simulated schedules: real agents in a simulated world that crashes, freezes and delays them; see tests/simulation.
+
+`SCHEDULES=100000 SEED=0 pytest -m long tests/unit/cluster/agent/test_simulation.py` runs as many as one likes. A broken
+invariant names its seed; `SEED=<it> SCHEDULES=1` runs that schedule again, exactly.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+
+import pytest
+
+from cluster.agent import agent, decisions, watchdog
+from cluster.agent.agent import Agent
+from cluster.agent.decisions import Decisions
+from cluster.agent.script import ScriptAgent
+from cluster.recovery import attempts, ends
+from cluster.recovery.policy import Recovery
+from cluster.spec import ClusterSpec
+from tests.simulation import machine
+from tests.simulation.schedule import Drawn, Schedule, explain
+from tests.simulation.world import Broken, Now
+
+ORDINARY = 1200
+SEEDS_OF_A_MUTATION = 600
+"""Within so many schedules a missing protection has to show."""
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    machine.install(monkeypatch)
+    return monkeypatch
+
+
+def run_all(seeds: Iterable[int]) -> Counter[str]:
+    """Run schedules; return how many there were of each outcome and fault."""
+    counts: Counter[str] = Counter()
+    for seed in seeds:
+        schedule = Schedule(seed)
+        try:
+            outcome = schedule.run()
+        except Exception as error:
+            error.add_note(explain(schedule))
+            raise
+        counts.update(["schedules", f"state {outcome['state']}", *schedule.drawn.kinds])
+    return counts
+
+
+@pytest.mark.slow
+def test_no_schedule_breaks_an_invariant(simulated: pytest.MonkeyPatch) -> None:
+    counts = run_all(range(ORDINARY))
+    assert ORDINARY == counts["schedules"]
+    assert {"state succeeded", "state stopped", "state failed"} <= counts.keys()
+    faults = {"kill program", "kill task", "freeze program", "freeze task", "stop", "crash", "own failure"}
+    assert faults <= counts.keys()
+
+
+@pytest.mark.long
+def test_many_schedules_break_no_invariant(simulated: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    first, number = int(os.environ.get("SEED", str(ORDINARY))), int(os.environ.get("SCHEDULES", "10000"))
+    counts = run_all(range(first, first + number))
+    with capsys.disabled():
+        print(f"\n{counts.pop('schedules')} schedules from seed {first}: {dict(sorted(counts.items()))}")
+
+
+def test_a_script_outlives_a_peer_that_reports_its_death_slowly(simulated: pytest.MonkeyPatch) -> None:
+    outcomes = [schedule.run()["state"] for schedule in islice(slow_reports(simulated), 200)]
+    assert ["succeeded"] * 200 == outcomes
+
+
+def test_a_schedule_can_be_repeated_exactly(simulated: pytest.MonkeyPatch) -> None:
+    def trace(seed: int) -> list[tuple[float, str, str]]:
+        schedule = Schedule(seed)
+        schedule.run()
+        return schedule.world.trace
+
+    for seed in range(20):
+        assert trace(seed) == trace(seed)
+
+
+# Each protection is taken out, and the invariant that needs it breaks
+
+
+def ignore_generations(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
+    """Agents look at the outcome only."""
+    patch.setattr(Decisions, "_is_over", lambda self, generation: self.run.outcome is not None)
+    return schedules()
+
+
+def claim_twice(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
+    """Whoever records the outcome replaces it."""
+    return schedules(lambda schedule: schedule.folder.__dict__.update(exclusive=False))
+
+
+def keep_programs(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
+    """An attempt's program is not ended with it."""
+    patch.setattr(machine.SimProgram, "end", lambda self, grace_s: self.code or 0)
+    return schedules()
+
+
+def token_without_generation(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
+    """Tasks of different generations hold one rendezvous."""
+    whole = machine.hold_rendezvous
+
+    def hold(*words: object, token: str, **options: object) -> None:
+        whole(*words, token="run", **options)
+
+    patch.setattr(agent.rendezvous, "wait", hold)
+    return schedules()
+
+
+def unfinished_checkpoints(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
+    """A checkpoint counts before it is complete."""
+    return schedules(lambda schedule: setattr(schedule.training, "saves_whole", False))
+
+
+def no_word_of_a_death(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
+    """An agent that comes back does not report that its task was killed."""
+    patch.setattr(Agent, "_report_own_death", lambda self: None)
+    return schedules()
+
+
+def nobody_misses_the_silent(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
+    """Silent and frozen tasks are not noticed."""
+    patch.setattr(watchdog.Watchdog, "_frozen", lambda *_: None)
+    return schedules()
+
+
+def stops_unheard(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
+    """No program is ended for a stop request."""
+    patch.setattr(Agent, "_watch", deaf(Agent._watch))
+    return schedules()
+
+
+def deaf(watch: Callable[..., None]) -> Callable[..., None]:
+    """Return a `_watch` whose agent takes every task for one that is not asked to stop."""
+
+    def watch_on(self: Agent, *arguments: object) -> None:
+        self.serves = True
+        try:
+            watch(self, *arguments)
+        finally:
+            self.serves = self.spec.serves(self.task)
+
+    return watch_on
+
+
+def damaged_records_stay(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
+    """A record that a crash left empty counts as one that another agent has created."""
+
+    def change(schedule: Schedule) -> None:
+        schedule.world.LIMIT_S = 120.0
+        schedule.drawn.torn_share = 0.3
+        schedule.folder.__dict__["replaces_damaged"] = False
+
+    return schedules(change)
+
+
+def kills_count(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
+    """A program that was killed counts as one that failed by itself, and no failure is forgiven."""
+    patch.setattr(ends, "kind_of", lambda code, *, out_of_memory: attempts.OWN)
+    patch.setattr(attempts, "max_restarts", lambda run: 0)
+    return schedules()
+
+
+def failures_do_not_count(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
+    """A program that fails by itself starts again for ever."""
+    patch.setattr(attempts, "too_many", lambda tried, most: 0)
+    patch.setattr(attempts, "pause_s", lambda tried: 0.0)
+    return schedules()
+
+
+def nobody_restarts_alone(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
+    """Every task takes the gang with it."""
+    patch.setattr(ClusterSpec, "restarts_alone", lambda self, task: False)
+    return schedules()
+
+
+def met_again(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
+    """A task that restarts alone waits for those that have met its previous attempt."""
+    patch.setattr(Agent, "_passed_rendezvous", lambda self, generation: frozenset())
+    return schedules()
+
+
+def deaf_to_reports(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
+    """A script's agent does not look for a task that was killed and has reported only that so far."""
+    patch.setattr(ScriptAgent, "_another_was_killed", lambda self, generation: False)
+
+    return slow_reports(patch)
+
+
+def slow_reports(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
+    """A worker's task is killed; the disk is slow between its report and the generation that it begins."""
+    restart = Recovery.restart_gang
+
+    def restart_late(self: Recovery, generation: int, own: ends.End) -> None:
+        Now.world.sleep(2.0)
+        restart(self, generation, own)
+
+    patch.setattr(Recovery, "restart_gang", restart_late)
+    killed = Drawn({"workers": 2}, scripted=True, steps=15, save_every=5, faults=[(8.0, "kill task", "worker-0", 20.0)])
+    return schedules(drawn=killed)
+
+
+def no_patience(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
+    """A script that lost contact does not wait for the task that was killed to report it."""
+    patch.setattr(Agent, "_another_restarts_gang", lambda self, generation, patience_s: False)
+    return schedules()
+
+
+def schedules(
+    change: Callable[[Schedule], object] = lambda schedule: None, drawn: Drawn | None = None
+) -> Iterator[Schedule]:
+    """Yield schedules, each changed before it runs."""
+    for seed in range(SEEDS_OF_A_MUTATION):
+        schedule = Schedule(seed, drawn)
+        schedule.world.LIMIT_S = 2_000.0
+        change(schedule)
+        yield schedule
+
+
+@pytest.mark.parametrize(
+    ("mutation", "invariant"),
+    [
+        (claim_twice, "outcome"),
+        (token_without_generation, "generations"),
+        (keep_programs, "programs"),
+        (unfinished_checkpoints, "checkpoint"),
+        (no_word_of_a_death, "policy"),
+        (nobody_misses_the_silent, "seen"),
+        (damaged_records_stay, "end"),
+        (stops_unheard, "stop"),
+        (ignore_generations, "seen"),
+        (kills_count, "policy"),
+        (failures_do_not_count, "policy"),
+        (nobody_restarts_alone, "policy"),
+        (met_again, "policy"),
+        (no_patience, "policy"),
+        (deaf_to_reports, "policy"),
+    ],
+)
+def test_without_its_protection_an_invariant_breaks(
+    simulated: pytest.MonkeyPatch, mutation: Callable[[pytest.MonkeyPatch], Iterator[Schedule]], invariant: str
+) -> None:
+    assert decisions.POLL_S == machine.POLL_S
+    broken = []
+    for schedule in mutation(simulated):
+        try:
+            schedule.run()
+        except Broken as error:
+            broken.append(str(error).partition(":")[0])
+            if broken[-1] == invariant:
+                return
+    pytest.fail(f"{len(broken)} schedules broke: {Counter(broken)}")

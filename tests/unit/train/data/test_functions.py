@@ -1,0 +1,310 @@
+"""A dataset as a function of (split, shard): examined before a run, read by each task, a pure function of the step."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cluster.errors import RunFailed, UsageError
+from train.config import TrainConfig
+from train.data import own_dataset, sources
+from train.data.function import epochs, random_access, record
+from train.data.function.calling import Shard
+from train.data.function.examine import examine
+
+TRAIN, TEST = 20, 6
+NAME = "own_function:data"
+
+
+class Numbers:
+    """A source whose example i is `[i, i]` of class i modulo 3."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full(2, index, np.float64), index % 3
+
+
+def numbers(split: str, _shard: Shard) -> Any:
+    """Return a random-access source."""
+    return Numbers(TRAIN if split == "train" else TEST)
+
+
+def ranges(split: str, shard: Shard) -> tf.data.Dataset:
+    """Return the same examples as a dataset of the shard's, shuffled by its seed."""
+    dataset = tf.data.Dataset.range(TRAIN if split == "train" else TEST).shard(shard.count, shard.index)
+    if split == "train":
+        dataset = dataset.shuffle(TRAIN, seed=shard.seed)
+    return dataset.map(lambda i: (tf.fill([2], tf.cast(i, tf.float64)), i % 3))
+
+
+@pytest.fixture
+def function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], str]:
+    """Puts a function in a module; returns its name as a dataset."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "own_function.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    monkeypatch.delitem(sys.modules, "own_function", raising=False)
+    monkeypatch.setattr(random_access, "_OPEN", {})
+    import own_function  # type: ignore[import-not-found]  # the file just written
+
+    def put(data: Any) -> str:
+        monkeypatch.setattr(own_function, "data", data, raising=False)
+        return NAME
+
+    return put
+
+
+@pytest.fixture
+def source(function: Callable[[Any], str], tmp_path: Path) -> Callable[[Any], sources.Source]:
+    """Examines a function, and returns it as a source."""
+
+    def make(data: Any) -> sources.Source:
+        examine(function(data), tmp_path / "data", "3")
+        config = TrainConfig(source="function", dataset=NAME, num_outputs=3)
+        return sources.find(config, tmp_path / "data")
+
+    return make
+
+
+def steps(source: sources.Source, first: int, count: int, replicas: int = 1, own: range | None = None) -> list[Any]:
+    """Return the first feature of every example of some steps, a list for each batch of each of the own replicas."""
+    own = own or range(replicas)
+    dataset = source.train_dataset(
+        first_step=first, num_steps=count, global_batch=6, num_replicas=replicas, first_replica=own.start,
+        local_replicas=len(own), seed=7,
+    )  # fmt: skip
+    return [batch.features[:, 0].numpy().astype(int).tolist() for batch in dataset]
+
+
+@pytest.mark.parametrize("data", [numbers, ranges])
+def test_a_run_may_begin_at_any_step(source: Callable[[Any], sources.Source], data: Any) -> None:
+    found = source(data)
+    whole = steps(found, 0, 9, 2)
+    assert whole == steps(found, 0, 9, 2)
+    for first in (1, 3, 4, 7):  # an epoch is 20 / 6 steps long
+        assert whole[2 * first :] == steps(found, first, 9 - first, 2)
+
+
+@pytest.mark.parametrize("data", [numbers, ranges])
+def test_each_task_reads_its_own_part(source: Callable[[Any], sources.Source], data: Any) -> None:
+    found = source(data)
+    whole = steps(found, 0, 9, 3)
+    assert whole[0::3] == steps(found, 0, 9, 3, range(1))
+    assert [each for at, each in enumerate(whole) if at % 3] == steps(found, 0, 9, 3, range(1, 3))
+
+
+def test_random_access_has_each_example_once_an_epoch_at_any_number_of_replicas(
+    source: Callable[[Any], sources.Source],
+) -> None:
+    found = source(numbers)
+    one, two = steps(found, 0, 10), steps(found, 0, 10, 2)
+    assert one == [a + b for a, b in zip(two[::2], two[1::2], strict=True)]
+    flat = [*itertools.chain(*one)]
+    assert [sorted(flat[at : at + TRAIN]) for at in (0, TRAIN, 2 * TRAIN)] == [list(range(TRAIN))] * 3
+
+
+def test_a_dataset_is_in_another_order_in_every_epoch(source: Callable[[Any], sources.Source]) -> None:
+    flat = [*itertools.chain(*steps(source(ranges), 0, 9))]
+    # Epochs of 4, 3 and 3 steps: the first begins again, so has 4 examples twice.
+    assert set(range(TRAIN)) == set(flat[:24]) and flat[:18] != flat[24:42]
+
+
+def test_a_short_shard_begins_again(source: Callable[[Any], sources.Source]) -> None:
+    def uneven(split: str, shard: Shard) -> tf.data.Dataset:
+        dataset = tf.data.Dataset.range(TRAIN)
+        if shard.count == 2:  # 18 and 2
+            dataset = dataset.take(18) if shard.index == 0 else dataset.skip(18)
+        return dataset.map(lambda i: (tf.fill([2], tf.cast(i, tf.float32)), i % 3))
+
+    found = steps(source(uneven), 0, 5, 2)
+    assert 10 == len(found)
+    assert [[18, 19, 18]] == found[1:2]
+
+
+def test_an_empty_shard_is_reported(source: Callable[[Any], sources.Source]) -> None:
+    found = source(lambda split, shard: ranges(split, Shard(0, 1, shard.seed, shard.data_dir)).take(
+        TRAIN if shard.index == 0 else 0
+    ))  # fmt: skip
+    with pytest.raises(tf.errors.OpError) as error:
+        steps(found, 0, 2, 2)
+    assert isinstance(sources.explain(error.value), RunFailed)
+
+
+@pytest.mark.parametrize("data", [numbers, ranges])
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_evaluation_takes_every_example_once(source: Callable[[Any], sources.Source], data: Any, replicas: int) -> None:
+    found, weighed = source(data), []
+    for replica in range(replicas):
+        for batch in found.eval_dataset(
+            replica_batch=4, num_replicas=replicas, first_replica=replica, local_replicas=1
+        ):
+            assert (4, 2) == batch.features.shape
+            weighed += batch.features[:, 0].numpy()[batch.weights.numpy() == 1].tolist()
+    assert list(range(TEST)) == sorted(weighed)
+
+
+def test_micro_batches_and_virtual_shards_cut_the_same_examples(source: Callable[[Any], sources.Source]) -> None:
+    strategy, found = tf.distribute.get_strategy(), source(ranges)
+    whole = sources.train_feed(strategy, found, 0, 6, 7)
+    parts = sources.train_feed(strategy, found, 0, 6, 7, micro_batches=3)
+    zero = tf.constant(0, tf.int64)
+    for _ in range(4):
+        expected, given = whole.batch(whole.next(), zero, zero), parts.next()
+        cut = [parts.batch(given, zero, tf.constant(part, tf.int64)).features for part in range(3)]
+        np.testing.assert_array_equal(expected.features, tf.concat(cut, 0))
+
+
+def test_parts_are_joined_to_whole_batches(source: Callable[[Any], sources.Source]) -> None:
+    batches = source(ranges).train_dataset(
+        first_step=0, num_steps=3, global_batch=6, num_replicas=3, first_replica=0, local_replicas=3, seed=7
+    )
+    parts = [batch.features.numpy() for batch in batches]
+    whole = [batch.features.numpy() for batch in sources.joined(batches, 3)]
+    np.testing.assert_array_equal(np.concatenate(parts), np.concatenate(whole))
+    assert [(6, 2)] * 3 == [each.shape for each in whole]
+
+
+def test_dictionaries_weights_and_types(source: Callable[[Any], sources.Source]) -> None:
+    def data(split: str, _shard: Shard) -> Any:
+        count = TRAIN if split == "train" else TEST
+
+        class Dictionaries(Numbers):
+            def __getitem__(self, index: int) -> Any:
+                features = {"image": np.full([2, 2], index, np.uint8), "age": np.float64(index)}
+                return features, np.int16(index % 3), 2
+
+        return Dictionaries(count)
+
+    found = source(data)
+    assert {"image": (2, 2), "age": ()} == found.feature_shape
+    assert found.weighted and found.classifies
+    dataset = found.train_dataset(
+        first_step=0, num_steps=1, global_batch=4, num_replicas=1, first_replica=0, local_replicas=1, seed=7
+    )
+    (batch,) = dataset
+    assert (tf.uint8, [4, 2, 2]) == (batch.features["image"].dtype, batch.features["image"].shape)
+    assert (tf.float32, tf.int64) == (batch.features["age"].dtype, batch.labels.dtype)
+    np.testing.assert_array_equal(batch.features["image"][:, 0, 0], batch.features["age"])
+    np.testing.assert_array_equal([2.0] * 4, batch.weights)
+
+
+def test_a_whole_batch_is_read_at_once_where_the_source_can(source: Callable[[Any], sources.Source]) -> None:
+    class Batches(Numbers):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return [(np.full(2, -index, np.float64), 0) for index in indices]
+
+    found = source(lambda split, shard: Batches(TRAIN))
+    assert all(value <= 0 for step in steps(found, 0, 3) for value in step)
+
+
+def test_an_example_that_fails_or_differs_is_named(source: Callable[[Any], sources.Source]) -> None:
+    class Broken(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            if index == 13:
+                raise OSError("disk gone")
+            return np.zeros(3 if index == 5 else 2), 0
+
+    found = source(lambda split, shard: Broken(TRAIN))
+    with pytest.raises(tf.errors.OpError) as error:
+        steps(found, 0, 4)
+    explained = sources.explain(error.value)
+    assert isinstance(explained, RunFailed) and NAME in str(explained)
+
+
+class Sized:
+    """Has a length, and nothing else."""
+
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        lambda split: numbers(split, None),  # type: ignore[arg-type]
+        lambda split, shard: None,
+        lambda split, shard: Sized(),
+        lambda split, shard: (np.zeros([3, 2]), np.zeros(3)),
+        lambda split, shard: 1 / 0,
+        lambda split, shard: Numbers(0),
+        lambda split, shard: Numbers(-1),
+        lambda split, shard: numbers(split, shard) if split == "train" else ranges(split, shard),
+        lambda split, shard: tf.data.Dataset.range(5),
+        lambda split, shard: tf.data.Dataset.range(0).map(lambda i: (i, i)),
+        lambda split, shard: tf.data.Dataset.range(5).repeat().map(lambda i: (i, i)),
+        lambda split, shard: tf.data.Dataset.range(5).map(lambda i: (tf.as_string(i), i)),
+        lambda split, shard: tf.data.Dataset.range(5).map(lambda i: (tf.zeros(i), i)),
+        lambda split, shard: tf.data.Dataset.range(5).map(lambda i: (i, i)).shuffle(5, seed=int(shard.seed)),
+        lambda split, shard: tf.data.Dataset.range(5).map(lambda i: (tf.zeros(2 if split == "train" else 3), i)),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused(function: Callable[[Any], str], tmp_path: Path, data: Any) -> None:
+    with pytest.raises(UsageError):
+        examine(function(data), tmp_path / "data", "3")
+
+
+def test_whole_number_labels_need_their_classes(function: Callable[[Any], str], tmp_path: Path) -> None:
+    def data(split: str, shard: Shard) -> tf.data.Dataset:
+        return tf.data.Dataset.range(5).map(lambda i: (i, {"digit": i, "size": tf.zeros(2)}))
+
+    name = function(data)
+    with pytest.raises(UsageError):
+        examine(name, tmp_path / "data", "")
+    assert {"digit": 10, "size": 2} == examine(name, tmp_path / "data", "digit=10").num_outputs
+
+
+def test_examples_are_counted_once_where_the_dataset_does_not_know(
+    function: Callable[[Any], str], tmp_path: Path
+) -> None:
+    sizes = {"train": 10, "test": 4}
+
+    def data(split: str, shard: Shard) -> tf.data.Dataset:
+        return tf.data.Dataset.range(sizes[split] * 2).filter(lambda i: i % 2 == 0).map(lambda i: (i, float(0)))
+
+    name, folder = function(data), tmp_path / "data"
+    assert ({"train": 10, "test": 4}, True) == ((found := examine(name, folder)).counts, found.counted)
+    sizes["train"] = 12
+    assert found == examine(name, folder) == record.find(folder, name)
+    assert 12 == examine(name, folder, fresh=True).counts["train"]
+
+
+def test_a_task_that_sees_other_data_is_refused(
+    function: Callable[[Any], str], source: Callable[[Any], sources.Source], tmp_path: Path
+) -> None:
+    found = source(ranges)
+    function(lambda split, shard: tf.data.Dataset.range(TRAIN).map(lambda i: (tf.zeros(3), i)))
+    with pytest.raises(UsageError):
+        steps(found, 0, 1)
+    config = TrainConfig(source="function", dataset=NAME, num_outputs=3)
+    examine(function(numbers), tmp_path / "data", "3")
+    function(lambda split, shard: Numbers(TRAIN - 1))
+    with pytest.raises(UsageError):
+        sources.find(config, tmp_path / "data")
+
+
+def test_a_function_of_split_and_shard_is_no_dataset_of_arrays(function: Callable[[Any], str]) -> None:
+    with pytest.raises(UsageError, match="--source function"):
+        own_dataset.read(function(numbers))
+
+
+def test_the_configuration_names_a_function_and_its_classes() -> None:
+    for wrong in ({"source": "function"}, {"num_outputs": 3}):
+        with pytest.raises(UsageError):
+            TrainConfig(**wrong).check()  # type: ignore[arg-type]
+
+
+def test_the_seed_of_an_epoch_follows_from_run_and_epoch() -> None:
+    seeds = {int(epochs.epoch_seed(seed, tf.constant(epoch, tf.int64))) for seed in (1, 2) for epoch in range(50)}
+    assert 100 == len(seeds)

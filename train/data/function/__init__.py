@@ -1,0 +1,1 @@
+"""A dataset as a function of (split, shard), which each task calls and reads by itself: `--source function`."""

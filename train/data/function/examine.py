@@ -1,0 +1,147 @@
+"""Examines a dataset function before anything is started: what it returns, of which shape, and how much."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from cluster.errors import ClusterError, PrerequisiteError, RunFailed, UsageError
+from cluster.messages import described
+from train.data.function import calling, epochs, random_access, record
+from train.data.function.calling import SPLITS, Shard
+from train.data.function.record import DATASET, RANDOM_ACCESS, Record
+from train.data.prepare import store
+from train.data.prepare.arrays import say
+
+
+def examine(name: str, data_dir: Path, num_outputs: str = "", *, seed: int = 0, fresh: bool = False) -> Record:
+    """Call a dataset function for both splits, and keep what there is to know in `data_dir`.
+
+    Args:
+        name: `package.module:function`.
+        data_dir: the folder of prepared data.
+        num_outputs: classes of labels that are whole numbers, such as `10`, or `digit=10,parity=2`.
+        seed: of the run.
+        fresh: count again the examples of datasets that do not know their length.
+
+    Raises:
+        UsageError: it cannot be trained on; says why.
+    """
+    say(f"calling {name}")
+    with store.disk_errors(data_dir):
+        data_dir.mkdir(parents=True, exist_ok=True)
+    returned = {split: calling.call(name, split, Shard(0, 1, seed, data_dir)) for split in SPLITS}
+    forms = {split: DATASET if isinstance(of, tf.data.Dataset) else RANDOM_ACCESS for split, of in returned.items()}
+    if len(set(forms.values())) > 1:
+        raise UsageError(
+            f"--dataset {name!r} returns {forms['train']} for 'train', {forms['test']} for 'test'; use one"
+        )
+    form = forms["train"]
+    look = _first_example if form == RANDOM_ACCESS else _element
+    found = {split: look(name, split, of) for split, of in returned.items()}
+    example = found["train"]
+    for part in ("features", "labels"):
+        if found["test"].get(part) != example[part]:
+            raise UsageError(
+                f"--dataset {name!r}: {part} of train and test are {example[part]} and {found['test'].get(part)}; "
+                "expected the same"
+            )
+    if found["test"].keys() != example.keys():
+        raise UsageError(
+            f"--dataset {name!r}: train and test differ in whether examples have weights; expected the same"
+        )
+    outputs = _outputs(name, example["labels"], num_outputs)
+    counts, counted = _counts(name, returned, data_dir, fresh=fresh)
+    new = Record(name, form, example, outputs, counts, counted)
+    if form == DATASET:
+        _trace(new, data_dir, seed)
+    with store.disk_errors(data_dir), store.lock(data_dir, say):
+        record.write(data_dir, new)
+    return new
+
+
+def _first_example(name: str, split: str, source: Any) -> dict[str, Any]:
+    random_access.length_of(name, split, source)
+    what = f"--dataset {name!r}: {split} example 0"
+    try:
+        first = source[0]
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"{what}: {described(error)}") from None
+    return calling.describe(what, calling.as_arrays(what, first))
+
+
+def _element(name: str, split: str, dataset: tf.data.Dataset) -> dict[str, Any]:
+    what = f"--dataset {name!r}: {split} example"
+    return calling.describe(what, calling.parts_of(what, dataset.element_spec))
+
+
+def _counts(name: str, returned: Mapping[str, Any], data_dir: Path, *, fresh: bool) -> tuple[dict[str, int], bool]:
+    """Return the examples of each split, and whether they had to be counted, now or before."""
+    known: Record | None = None
+    with contextlib.suppress(PrerequisiteError, RunFailed):
+        known = None if fresh else record.find(data_dir, name)
+    counts, counted = {}, False
+    for split, of in returned.items():
+        if not isinstance(of, tf.data.Dataset):
+            counts[split] = len(of)
+            continue
+        count = int(of.cardinality())
+        if count == tf.data.INFINITE_CARDINALITY:
+            raise UsageError(f"--dataset {name!r}: {split} never ends; expected one epoch, without repeat()")
+        if count == tf.data.UNKNOWN_CARDINALITY:
+            counted = True
+            if known is None or not known.counted:
+                say(f"counting the {split} examples: the dataset does not say how many (assert_cardinality would)")
+                known_count = _count(name, split, of)
+            else:
+                known_count = known.counts[split]
+            count = known_count
+        if not count:
+            raise UsageError(f"--dataset {name!r} has no {split} example; expected at least one")
+        counts[split] = count
+    return counts, counted
+
+
+def _count(name: str, split: str, dataset: tf.data.Dataset) -> int:
+    try:
+        return int(dataset.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1))
+    except tf.errors.OpError as error:
+        raise UsageError(f"--dataset {name!r}: reading {split}: {described(error)}") from None
+
+
+def _trace(new: Record, data_dir: Path, seed: int) -> None:
+    """Build the pipeline as a task does: there the seed is a tensor."""
+    try:
+        epochs.shard_batches(new, data_dir, 0, 2, 0, 2, 1, seed)
+    except ClusterError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"--dataset {new.name!r} cannot be made anew in every epoch: {described(error)}; shard.seed is a tensor"
+        ) from None
+
+
+def _outputs(name: str, labels: Mapping[str, Any], num_outputs: str) -> Any:
+    """Return the classes, or values to predict, of each array of labels."""
+    heads = {"": labels} if record.is_leaf(labels) else dict(labels)
+    words = [word.partition("=") for word in num_outputs.replace(" ", "").split(",") if word]
+    given = {head if mark else "": count if mark else head for head, mark, count in words}
+    found = {}
+    for head, leaf in heads.items():
+        of_head = f" of {head!r}" if head else ""
+        if leaf["dtype"] == "float32":
+            found[head] = math.prod(leaf["shape"])
+            continue
+        if not given.get(head, "").isdecimal() or int(given[head]) < 1:
+            example = "10" if not head else ",".join(f"{key}=10" for key in heads)
+            raise UsageError(
+                f"--num-outputs {num_outputs!r}: labels{of_head} of {name} are whole numbers; expected how many "
+                f"classes there are, such as -- --num-outputs {example}"
+            )
+        found[head] = int(given[head])
+    return found.get("", found)

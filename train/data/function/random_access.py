@@ -1,0 +1,208 @@
+"""Batches from a random-access source: which examples a step uses is a pure function of (seed, step), as in `memory`.
+
+So a run resumes at any step at once, and any number of tasks sees the same global batches. The graph calls the source
+by an operation that names it, `PyFuncStateless`, so it runs in whichever process has the source open: a task, a worker
+of parameter servers that was sent the graph, a data worker.
+
+Shapes: B replica batch.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops import script_ops  # the registry of functions that graphs call has no public name
+
+from cluster.errors import ClusterError, RunFailed, UsageError
+from cluster.messages import described
+from train.data import memory
+from train.data.function import calling
+from train.data.function.calling import Shard
+from train.data.function.record import PARTS, Record, leaves
+from train.data.memory import Batch
+
+_FAILURE = re.compile(r"RunFailed: (dataset [^\n]+)")
+_OPEN: dict[str, Callable[..., Any]] = {}
+"""What this process has registered; TensorFlow keeps weak references alone."""
+
+
+class Reader:
+    """Reads the examples of one split, one call at a time: a source need not know of threads."""
+
+    def __init__(self, record: Record, split: str, source: Any) -> None:
+        self._record, self._split, self._source = record, split, source
+        self._lock = threading.Lock()
+
+    def __call__(self, indices_B: np.ndarray) -> list[np.ndarray]:
+        """Return some examples: each array of each of their parts, in order, `[B, ...]`.
+
+        Raises:
+            RunFailed: the source fails, or an example is not like the first one.
+        """
+        indices = indices_B.tolist()
+        with self._lock:
+            examples = self._read(indices)
+        columns = zip(
+            *(self._flat(index, example) for index, example in zip(indices, examples, strict=True)), strict=True
+        )
+        return [np.stack(column) for column in columns]
+
+    def _read(self, indices: list[int]) -> Sequence[Any]:
+        """Return examples, all at once where the source can."""
+        try:
+            if hasattr(type(self._source), "__getitems__"):
+                return list(self._source.__getitems__(indices))
+            return [self._source[index] for index in indices]
+        except (Exception, SystemExit) as error:
+            raise RunFailed(
+                f"dataset {self._record.name}: reading {self._split} examples {indices[0]} and following: "
+                f"{described(error)}"
+            ) from error
+
+    def _flat(self, index: int, example: Any) -> list[np.ndarray]:
+        what = f"dataset {self._record.name}: {self._split} example {index}"
+        try:
+            parts = calling.as_arrays(what, example)
+            if (given := calling.describe(what, parts)) != self._record.example:
+                raise RunFailed(f"{what} is {_shown(given)}; expected {_shown(self._record.example)}")
+        except UsageError as error:
+            raise RunFailed(str(error)) from error
+        found = []
+        for name, part in zip(PARTS, parts, strict=False):
+            expected = self._record.example[name]
+            values = [part[key] for key in expected] if isinstance(part, Mapping) else [part]
+            found += [np.asarray(value, leaf["dtype"]) for value, leaf in zip(values, leaves(expected), strict=True)]
+        return found
+
+
+def open_split(record: Record, split: str, data_dir: Path, seed: int) -> None:
+    """Make a split readable by graphs that run in this process.
+
+    Raises:
+        UsageError: the function returns something else here than where it was examined.
+    """
+    if _token(record, split) in _OPEN:
+        return
+    source = calling.call(record.name, split, Shard(0, 1, seed, data_dir))
+    if isinstance(source, tf.data.Dataset):
+        raise UsageError(f"--dataset {record.name!r} returned a random-access source before; here a tf.data.Dataset")
+    if (length := length_of(record.name, split, source)) != record.counts[split]:
+        raise UsageError(
+            f"--dataset {record.name!r} has {length} {split} examples here, {record.counts[split]} where it was "
+            f"examined; let all tasks see the same data, then `invoke data.examine --name {record.name}`"
+        )
+    reader = Reader(record, split, source)
+    _OPEN[_token(record, split)] = reader
+    script_ops._py_funcs._funcs[_token(record, split)] = reader
+
+
+def length_of(name: str, split: str, source: Any) -> int:
+    """Return how many examples a source has.
+
+    Raises:
+        UsageError: none, or it does not say.
+    """
+    try:
+        length = len(source)
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"--dataset {name!r}: length of {split!r}: {described(error)}") from None
+    if not length:
+        raise UsageError(f"--dataset {name!r} has no {split} example; expected at least one")
+    return length
+
+
+def read(record: Record, split: str, indices_B: tf.Tensor) -> Batch:
+    """Return some examples in a graph, each with its weight."""
+    described_leaves = [leaf for part in record.example.values() for leaf in leaves(part)]
+    with tf.device("CPU:0"):
+        flat = tf.raw_ops.PyFuncStateless(
+            input=[indices_B],
+            token=_token(record, split),
+            Tout=[tf.as_dtype(leaf["dtype"]) for leaf in described_leaves],
+        )
+    size = indices_B.shape[0]
+    shaped = iter(
+        [tf.ensure_shape(of, [size, *leaf["shape"]]) for of, leaf in zip(flat, described_leaves, strict=True)]
+    )
+    parts = {name: calling.each(lambda _: next(shaped), of_part(part)) for name, part in record.example.items()}
+    return Batch(parts["features"], parts["labels"], parts.get("weights", tf.ones([size])))
+
+
+def of_part(described_part: Mapping[str, Any]) -> Any:
+    """Return a description with a placeholder for each array: what `calling.each` goes through."""
+    return None if isinstance(described_part.get("shape"), list) else dict.fromkeys(described_part)
+
+
+def train_batch(
+    record: Record, step: tf.Tensor, replica: tf.Tensor, *, replica_batch: int, num_replicas: int, seed: int
+) -> Batch:
+    """Return one replica's part of the global batch of `step`; arguments as for `memory.train_indices`."""
+    indices_B = memory.train_indices(
+        step,
+        replica,
+        replica_batch=replica_batch,
+        num_replicas=num_replicas,
+        num_examples=record.counts["train"],
+        seed=seed,
+    )
+    return read(record, "train", indices_B)
+
+
+def train_dataset(
+    record: Record,
+    *,
+    first_step: int,
+    num_steps: int | None,
+    global_batch: int,
+    num_replicas: int,
+    first_replica: int,
+    local_replicas: int,
+    seed: int,
+) -> tf.data.Dataset:
+    """Return the batches of some replicas, step by step one for each; arguments as for `memory.train_dataset`."""
+    replica_batch = memory.batch_of_replica(global_batch, num_replicas)
+
+    def batch(position: tf.Tensor) -> Batch:
+        step, replica = first_step + position // local_replicas, first_replica + position % local_replicas
+        return train_batch(record, step, replica, replica_batch=replica_batch, num_replicas=num_replicas, seed=seed)
+
+    return memory.batches(num_steps, local_replicas, batch)
+
+
+def eval_dataset(
+    record: Record, *, replica_batch: int, num_replicas: int, first_replica: int, local_replicas: int
+) -> tf.data.Dataset:
+    """Return the batches of some replicas to evaluate; arguments as for `memory.eval_dataset`."""
+    count = record.counts["test"]
+
+    def batch(position: tf.Tensor) -> Batch:
+        number, replica = position // local_replicas, first_replica + position % local_replicas
+        first = (number * num_replicas + replica) * replica_batch
+        positions_B = first + tf.range(replica_batch, dtype=tf.int64)
+        found = read(record, "test", tf.minimum(positions_B, count - 1))
+        return found._replace(weights=tf.cast(positions_B < count, tf.float32))
+
+    number = memory.eval_batches(count, replica_batch=replica_batch, num_replicas=num_replicas)
+    return memory.batches(number, local_replicas, batch)
+
+
+def explain(error: Exception) -> ClusterError | None:
+    """Return what an error of TensorFlow says of a source that failed; None where it says something else."""
+    match = _FAILURE.search(str(error))
+    return RunFailed(match[1]) if match else None
+
+
+def _token(record: Record, split: str) -> str:
+    return f"tf-cluster {record.name} {split}"
+
+
+def _shown(described_example: Any) -> str:
+    return ", ".join(
+        f"{part} {leaf['shape']} {leaf['dtype']}" for part, of in described_example.items() for leaf in leaves(of)
+    )
