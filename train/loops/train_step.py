@@ -29,10 +29,12 @@ import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 from tensorflow.python.eager import context
 
+from train import named
 from train.data.memory import Batch
-from train.model import keras_compat, models
+from train.model import inputs, keras_compat
 from train.model.gradients import GradientPolicy
 from train.model.objectives import Objective, global_mean
+from train.named import Named
 
 
 class Computed(NamedTuple):
@@ -191,19 +193,19 @@ def exact_order(micro_batches: int, *, deterministic: bool) -> None:
         tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
 
 
-def as_input(model: keras.Model, features: tf.Tensor) -> tf.Tensor:
+def as_input(model: keras.Model, features: Named) -> Named:
     """Return features in the type that a model takes."""
-    return tf.cast(features, models.input_dtype(model))
+    return named.each(tf.cast, features, inputs.dtypes(model, features))
 
 
-def full_precision(outputs_BK: tf.Tensor) -> tf.Tensor:
+def full_precision(outputs_BK: Named) -> Named:
     """Return a model's outputs in float32, whatever its layers compute in: losses are computed in that."""
-    return tf.cast(outputs_BK, tf.float32)
+    return named.each(lambda of: tf.cast(of, tf.float32), outputs_BK)
 
 
 def part_of(batch: Batch, part: tf.Tensor, parts: int) -> Batch:
     """Return one of the equal parts of a batch."""
-    return Batch(*(tf.reshape(of, [parts, of.shape[0] // parts, *of.shape[1:]])[part] for of in batch))
+    return tf.nest.map_structure(lambda of: tf.reshape(of, [parts, of.shape[0] // parts, *of.shape[1:]])[part], batch)
 
 
 def repeat(count: tf.Tensor, body: Callable[[tf.Tensor, Any], Any], state: Any, *, parallel: int = 10) -> Any:

@@ -7,10 +7,12 @@ import contextvars
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.backend.common.stateless_scope import in_stateless_scope  # has no public name
+from keras.src.backend.tensorflow.optimizer import TFOptimizer  # neither has this
 
 from train.keras3 import fit
 
@@ -36,6 +38,7 @@ def install() -> None:
     keras.Variable.assign_add = _assign_add
     keras.Variable.assign_sub = _assign_sub
     keras.random.SeedGenerator.next = _next_seed
+    TFOptimizer._distributed_tf_update_step = _update
     fit.apply()
 
 
@@ -60,6 +63,29 @@ def _assign_sub(variable: keras.Variable, value: object) -> object:
         return _keras_assign_sub(variable, value)
     own = _own(variable)
     return own.assign_sub(tf.cast(value, own.dtype))
+
+
+_keras_update = TFOptimizer._distributed_tf_update_step
+
+
+def _update(
+    optimizer: keras.optimizers.Optimizer,
+    strategy: tf.distribute.Strategy,
+    pairs: Sequence[tuple[Any, tf.Variable]],
+    learning_rate: Any,
+) -> None:
+    """Update variables by gradients that are summed already.
+
+    An embedding's gradient names a row as often as the batch has it. Keras hands that to the optimizer, and Adam then
+    adds up the squares of a row's parts instead of squaring their sum: its steps come out several times too large, and
+    depend on how a batch is cut.
+    """
+
+    def update(variable: tf.Variable, gradient: Any, learning_rate: Any) -> Any:
+        return optimizer.update_step(tf.convert_to_tensor(gradient), variable, learning_rate)
+
+    for gradient, variable in pairs:
+        strategy.extended.update(variable, update, args=(gradient, learning_rate), group=False)
 
 
 def _own(variable: keras.Variable) -> tf.Variable:

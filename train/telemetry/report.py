@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 
 import numpy as np
@@ -18,7 +18,7 @@ from train.context import TaskContext
 from train.data import memory
 from train.loops import outer
 from train.loops.train_step import full_precision
-from train.model import export, models, optimizers
+from train.model import export, inputs, optimizers
 from train.model.gradients import GradientPolicy
 from train.pipeline.division import to_restore
 from train.saving import weights as saved_weights
@@ -192,7 +192,7 @@ class Report:
             saved_weights.use_averages(config, model, Saved(run.checkpoints, step).prefix)
         if config.best.export and (best := newest_good(run.checkpoints / BEST)):
             saved_weights.read(config, model, best.prefix)
-        export.export(model, run.export, self._context.source.classes)
+        export.export(model, run.export, self._context.source.feature_shape, self._context.source.classes)
         self._event("exported", step)
         self.metrics.hparams(config, self.results)
 
@@ -238,15 +238,17 @@ class Report:
         return self._config.epoch(step, self._context.source.train_examples)
 
     def _serving_graph(self) -> tf.types.experimental.ConcreteFunction:
-        dtype = models.input_dtype(self._context.model)
-        specification = tf.TensorSpec([None, *self._context.source.feature_shape], dtype, name="features")
-        return tf.function(self._context.model.__call__).get_concrete_function(specification)
+        return tf.function(self._context.model.__call__).get_concrete_function(
+            inputs.signature(self._context.model, self._context.source.feature_shape)
+        )
 
     def _show_predictions(self, step: int) -> None:
         """Show some test images with what the model says of them, where there are images and classes."""
         source = self._context.source
         shape = source.feature_shape
-        if source.arrays is None or not source.classes or len(shape) != 3 or shape[-1] not in (1, 3):
+        if source.arrays is None or isinstance(shape, Mapping) or isinstance(source.classes, Mapping):
+            return
+        if not source.classes or len(shape) != 3 or shape[-1] not in (1, 3):
             return
         if source.arrays.test.features.dtype != "uint8":
             return
