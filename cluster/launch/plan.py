@@ -51,6 +51,7 @@ class Plan(Workload):
         """What the caller should know of it besides."""
         others = [*self._keras_notes, *self._data_notes, *self.about_resuming, *self._elastic_notes]
         others += filter(None, [self.network.warning])
+        others += [self.debugger.note] if self.debugger else []
         return [*self.gpus.lines(), *self.gpus.notes, *others]
 
     @property

@@ -12,11 +12,12 @@ from cluster import strategies
 from cluster.agent.watchdog import HANG_TIMEOUT_S
 from cluster.errors import UsageError
 from cluster.options.option import Group, Needs, check_choices, declared, option, switch
+from cluster.paths import ROOT
 from cluster.recovery.attempts import MAX_RESTARTS
 from cluster.runtime import registry, tensorboard
 from cluster.spec import parse_count
 
-PRESET = "fashion_mnist"
+PRESET, PRESETS = "fashion_mnist", ROOT / "train" / "presets"
 LOOPS = ("custom", "fit")
 SCHEDULES = ("gpipe", "1f1b", "pipedream")
 PARTITIONS = ("flops", "measured")
@@ -55,7 +56,7 @@ class Request:
     )
     preset: str = option(
         Group.TRAINS,
-        "fashion_mnist, mnist, cifar10_resnet, resnet50_synthetic, transformer_lm or package.module:function",
+        f"{', '.join(sorted(path.stem for path in PRESETS.glob('[a-z]*.py')))} or package.module:function",
         PRESET,
         needs=Needs.TRAINER,
     )
@@ -260,6 +261,12 @@ class Request:
         Group.WATCHED, "port of TensorBoard on 127.0.0.1; 0: none", tensorboard.PORT, kinds=(int,), bounds=(0, 65535)
     )
     detach: bool = switch(Group.WATCHED, "return once every task is training", "stay until the end")
+    debug: str = option(
+        Group.WATCHED,
+        "task that waits for a debugger before it trains, such as worker-0, or worker-0:PORT",
+        "none",
+        needs=Needs.TRAINER,
+    )
     nccl_debug: str = option(Group.WATCHED, "what NCCL logs: VERSION, WARN, INFO or TRACE", "WARN", needs=Needs.GPUS)
     again: str = ""
     """The run to make once more, in a folder of its own."""

@@ -10,6 +10,8 @@ from cluster.findings import Finding
 
 SKEW_S = 2.0
 """Largest difference of two clocks that passes: heartbeats that are 8 s old count as lost."""
+LAG_S = 3.0
+"""Longest that passes until a host shows what another wrote, for the same reason."""
 SLOW_MB_S = 50.0
 """Less than half of what gigabit Ethernet carries: gradients of a megabyte already take longer than a step."""
 
@@ -62,9 +64,15 @@ def judge(
 
 
 def _links(reports: Collection[Mapping[str, Any]]) -> list[Finding]:
-    """Return what is found of the clocks of hosts and the bandwidth between them."""
+    """Return what is found of the folder that hosts share, their clocks, and the bandwidth between them."""
     if not reports:
         return []
+    lag_s = max(each["lag_s"] for each in reports)
+    folder = Finding("shared folder", "ok", f"each host shows within {lag_s:.1f} s what another writes")
+    if lag_s > LAG_S:
+        late = max(reports, key=lambda each: each["lag_s"])["node"]
+        fix = "mount it so that changes show at once, such as NFS with actimeo=1"
+        folder = Finding("shared folder", "warning", f"{late} shows after {lag_s:.0f} s what others write", fix)
     skew, slowest = max(abs(each["skew_s"]) for each in reports), min(reports, key=lambda each: each["mb_per_s"])
     clocks = Finding("clocks", "ok", f"within {skew:.2f} s")
     if skew > SKEW_S:
@@ -72,5 +80,5 @@ def _links(reports: Collection[Mapping[str, Any]]) -> list[Finding]:
     speed = f"{slowest['mb_per_s']:,.0f} MB/s or more from each host to another at the same time"
     if slowest["mb_per_s"] < SLOW_MB_S:
         fix = "use the hosts' fastest network; larger batches and --micro-batches make fewer steps of the same work"
-        return [clocks, Finding("bandwidth of hosts", "warning", f"{slowest['node']} is slow: {speed}", fix)]
-    return [clocks, Finding("bandwidth of hosts", "ok", speed)]
+        return [folder, clocks, Finding("bandwidth of hosts", "warning", f"{slowest['node']} is slow: {speed}", fix)]
+    return [folder, clocks, Finding("bandwidth of hosts", "ok", speed)]

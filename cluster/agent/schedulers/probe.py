@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -64,9 +64,13 @@ def examine(run: RunFolder, cluster: ClusterSpec, task: Task, node: str) -> dict
     if not others:
         return found
     try:
+        marks = [run.control / "check" / f"{member.name}.mark" for member in others]
+        [mark.exists() for mark in marks]  # a file system may remember for a while that they are not there
         rendezvous.wait(cluster, task, token=run.name, timeout_s=REACH_S)
+        write_json(run.control / "check" / f"{task.name}.mark", {})
+        lag_s = delay(marks)
         next_one = cluster.tasks[(cluster.tasks.index(task) + 1) % len(cluster.tasks)]
-        return found | vars(measure(task, next_one))
+        return found | vars(measure(task, next_one)) | {"lag_s": lag_s}
     except (ClusterError, OSError, ValueError) as error:
         return found | {"unreached": str(error)}
 
@@ -74,6 +78,14 @@ def examine(run: RunFolder, cluster: ClusterSpec, task: Task, node: str) -> dict
 def alone(node: str) -> dict[str, Any]:
     """Return what a host has by itself: whether it sees the data."""
     return {"node": node, "data": Path(os.environ["DATA_DIR"]).is_dir(), "unreached": ""}
+
+
+def delay(paths: Collection[Path]) -> float:
+    """Return the seconds until this host sees files that others write now; at most `REACH_S`."""
+    began = time.monotonic()
+    while (passed_s := time.monotonic() - began) < REACH_S and not all(path.exists() for path in paths):
+        time.sleep(POLL_S)
+    return min(passed_s, REACH_S)
 
 
 def measure(task: Task, other: Task, clock: Callable[[], float] = time.time) -> Link:

@@ -18,7 +18,7 @@ FIXES = hosts.Fixes("silent", "data", "network")
 
 
 def report(node: str, **more: Any) -> dict[str, Any]:
-    return {"node": node, "data": True, "unreached": "", "skew_s": 0.1, "mb_per_s": 900.0, **more}
+    return {"node": node, "data": True, "unreached": "", "skew_s": 0.1, "mb_per_s": 900.0, "lag_s": 0.1, **more}
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,7 @@ def report(node: str, **more: Any) -> dict[str, Any]:
         ([], {"hosts": "failed"}),
         ([report("n1"), report("n2", data=False)], {"data on hosts": "failed"}),
         ([report("n1"), report("n2", skew_s=-9.0)], {"clocks": "warning"}),
+        ([report("n1"), report("n2", lag_s=20.0)], {"shared folder": "warning"}),
         ([report("n1"), report("n2", mb_per_s=10.0)], {"bandwidth of hosts": "warning"}),
         ([report("n1", unreached="missing worker-0"), report("n2")], {"network of hosts": "failed"}),
     ],
@@ -63,6 +64,15 @@ def test_hosts_measure_their_clocks_and_bandwidth(
     assert {"n0", "n1", "n2"} == {each["node"] for each in found}
     assert all(each["data"] and not each["unreached"] and each["mb_per_s"] > 0 for each in found), found
     assert max(abs(each["skew_s"]) for each in found) < hosts.SKEW_S
+    assert max(each["lag_s"] for each in found) < probe.REACH_S
+
+
+def test_a_folder_that_does_not_show_what_others_write_is_waited_for_only_so_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "REACH_S", 0.2)
+    assert 0.2 == probe.delay([tmp_path / "never"])
+    assert probe.delay([tmp_path]) < 0.2
 
 
 def test_a_clock_that_is_ahead_is_measured(make_run: Callable[..., RunFolder]) -> None:
