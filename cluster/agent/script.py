@@ -93,6 +93,8 @@ class ScriptAgent(Agent):
             self._restart_gang(generation, end)
         elif self._another_restarts_gang(generation, PEER_LOST_PATIENCE_S * (2 if others_had_failed else 1)):
             return
+        elif self.run.stop_requested:  # while it waited for the others
+            self.run.end("stopped", task=self.task.name)
         elif self._another_was_killed(generation):
             self.recovery.restart_gang(generation, dataclasses.replace(end, kind=LOST_CONTACT))
         elif self._worker_restarted(generation, ended_at):
