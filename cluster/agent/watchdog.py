@@ -51,6 +51,7 @@ class Watchdog:
     def __init__(self, run: RunFolder, spec: ClusterSpec, task: Task, generation: int) -> None:
         """Begin to watch a complete cluster."""
         self._hang_timeout_s = float(run.started.get("hang_timeout_s", HANG_TIMEOUT_S))
+        """0 in a run whose task is debugged: every thread stands still at a breakpoint."""
         self._run = run
         self._spec = spec
         self._task = task
@@ -65,6 +66,8 @@ class Watchdog:
     def examine(self) -> Finding | None:
         """Return a finding, if there is one. Looks at most every `EXAMINE_S`."""
         now = time.monotonic()
+        if not self._hang_timeout_s:
+            return None
         if now - self._examined < EXAMINE_S and self._changed:
             return None
         self._discount(now - self._examined)
