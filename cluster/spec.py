@@ -295,22 +295,16 @@ def check_stages(cluster: ClusterSpec, config: dict[str, Any], previous: Mapping
 
 
 def _check_undivided(config: dict[str, Any]) -> None:
-    """Check that a configuration for stages has nothing that takes the whole model or its update.
+    """Check that a configuration for stages has no update that takes the whole model's gradients.
 
     Raises:
         UsageError: it has.
     """
-    given = {"init-from": config.get("init_from"), "freeze": config.get("freeze"), "metrics": config.get("metrics")}
-    given["best.metric"] = config.get("best", {}).get("metric")
-    for option, value in given.items():
-        if value:
-            raise UsageError(
-                f"--{option} {value} with --strategy pipeline, which has no such training yet: leave it out"
-            )
-    optimizer = config.get("optimizer", {})
-    if optimizer.get("ema") or ":" in optimizer.get("name", ""):
-        option = f"ema {optimizer['ema']}" if optimizer.get("ema") else f"name {optimizer['name']}"
-        raise UsageError(f"--optimizer.{option} with --strategy pipeline, whose stages update apart: leave it out")
+    if ":" in (name := config.get("optimizer", {}).get("name", "")):
+        raise UsageError(
+            f"--optimizer.name {name} with --strategy pipeline, whose stages update apart: use an optimizer of Keras, "
+            "such as adam"
+        )
 
 
 def check_precision(cluster: ClusterSpec, precision: str) -> None:

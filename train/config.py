@@ -16,7 +16,7 @@ from train.data.arrays import WINDOW
 from train.pipeline.partition import PARTITIONS
 from train.pipeline.schedule import SCHEDULES
 from train.saving import timer
-from train.settings import references
+from train.settings import heads, references
 from train.settings.field_types import check_choice, check_range, check_types, option
 from train.settings.optimization import OPTIMIZERS, Optimizer
 from train.settings.stopping import Best
@@ -27,7 +27,7 @@ LOOPS = ("custom", "fit")
 ONEDNN = ("auto", "on", "off")
 SINKS = ("csv", "mlflow", "wandb")
 SOURCES = ("memory", "stream", "function")
-DATASETS = ("fashion_mnist", "mnist", "jargon_file", "tiny_shakespeare")
+DATASETS = ("fashion_mnist", "mnist", "jargon_file", "tiny_shakespeare", "breast_cancer", "imdb_reviews")
 MODELS = ("two_conv_cnn", "resnet20", "resnet50", "transformer_lm")
 REPEATABLE = ("two_conv_cnn",)
 """Those whose bits were seen to repeat with oneDNN's kernels. A ResNet's 1x1 convolutions with stride 2 do not."""
@@ -108,7 +108,12 @@ class TrainConfig:
 
     loss: str = "sparse_categorical_crossentropy"
     """`sparse_categorical_crossentropy` (of logits), `mean_squared_error`, or `package.module:function`: (labels,
-    outputs) -> `[B] float32`, the loss of every example."""
+    outputs) -> `[B] float32`, the loss of every example. Of a model with several outputs one for each head,
+    `head=loss,head=loss`, or one function of the dictionaries; see docs/your-model.md."""
+
+    loss_weights: str = ""
+    """What the losses of a model with several outputs are multiplied by before they are added up, `head=0.5,head=2`;
+    1 for those that are not named."""
 
     init_from: str = ""
     """Where the first weights come from: a run or a file, set by `up --init-from`; empty: they are random."""
@@ -220,6 +225,8 @@ class TrainConfig:
             raise UsageError(f"{option('epochs')} {self.epochs:g}: expected a number above 0")
         self._check_checkpoint_every()
         self.optimizer.check()
+        heads.losses(self.loss)
+        heads.weights(self.loss_weights)
         for sink in self.sinks:
             check_choice("log_to", sink, SINKS)
         self.best.check(self.loop)
@@ -298,20 +305,21 @@ class TrainConfig:
         Raises:
             UsageError: a name is neither built in nor one of the user's modules.
         """
-        for field_name, reference in self.references().items():
+        for field_name, reference in self.references():
             if field_name == "dataset" and self.source == "stream":
                 continue  # any TFDS dataset: the data step knows them
             if reference or field_name not in OPTIONAL:
                 references.check(option(field_name), reference, REFERENCES[field_name])
         return self
 
-    def references(self) -> dict[str, str]:
-        """Return what each field names that may also name something of the user's own."""
-        return {name: operator.attrgetter(name)(self) for name in REFERENCES}
+    def references(self) -> list[tuple[str, str]]:
+        """Return each field that may name something of the user's own, and what it names: the loss of each head."""
+        named = [(name, operator.attrgetter(name)(self)) for name in REFERENCES if name != "loss"]
+        return named + [("loss", loss) for loss in heads.losses(self.loss).values()]
 
     def code_dirs(self) -> list[Path]:
         """Return the folders from which the user's own modules come."""
-        named = [self.preset, *self.references().values()]
+        named = [self.preset, *(reference for _, reference in self.references())]
         return list(dict.fromkeys(folder for name in named if (folder := references.code_dir(name))))
 
     def needs_tf_keras(self, strategy: str) -> bool:

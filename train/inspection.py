@@ -18,6 +18,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,8 @@ def classify(run: RunFolder, data_dir: Path) -> dict[str, Any]:
         from train.model import export as exporting
 
     source = sources.find(TrainConfig.from_json(read_json(run.config)), data_dir, run)
-    if source.arrays is None or not source.classifies or source.is_text:
+    plain = not isinstance(source.feature_shape, Mapping) and not isinstance(source.classifies, Mapping)
+    if source.arrays is None or not plain or not source.classifies or source.is_text:
         raise PrerequisiteError(f"run {run.name} does not classify examples that are in memory")
     examples = memory.load(source.arrays.test)
     features_N, labels_N = examples.features.numpy(), examples.labels.numpy()

@@ -82,7 +82,7 @@ class Program:
             tf.config.experimental.enable_op_determinism()
         if not is_legacy():
             keras_compat.install()
-        exact_order(config.micro_batches)
+        exact_order(config.micro_batches, deterministic=config.deterministic)
         source = self._source()
 
         def new_model() -> keras.Model:
@@ -151,6 +151,12 @@ def explain(error: Exception) -> ClusterError | None:
         return RunFailed(f"the disk is full ({system_error(error)}); free space, then `invoke up --resume` this run")
     if isinstance(error, tf.errors.ResourceExhaustedError) and "No space left" in str(error):
         return RunFailed("the disk is full; free space, then `invoke up --resume` this run")
+    if isinstance(error, (MemoryError, tf.errors.ResourceExhaustedError)):
+        what = str(error).splitlines()[0][:200] if str(error) else "an array cannot be allocated"
+        return RunFailed(
+            f"out of memory ({what}); use a smaller batch, more --micro-batches, or --strategy pipeline with more "
+            "--stages"
+        )
     if isinstance(error, tf.errors.OpError):
         return sources.explain(error)
     if isinstance(error, PermissionError):

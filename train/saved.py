@@ -2,7 +2,7 @@
 
 python -m train.saved evaluate --run-dir runs/RUN [--data-dir data]
 python -m train.saved export   --run-dir runs/RUN [--data-dir data]
-python -m train.saved predict  --run-dir runs/RUN --image FILE
+python -m train.saved predict  --run-dir runs/RUN --image FILE | --features FILE
 python -m train.saved timeline --run-dir runs/RUN --output FILE
 """
 
@@ -18,11 +18,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.errors import ClusterError, PrerequisiteError, UsageError
+from cluster.errors import ClusterError, PrerequisiteError
 from cluster.messages import plain
 from cluster.run.folder import RunFolder
 from cluster.spec import precision_of
 from cluster.system.json_files import read_json
+from train import prediction
 from train.config import TrainConfig
 from train.model import variables
 from train.pipeline import timeline
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
     from train.data.sources import Source
 
-SHOWN_CLASSES = 3
 RESTORE_TRIES = 5
 
 
@@ -50,7 +50,9 @@ def main(arguments: list[str]) -> int:
         if name == "evaluate":
             command.add_argument("--json", action="store_true", help="print as JSON")
         if name == "predict":
-            command.add_argument("--image", type=Path, required=True, help="image file to classify")
+            given = command.add_mutually_exclusive_group(required=True)
+            given.add_argument("--image", type=Path, help="image file to classify")
+            given.add_argument("--features", type=Path, help="JSON file of one example")
         if name == "timeline":
             command.add_argument("--output", type=Path, required=True, help="PNG file to write")
     options = parser.parse_args(arguments)
@@ -60,7 +62,7 @@ def main(arguments: list[str]) -> int:
         run = RunFolder(options.run_dir)
         if options.command == "predict":
             with _stdout_kept_free():
-                lines = predict(run, options.image)
+                lines = prediction.predict(run, options.image, options.features)
             print("\n".join(lines))
         elif options.command == "timeline":
             step = timeline.save(run, options.output)
@@ -134,48 +136,8 @@ def export(run: RunFolder, data_dir: Path, *, best: bool = False) -> int:
     source, _, model, step = _restore(run, data_dir, best=best)
     from train.model import export as exporting
 
-    exporting.export(model, run.export, source.classes)
+    exporting.export(model, run.export, source.feature_shape, source.classes)
     return step
-
-
-def predict(run: RunFolder, image: Path) -> list[str]:
-    """Return what the exported model says of an image, likeliest class first, as lines of text.
-
-    Raises:
-        PrerequisiteError: the run has no export yet.
-        UsageError: the file is no image, or the model takes none.
-    """
-    if not (run.export / "saved_model.pb").exists():
-        raise PrerequisiteError(f"run {run.name} has no export yet; wait for its end, or `invoke export {run.name}`")
-    with quiet.imports():
-        import numpy as np
-        import tensorflow as tf
-
-        from train.model import export as exporting
-
-    serve = tf.saved_model.load(str(run.export)).signatures["serving_default"]
-    ((name, given),) = serve.structured_input_signature[1].items()
-    if given.shape.rank != 4 or given.shape[-1] not in (1, 3):
-        raise UsageError(f"the model of {run.name} takes {given.shape.as_list()}, not images")
-    pixels_BHWC = _read_image(image, *given.shape[1:])
-    (outputs_BK,) = serve(**{name: tf.constant(pixels_BHWC)}).values()
-    shares = tf.nn.softmax(outputs_BK[0]).numpy()
-    names = read_json(run.export / exporting.CLASSES, [])
-    best = np.argsort(-shares)[:SHOWN_CLASSES]
-    return [f"{shares[k]:7.2%}  {names[k] if names else f'class {k}'}" for k in best]
-
-
-def _read_image(path: Path, height: int, width: int, channels: int) -> Any:
-    """Return an image as the model takes it, `[1, H, W, C] float32` of 0 to 255."""
-    import numpy as np
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(path) as image:
-            resized = image.convert("L" if channels == 1 else "RGB").resize((width, height))
-    except (OSError, UnidentifiedImageError) as error:
-        raise UsageError(f"--image {path}: {error}; expected a PNG or JPEG file") from None
-    return np.asarray(resized, np.float32).reshape(1, height, width, channels)
 
 
 def _restore(

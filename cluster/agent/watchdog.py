@@ -55,7 +55,9 @@ class Watchdog:
         self._generation = generation
         self._scripted = run.script is not None
         self._changed: dict[str, tuple[Any, float]] = {}
+        self._newest: dict[str, dict[str, Any]] = {}
         self._began = self._examined = time.monotonic()
+        self._read_at = self._began - EXAMINE_S
 
     def examine(self) -> Finding | None:
         """Return a finding, if there is one. Looks at most every `EXAMINE_S`."""
@@ -64,7 +66,7 @@ class Watchdog:
             return None
         self._discount(now - self._examined)
         self._examined = now
-        beats = self._beats()
+        beats = self._beats(now)
         ages = {name: now - self._since(name, beat["updated_at"], now) for name, beat in beats.items()}
         return self._frozen(beats, ages, now) or self._hanging(beats, ages, now)
 
@@ -75,7 +77,7 @@ class Watchdog:
         """
         now = time.monotonic()
         known = {self._task.name, "evaluator", *ends.ended_tasks(self._run, self._generation)}
-        ages = {n: now - self._since(n, b["updated_at"], now) for n, b in self._beats().items() if _is_running(b)}
+        ages = {n: now - self._since(n, b["updated_at"], now) for n, b in self._beats(now).items() if _is_running(b)}
         silent = [n for n, age in ages.items() if age > patience_s and n not in known]
         return silent[0] if silent else None
 
@@ -92,10 +94,13 @@ class Watchdog:
     def _hang(self) -> Path:
         return self._run.control / f"hang-{self._generation}.json"
 
-    def _beats(self) -> dict[str, dict[str, Any]]:
-        """Return the heartbeats of this generation."""
-        beats = {task.name: self._run.heartbeat(task.name) for task in self._spec.tasks}
-        return {name: beat for name, beat in beats.items() if beat and beat["generation"] == self._generation}
+    def _beats(self, now: float) -> dict[str, dict[str, Any]]:
+        """Return the heartbeats of this generation, read at most every `EXAMINE_S`: each agent reads those of all."""
+        if now - self._read_at >= EXAMINE_S:
+            self._read_at = now
+            beats = {task.name: self._run.heartbeat(task.name) for task in self._spec.tasks}
+            self._newest = {n: beat for n, beat in beats.items() if beat and beat["generation"] == self._generation}
+        return self._newest
 
     def _discount(self, gap_s: float) -> None:
         """Leave out time in which this process was stopped or its machine slept."""

@@ -34,7 +34,7 @@ TRAINING = f"--max-steps {STEPS} --log-every 1 --steps-per-loop 5 --evaluate-eve
 """A short training that logs every step and is evaluated only at its end."""
 
 PARITY_STEPS = 10
-PARITY = 1e-5
+PARITY = 1e-6
 """Largest relative difference between the losses of the first steps and the reference's, from the order of sums."""
 ACCURACY = 0.002
 """Largest difference between the accuracy on the test set and the reference's."""

@@ -20,6 +20,7 @@ from cluster.runtime import registry
 from cluster.runtime.faults import FaultInjector
 from cluster.spec import Role
 from cluster.system.journal import append_json
+from cluster.system.waiting import wait_until
 
 SLOW_S = 10.0
 """How long a fault lasts that no other task acts on: one that only slows a task down, or any in a run of one task."""
@@ -208,8 +209,5 @@ def _await(condition: Callable[[], object], run: RunFolder, timeout_s: float, wh
     Raises:
         TimedOut: neither came.
     """
-    deadline = time.monotonic() + timeout_s
-    while not condition() and not run.summary.exists():
-        if time.monotonic() > deadline:
-            raise TimedOut(f"waited {timeout_s:g} s for {what}; see `invoke status`")
-        time.sleep(POLL_S)
+    if not wait_until(lambda: condition() or run.summary.exists(), timeout_s, POLL_S):
+        raise TimedOut(f"waited {timeout_s:g} s for {what}; see `invoke status`")

@@ -23,6 +23,7 @@ from cluster.run import claim, membership
 from cluster.run.folder import SCALE, RunFolder
 from cluster.runtime.base import Shell
 from cluster.spec import ClusterSpec, Role
+from cluster.system.waiting import wait_until
 from cluster.view.ended import ended_lines
 
 BY = "invoke scale"
@@ -141,14 +142,11 @@ def _swap(planned: Plan, sh: Shell) -> bool:
 
 
 def _await_outcome(run: RunFolder) -> None:
-    deadline = time.monotonic() + watch.STOP_TIMEOUT_S
-    while not run.outcome:
-        if time.monotonic() > deadline:
-            raise TimedOut(
-                f"run {run.name} did not stop in {watch.STOP_TIMEOUT_S:g} s, so it was not scaled; once its tasks have "
-                "saved it goes on as it was, see `invoke status --watch`"
-            )
-        time.sleep(watch.POLL_S)
+    if not wait_until(lambda: run.outcome, watch.STOP_TIMEOUT_S, watch.POLL_S):
+        raise TimedOut(
+            f"run {run.name} did not stop in {watch.STOP_TIMEOUT_S:g} s, so it was not scaled; once its tasks have "
+            "saved it goes on as it was, see `invoke status --watch`"
+        )
 
 
 def _check_size(run: RunFolder, previous: ClusterSpec, requested: ClusterSpec) -> None:

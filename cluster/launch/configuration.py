@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,9 @@ from cluster.paths import ROOT
 from cluster.runtime import inherited
 from cluster.spec import ClusterSpec
 from cluster.system import user_code
+
+USUAL_METRICS = ("", "eval_loss", "eval_accuracy")
+"""Of all that is built in."""
 
 
 def resolve(
@@ -55,8 +59,8 @@ def check(
 ) -> dict[str, Any]:
     """Check that a configuration's data, model and loss fit together, once the data is prepared; return the stages.
 
-    The built-in ones do. Any others, and a model that is cut into stages, are tried: that takes as long as
-    TensorFlow's import.
+    The built-in ones do. Any others, a model that is cut into stages, and a best metric that not every evaluation has,
+    are tried: that takes as long as TensorFlow's import.
 
     Args:
         config: what `resolve` returned.
@@ -74,7 +78,9 @@ def check(
     """
     named = [str(config.get(part, "")) for part in ("dataset", "model", "loss", "metrics")]
     named.append(config.get("optimizer", {}).get("name", ""))
-    if not cluster.kind.staged and not any(":" in name and not name.startswith("train.") for name in named):
+    own = any(":" in part and not part.startswith("train.") for name in named for part in re.split("[=,]", name))
+    unusual = config.get("best", {}).get("metric", "") not in USUAL_METRICS
+    if not (own or unusual or cluster.kind.staged):
         return {}
     words = ["--config", json.dumps(config), "--strategy", cluster.strategy, "--data-dir", str(data_dir)]
     words += ["--stages", str(cluster.stages if cluster.kind.staged else 0)]

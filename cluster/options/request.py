@@ -12,11 +12,12 @@ from cluster import strategies
 from cluster.agent.watchdog import HANG_TIMEOUT_S
 from cluster.errors import UsageError
 from cluster.options.option import Group, Needs, check_choices, declared, option, switch
+from cluster.paths import ROOT
 from cluster.recovery.attempts import MAX_RESTARTS
 from cluster.runtime import registry, tensorboard
 from cluster.spec import parse_count
 
-PRESET = "fashion_mnist"
+PRESET, PRESETS = "fashion_mnist", ROOT / "train" / "presets"
 LOOPS = ("custom", "fit")
 SCHEDULES = ("gpipe", "1f1b", "pipedream")
 PARTITIONS = ("flops", "measured")
@@ -48,7 +49,7 @@ class Request:
     )
     preset: str = option(
         Group.TRAINS,
-        "fashion_mnist, mnist, cifar10_resnet, resnet50_synthetic, transformer_lm or package.module:function",
+        f"{', '.join(sorted(path.stem for path in PRESETS.glob('[a-z]*.py')))} or package.module:function",
         PRESET,
         needs=Needs.TRAINER,
     )

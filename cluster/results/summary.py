@@ -11,6 +11,7 @@ from cluster.results import card, goodput, stragglers
 from cluster.run import launch_records, membership, records
 from cluster.run.folder import RunFolder
 from cluster.system.json_files import write_json
+from cluster.system.waiting import wait_until
 
 SETTLE_S = 20.0
 """How long to wait for the other tasks' last heartbeats; a task that was killed for good never sends one."""
@@ -70,12 +71,12 @@ def _started(run: RunFolder) -> float:
 def await_last_heartbeats(run: RunFolder, timeout_s: float) -> None:
     """Wait until every task's agent has written its last heartbeat, for at most `timeout_s`."""
     names = [task.name for task in membership.cluster(run).tasks]
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
+
+    def written() -> bool:
         beats = run.heartbeats()
-        if all("exit_code" in beats.get(name, {}) for name in names):  # which only the last heartbeat has
-            return
-        time.sleep(0.05)
+        return all("exit_code" in beats.get(name, {}) for name in names)  # which only the last heartbeat has
+
+    wait_until(written, timeout_s)
 
 
 def _goodput(run: RunFolder, started: float, wall_s: float) -> float | None:

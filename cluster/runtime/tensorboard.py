@@ -22,6 +22,7 @@ from cluster.runtime.compose import commands as compose
 from cluster.runtime.compose import overlay
 from cluster.system import processes
 from cluster.system.json_files import read_json, write_json
+from cluster.system.waiting import wait_until
 
 PORT = 6006
 OTHER_PORT = "--tensorboard-port 6007"
@@ -184,11 +185,9 @@ def _start_process(runs_dir: Path, port: int) -> int:
 def _end_process(recorded: dict[str, int]) -> bool:
     if not processes.kill(recorded, signal.SIGTERM):
         return False
-    deadline = time.monotonic() + 5
-    while processes.alive(recorded):
-        if time.monotonic() > deadline:
-            processes.kill(recorded, signal.SIGKILL)
-        time.sleep(0.05)
+    if not wait_until(lambda: not processes.alive(recorded), 5):
+        processes.kill(recorded, signal.SIGKILL)
+        wait_until(lambda: not processes.alive(recorded), 5)
     return True
 
 

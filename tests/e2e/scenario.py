@@ -34,6 +34,8 @@ class Clusters:
     runs_dir: Path
     environment: dict[str, str] = field(default_factory=dict)
     checkout: Path = ROOT
+    limits: tuple[str, ...] = ()
+    """A program that sets limits, and its arguments, before each command."""
 
     @property
     def _settings(self) -> dict[str, str]:
@@ -43,7 +45,7 @@ class Clusters:
     def popen(self, *words: str) -> subprocess.Popen[str]:
         """Start `invoke` with these words."""
         return subprocess.Popen(
-            [sys.executable, "-m", "invoke", *words],
+            [*self.limits, sys.executable, "-m", "invoke", *words],
             cwd=self.checkout,
             env=os.environ | self._settings | self.environment,
             stdout=subprocess.PIPE,

@@ -106,12 +106,30 @@ def test_a_lost_worker_that_returns_must_be_taken_in(clusters: Clusters) -> None
 
 
 @pytest.mark.long
+def test_a_frozen_worker_must_do_no_harm_when_it_thaws(clusters: Clusters) -> None:
+    """Its agent and its program go on from where they were, in a generation that is long over."""
+    run = begin(clusters, "thaws", *ELASTIC)
+    injector = registry.of(run).faults(run)
+    injector.pause("worker-1")
+    try:
+        await_members(run, "worker-1")
+    finally:
+        injector.undo("worker-1")
+    generation = run.generation
+    wait_for(lambda: (run.heartbeat("worker-1") or {}).get("state") == "waiting", "worker-1 to wait", SLOW_MACHINE_S)
+    reached = step_of(run)
+    wait_for(lambda: step_of(run) >= reached + 20, "further steps", SLOW_MACHINE_S)
+    assert (generation, None) == (run.generation, run.outcome)
+    check_bits(clusters, run)
+
+
+@pytest.mark.long
 def test_scale_must_bring_in_a_worker_that_waits(clusters: Clusters) -> None:
     run = begin(clusters, "scaled", *ELASTIC)
     chaos.inflict(run, Fault("lose", "worker-0", at_step=20), SLOW_MACHINE_S)
     wait_for(lambda: (run.heartbeat("worker-0") or {}).get("state") == "waiting", "worker-0 to wait", SLOW_MACHINE_S)
     await_members(run, "worker-0")
-    assert "without worker-0" in clusters.invoke("status", "scaled")
+    assert "without worker-0" in clusters.invoke("status", "--run=scaled")
     told = clusters.invoke("scale", "--workers=2", "--run=scaled", timeout_s=SLOW_MACHINE_S)
     assert "scaled from 1 to 2 workers at step " in told
     await_members(run)

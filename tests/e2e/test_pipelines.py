@@ -12,6 +12,7 @@ from cluster.run.folder import RunFolder
 from cluster.system.json_files import read_json
 from tests.e2e.scenario import Clusters, summary
 from tests.waiting import wait_for
+from train.saving.files import BEST, finished
 
 pytestmark = pytest.mark.usefixtures("data")
 
@@ -91,6 +92,24 @@ def test_stages_of_a_transformer_must_have_the_weights_of_one_device(clusters: C
         found = trained_on_text(clusters, f"text-{precision}-{stages}", *options, training=training)
         assert alone["weights_sha256"] == found["weights_sha256"]
         assert alone["metrics"]["eval_loss"] == pytest.approx(found["metrics"]["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.long
+def test_frozen_layers_averages_first_weights_and_the_best_checkpoint_must_be_those_of_one_device(
+    clusters: Clusters,
+) -> None:
+    trained_on_text(clusters, "first", *PIPELINE, "--stages=2")
+    each = ("--freeze=embedding,layer_0*", "--optimizer.ema=0.9", "--evaluate-every=2", "--best.metric=eval_loss")
+    start = "--init-from=first"
+    alone = trained_on_text(clusters, "tuned", "--workers=0", start, training=each)
+    for options in (("--stages=2",), ("--stages=3", "--workers=0")):
+        name = f"tuned-{len(options)}"
+        found = trained_on_text(clusters, name, *PIPELINE, *options, start, training=each)
+        assert alone["weights_sha256"] == found["weights_sha256"]
+        assert alone["metrics"]["eval_loss"] == pytest.approx(found["metrics"]["eval_loss"], rel=1e-5)
+        best = [finished(clusters.run(run).checkpoints / BEST) for run in ("tuned", name)]
+        assert 1 == len(best[1])
+        assert [saved.step for saved in best[0]] == [saved.step for saved in best[1]]
 
 
 @pytest.mark.long

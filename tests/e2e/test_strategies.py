@@ -27,7 +27,7 @@ def check(rows: list[dict[str, Any]], cases: tuple[Case, ...]) -> None:
     for case, row in zip(cases, rows, strict=True):
         assert (verify.UNVERIFIED if case.kind.hardware else verify.OK) == row["status"], row
         if case.kind.synchronous and not case.kind.hardware:
-            assert 0 <= row["parity"] <= verify.PARITY == 1e-5
+            assert 0 <= row["parity"] <= verify.PARITY == 1e-6
         else:
             assert row["parity"] is None
     assert 0.0 == rows[0]["parity"]

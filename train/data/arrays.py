@@ -16,19 +16,28 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.errors import UsageError, nearest
 from cluster.system.files import sha256
+from train import named
 from train.data.prepare import store
+from train.named import Named
 
 if TYPE_CHECKING:
     import numpy as np
 
-VERSIONS = {"fashion_mnist": "3.0.1", "mnist": "3.0.1", "jargon_file": "4.4.7", "tiny_shakespeare": "1.0.0"}
+VERSIONS = {
+    "fashion_mnist": "3.0.1",
+    "mnist": "3.0.1",
+    "jargon_file": "4.4.7",
+    "tiny_shakespeare": "1.0.0",
+    "breast_cancer": "1.0.0",
+    "imdb_reviews": "1.0.0",
+}
 """The datasets known here and the version of each: another version may order its examples differently."""
 
 WINDOW = 1024
@@ -62,22 +71,24 @@ class Split:
     """Examples to train on or to test on.
 
     Features are `[N, ...]` uint8, int32, int64 or float32; labels `[N]` or `[N, K]`, int64 (classes) or float32
-    (quantities); the weight of each example, if there is one, `[N] float32`.
+    (quantities); the weight of each example, if there is one, `[N] float32`. Several features, or labels, are
+    dictionaries of such arrays, see `train/named.py`.
     """
 
-    features: ArrayFile
-    labels: ArrayFile
+    features: Named
+    labels: Named
     weights: ArrayFile | None = None
 
     @property
     def num_examples(self) -> int:
         """N."""
-        return self.features.shape[0]
+        return int(named.leaves(self.features)[0].shape[0])
 
     @property
     def files(self) -> tuple[ArrayFile, ...]:
         """Every array on disk."""
-        return tuple(file for file in (self.features, self.labels, self.weights) if file is not None)
+        parts = (self.features, self.labels, self.weights)
+        return tuple(file for part in parts for file in named.leaves(part) if file is not None)
 
 
 @dataclass(frozen=True)
@@ -87,9 +98,9 @@ class ArraySet:
     data_dir: Path
     name: str
     version: str
-    classes: tuple[str, ...]
-    """The names of the classes; empty where they have none, and where labels are quantities."""
-    num_outputs: int
+    classes: Named
+    """The names of the classes, a tuple; empty where they have none, and where labels are quantities."""
+    num_outputs: Named
     """How many classes there are; of labels that are quantities, how many each example has."""
     train: Split
     test: Split
@@ -104,7 +115,10 @@ class ArraySet:
     @property
     def is_text(self) -> bool:
         """Whether examples are bytes of a text, and labels the bytes that follow."""
-        return self.train.features.dtype == "uint8" and self.train.features.shape == self.train.labels.shape
+        features, labels = self.train.features, self.train.labels
+        if isinstance(features, Mapping) or isinstance(labels, Mapping):
+            return False
+        return bool(features.dtype == "uint8" and features.shape == labels.shape)
 
     def cut(self, context: int) -> ArraySet:
         """Return a text in examples of `context` bytes, a divisor of `WINDOW`: the same bytes of the same files."""
@@ -180,8 +194,8 @@ def write(
     name: str,
     version: str,
     *,
-    classes: tuple[str, ...],
-    splits: Mapping[str, tuple[np.ndarray, ...]],
+    classes: Named,
+    splits: Mapping[str, tuple[Named, ...]],
     source: str,
     source_files: Mapping[str, str],
 ) -> ArraySet:
@@ -191,6 +205,7 @@ def write(
 
     Args:
         scratch: a folder on the disk of `data_dir`, for what is not complete yet.
+        classes: as in `ArraySet`.
         splits: for "train" and "test", features, labels and, if examples have them, weights; see `Split`.
         source: where the data came from, in words.
         source_files: the files it was decoded from, below `data_dir`, and their sha256.
@@ -199,11 +214,12 @@ def write(
     partial.mkdir()
     labels = [arrays[1] for arrays in splits.values()]
     index: dict[str, Any] = {"name": name, "version": version, "classes": classes}
-    index |= {"num_outputs": _num_outputs(classes, labels), "source": source, "source_files": dict(source_files)}
+    num_outputs = named.each(_num_outputs, classes, *labels)
+    index |= {"num_outputs": num_outputs, "source": source, "source_files": dict(source_files)}
     index["splits"] = {
         split: {
-            part: _write_array(partial / f"{split}_{part}.bin", array, DTYPES[part])
-            for part, array in zip(DTYPES, arrays, strict=False)  # weights may be missing
+            part: _write_part(partial, f"{split}_{part}", given, DTYPES[part])
+            for part, given in zip(DTYPES, arrays, strict=False)  # weights may be missing
         }
         for split, arrays in splits.items()
     }
@@ -227,10 +243,17 @@ def verify(array_set: ArraySet, say: Callable[[str], None] = print) -> None:
     store.verify(expected, f"run `invoke data.prepare --name {array_set.name} --fresh`", say)
 
 
-def _num_outputs(classes: tuple[str, ...], labels: Sequence[np.ndarray]) -> int:
+def _num_outputs(classes: tuple[str, ...], *labels: np.ndarray) -> int:
     if labels[0].dtype.kind == "f":
         return int(math.prod(labels[0].shape[1:]))
     return len(classes) or 1 + max(int(array.max()) for array in labels)
+
+
+def _write_part(folder: Path, stem: str, arrays: Named, dtypes: tuple[str, ...]) -> dict[str, Any]:
+    """Write the array of a part of a split, or each of several; return what the index holds of them."""
+    if isinstance(arrays, Mapping):
+        return {name: _write_array(folder / f"{stem}_{name}.bin", array, dtypes) for name, array in arrays.items()}
+    return _write_array(folder / f"{stem}.bin", arrays, dtypes)
 
 
 def _write_array(path: Path, array: np.ndarray, dtypes: tuple[str, ...]) -> dict[str, Any]:
@@ -251,13 +274,17 @@ def _from_index(data_dir: Path, folder: Path, index: Mapping[str, Any]) -> Array
         return ArrayFile(path, shape, dtype, part["sha256"], hashes)
 
     def split(parts: Mapping[str, Any]) -> Split:
-        return Split(**{name: file(part) for name, part in parts.items()})
+        def files(part: Mapping[str, Any]) -> Named:
+            several = not isinstance(part.get("file"), str)  # one may be called that
+            return {name: file(one) for name, one in part.items()} if several else file(part)
+
+        return Split(**{name: files(part) for name, part in parts.items()})
 
     return ArraySet(
         data_dir=data_dir,
         name=index["name"],
         version=index["version"],
-        classes=tuple(index["classes"]),
+        classes=named.each(tuple, index["classes"]),
         num_outputs=index["num_outputs"],
         train=split(index["splits"]["train"]),
         test=split(index["splits"]["test"]),

@@ -17,27 +17,41 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from cluster.errors import UsageError
+from train import named
 from train.data import blocks
 from train.data.arrays import ArrayFile, Split
+from train.named import Named
 
 
 class Examples(NamedTuple):
-    """A whole split."""
+    """A whole split; several features, or labels, are dictionaries of tensors."""
 
-    features: tf.Tensor
+    features: Named
     """`[N, ...]` uint8, int32, int64 or float32."""
-    labels: tf.Tensor
+    labels: Named
     """`[N]` or `[N, K]`, int64 or float32."""
     weights: tf.Tensor | None
     """`[N] float32`; None where the split has none."""
 
+    @property
+    def num_examples(self) -> int:
+        """N."""
+        return int(named.leaves(self.features)[0].shape[0])
+
+    def batch(self, indices_B: tf.Tensor, weights_B: tf.Tensor) -> Batch:
+        """Return some of the examples, with these weights."""
+        features, labels = (
+            named.each(lambda of: tf.gather(of, indices_B), part) for part in (self.features, self.labels)
+        )
+        return Batch(features, labels, weights_B)
+
 
 class Batch(NamedTuple):
-    """What one replica works on at one step."""
+    """What one replica works on at one step; several features, or labels, are dictionaries of tensors."""
 
-    features: tf.Tensor
+    features: Named
     """`[B, ...]` uint8, int32, int64 or float32."""
-    labels: tf.Tensor
+    labels: Named
     """`[B]` or `[B, K]`, int64 or float32."""
     weights: tf.Tensor
     """`[B] float32`: in training each example's weight, 1 where it has none; in evaluation 1, and 0 for padding."""
@@ -54,7 +68,8 @@ def load(split: Split) -> Examples:
     Raises:
         RunFailed: a block is damaged; inside a graph see `blocks.explain`.
     """
-    return Examples(_read(split.features), _read(split.labels), None if split.weights is None else _read(split.weights))
+    features, labels = named.each(_read, split.features), named.each(_read, split.labels)
+    return Examples(features, labels, None if split.weights is None else _read(split.weights))
 
 
 def train_indices(
@@ -97,13 +112,13 @@ def train_batch(
         examples: from `load`.
         step, replica, replica_batch, num_replicas, seed: as for `train_indices`.
     """
-    num_examples = examples.labels.shape[0]
+    num_examples = examples.num_examples
     indices_B = train_indices(
         step, replica, replica_batch=replica_batch, num_replicas=num_replicas, num_examples=num_examples, seed=seed
     )
     with tf.device("CPU:0"):
         weights_B = tf.ones([replica_batch]) if examples.weights is None else tf.gather(examples.weights, indices_B)
-        return Batch(tf.gather(examples.features, indices_B), tf.gather(examples.labels, indices_B), weights_B)
+        return examples.batch(indices_B, weights_B)
 
 
 def eval_batches(num_examples: int, *, replica_batch: int, num_replicas: int) -> int:
@@ -124,13 +139,13 @@ def eval_batch(
         batch: number of the global batch, integer scalar, from 0.
         replica: number of the replica, integer scalar, from 0.
     """
-    num_examples = examples.labels.shape[0]
+    num_examples = examples.num_examples
     with tf.device("CPU:0"):
         first = (tf.cast(batch, tf.int64) * num_replicas + tf.cast(replica, tf.int64)) * replica_batch
         positions_B = first + tf.range(replica_batch, dtype=tf.int64)
         weights_B = tf.cast(positions_B < num_examples, tf.float32)
         indices_B = tf.minimum(positions_B, num_examples - 1)
-        return Batch(tf.gather(examples.features, indices_B), tf.gather(examples.labels, indices_B), weights_B)
+        return examples.batch(indices_B, weights_B)
 
 
 def train_dataset(

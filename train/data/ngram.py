@@ -51,10 +51,21 @@ def _probabilities(train: np.ndarray, test: np.ndarray, vocabulary: int) -> list
 
 
 def _of_order(train: np.ndarray, test: np.ndarray, order: int, vocabulary: int) -> np.ndarray:
-    counts = np.bincount(_keys(train, order, vocabulary), minlength=vocabulary**order)
-    of_context = counts.reshape(-1, vocabulary).sum(1)
+    """Return how likely the counts of sequences of one length make each byte of `test` from the third on.
+
+    Only the sequences that occur are counted: of all that there can be, few do.
+    """
+    known, counts = np.unique(_keys(train, order, vocabulary), return_counts=True)
+    contexts, which = np.unique(known // vocabulary, return_inverse=True)
+    of_context = np.bincount(which, weights=counts)
     keys = _keys(test, order, vocabulary)[ORDERS - order :]
-    return counts[keys] / np.maximum(of_context[keys // vocabulary], 1)
+    return _look_up(known, counts, keys) / np.maximum(_look_up(contexts, of_context, keys // vocabulary), 1)
+
+
+def _look_up(known: np.ndarray, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Return the value of each key, 0 of those that are not known; `known` is in order."""
+    places = np.minimum(np.searchsorted(known, keys), len(known) - 1)
+    return np.where(known[places] == keys, values[places], 0)
 
 
 def _keys(text: np.ndarray, order: int, vocabulary: int) -> np.ndarray:

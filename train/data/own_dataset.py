@@ -5,6 +5,9 @@
 
 Features are `[N, ...]`; labels `[N]` or `[N, K]`, whole numbers from 0 (classes) or floats (quantities). A third array
 of a split, `[N]` floats, weighs its examples. "classes" may be left out.
+
+Features for a model with several inputs are a dictionary of arrays, and so are labels for one with several heads; then
+"classes" is one, too, of those heads whose classes have names.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ import numpy as np
 
 from cluster.errors import ClusterError, UsageError, nearest
 from cluster.messages import described
+from train import named
 from train.data import arrays
+from train.named import Named
 
 SPLITS = ("train", "test")
 
@@ -31,15 +36,16 @@ SPLITS = ("train", "test")
 class OwnDataset:
     """What the function returned, checked; see `train.data.arrays.Split` for what the arrays may be."""
 
-    classes: tuple[str, ...]
-    splits: Mapping[str, tuple[np.ndarray, ...]]
+    classes: Named
+    splits: Mapping[str, tuple[Named, ...]]
     version: str
     """The first 12 digits of the sha256 of all of it."""
 
     @property
     def size_bytes(self) -> int:
         """Of all arrays."""
-        return sum(array.nbytes for split in self.splits.values() for array in split)
+        parts = (part for split in self.splits.values() for part in split)
+        return sum(array.nbytes for part in parts for array in named.leaves(part))
 
 
 def read(name: str) -> OwnDataset:
@@ -81,10 +87,25 @@ def _checked(name: str, returned: Any) -> OwnDataset:
         raise UsageError(
             f'dataset {name} returns {got}; expected a dictionary of "train", "test" and perhaps "classes"'
         )
-    classes = tuple(str(label) for label in returned.get("classes", ()))
     splits = {split: _split(f"dataset {name}: {split}", returned[split]) for split in SPLITS}
+    classes = _classes(name, returned.get("classes", ()), splits["train"][1])
     _check(name, classes, splits)
     return OwnDataset(classes, splits, _version(classes, splits))
+
+
+def _classes(name: str, returned: Any, labels: Named) -> Named:
+    """Return the names of the classes, for each head where there are several."""
+    heads = isinstance(labels, Mapping)
+    if isinstance(returned, Mapping) and not heads:
+        raise UsageError(f"dataset {name}: classes are a dictionary, and labels are not; expected a list of names")
+    if not heads:
+        return tuple(str(label) for label in returned)
+    if returned and not isinstance(returned, Mapping):
+        raise UsageError(f"dataset {name}: classes are a {type(returned).__name__}; expected a dictionary, as labels")
+    for head in returned or ():
+        if head not in labels:
+            raise UsageError(f"dataset {name}: classes of {head!r}{nearest(str(head), list(labels))}")
+    return {head: tuple(str(label) for label in (returned or {}).get(head, ())) for head in labels}
 
 
 def _function(name: str) -> Callable[[], Any]:
@@ -107,22 +128,36 @@ def _function(name: str) -> Callable[[], Any]:
     return function
 
 
-def _split(what: str, returned: Any) -> tuple[np.ndarray, ...]:
+def _split(what: str, returned: Any) -> tuple[Named, ...]:
     """Return features, labels and, if given, weights, after checking their types and shapes."""
     if not isinstance(returned, Sequence) or len(returned) not in (2, 3):
         raise UsageError(f"{what} is no (features, labels) nor (features, labels, weights)")
-    split = tuple(array_of(f"{what} {part}", part, value) for part, value in zip(arrays.DTYPES, returned, strict=False))
+    split = tuple(_part(what, part, value) for part, value in zip(arrays.DTYPES, returned, strict=False))
     features, labels, *weights = split
-    lengths = [len(array) for array in split]
+    lengths = [len(array) for part in split for array in named.leaves(part)]
     if len(set(lengths)) > 1:
         raise UsageError(f"{what} has {' and '.join(map(str, lengths))} examples; expected as many of each")
-    if 0 in features.shape:
-        raise UsageError(f"{what} features have the shape {list(features.shape)}; expected at least one example")
-    if labels.ndim > 2 or 0 in labels.shape:
-        raise UsageError(f"{what} labels have the shape {list(labels.shape)}; expected [N] or [N, K]")
+    for which, array in named.in_words(features).items():
+        if 0 in array.shape:
+            shape = list(array.shape)
+            raise UsageError(f"{what} features{which} have the shape {shape}; expected at least one example")
+    for which, array in named.in_words(labels).items():
+        if array.ndim > 2 or 0 in array.shape:
+            raise UsageError(f"{what} labels{which} have the shape {list(array.shape)}; expected [N] or [N, K]")
     if weights and weights[0].ndim != 1:
         raise UsageError(f"{what} weights have the shape {list(weights[0].shape)}; expected [N]")
     return split
+
+
+def _part(what: str, part: str, value: Any) -> Named:
+    """Return the array of a part of a split, or the arrays of its dictionary."""
+    if not isinstance(value, Mapping) or part == "weights":
+        return array_of(f"{what} {part}", part, value)
+    wrong = [name for name in value if not (isinstance(name, str) and name.isidentifier())]
+    if wrong or not value:
+        given = f"the name {wrong[0]!r}" if wrong else "no name"
+        raise UsageError(f"{what} {part} have {given}; expected names of letters, digits and _, such as 'image'")
+    return {name: array_of(f"{what} {part} {name!r}", part, one) for name, one in value.items()}
 
 
 def array_of(what: str, part: str, value: Any) -> np.ndarray:
@@ -148,29 +183,46 @@ def array_of(what: str, part: str, value: Any) -> np.ndarray:
     return np.ascontiguousarray(array)
 
 
-def _check(name: str, classes: tuple[str, ...], splits: Mapping[str, tuple[np.ndarray, ...]]) -> None:
+def _check(name: str, classes: Named, splits: Mapping[str, tuple[Named, ...]]) -> None:
     """Check that train and test fit together, and that the labels are classes there are."""
     train, test = (splits[split] for split in SPLITS)
     for part, one, other in zip(arrays.DTYPES, train, test, strict=False):
-        if (one.dtype, one.shape[1:]) != (other.dtype, other.shape[1:]):
-            given = " and ".join(f"{array.dtype.name} {['N', *array.shape[1:]]}" for array in (one, other))
-            raise UsageError(
-                f"dataset {name}: {part} of train and test are {given}; expected the same".replace("'", "")
-            )
-    if train[1].dtype == np.float32:
+        names, others = (list(named.in_words(of)) for of in (one, other))
+        if sorted(names) != sorted(others):
+            given = " and".join(",".join(of) for of in (names, others))
+            raise UsageError(f"dataset {name}: {part} of train and test are{given}; expected the same names")
+        for which, (first, second) in zip(names, _pairs(one, other), strict=True):
+            if (first.dtype, first.shape[1:]) != (second.dtype, second.shape[1:]):
+                given = " and ".join(f"{array.dtype.name} {['N', *array.shape[1:]]}" for array in (first, second))
+                message = f"dataset {name}: {part}{which} of train and test are {given}; expected the same"
+                raise UsageError(message.replace("'N'", "N"))
+    of_labels = zip(named.in_words(train[1]), named.leaves(classes), _pairs(train[1], test[1]), strict=True)
+    for which, names_of_head, (first, second) in of_labels:
+        _check_labels(f"dataset {name}:", which, names_of_head, first, second)
+
+
+def _pairs(one: Named, other: Named) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the arrays of two splits that belong together."""
+    return named.leaves(named.each(lambda *both: both, one, other))
+
+
+def _check_labels(what: str, which: str, classes: tuple[str, ...], train: np.ndarray, test: np.ndarray) -> None:
+    """Check that labels are classes there are, or quantities."""
+    if train.dtype == np.float32:
         if classes:
-            raise UsageError(f"dataset {name}: classes are named, but the labels are floats; expected whole numbers")
+            raise UsageError(f"{what} classes{which} are named, but the labels are floats; expected whole numbers")
         return
-    low, high = (int(bound) for bound in (min(map(np.min, (train[1], test[1]))), max(map(np.max, (train[1], test[1])))))
+    low, high = min(int(train.min()), int(test.min())), max(int(train.max()), int(test.max()))
     if low < 0 or (classes and high >= len(classes)):
         most = f"0 to {len(classes) - 1}, a number for each class" if classes else "0 and more"
-        raise UsageError(f"dataset {name}: labels go from {low} to {high}; expected {most}")
+        raise UsageError(f"{what} labels{which} go from {low} to {high}; expected {most}")
 
 
-def _version(classes: tuple[str, ...], splits: Mapping[str, tuple[np.ndarray, ...]]) -> str:
+def _version(classes: Named, splits: Mapping[str, tuple[Named, ...]]) -> str:
     digest = hashlib.sha256(repr(classes).encode())
     for split in SPLITS:
-        for array in splits[split]:
-            digest.update(f"{split} {array.dtype.name} {array.shape}".encode())
-            digest.update(array.astype(array.dtype.newbyteorder("<"), copy=False).data)
+        for part in splits[split]:
+            for which, array in named.in_words(part).items():
+                digest.update(f"{split}{which} {array.dtype.name} {array.shape}".encode())
+                digest.update(array.astype(array.dtype.newbyteorder("<"), copy=False).data)
     return digest.hexdigest()[:12]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from cluster.errors import ClusterError
+from train import named
 from train.data import arrays, shards
+from train.named import Named
 
 
 def ready(data_dir: Path, name: str, source: str) -> str:
@@ -27,13 +29,22 @@ def ready(data_dir: Path, name: str, source: str) -> str:
 def in_words(data: arrays.ArraySet | shards.ShardSet) -> str:
     """Return what a prepared dataset holds."""
     if isinstance(data, arrays.ArraySet):
-        features, labels = data.train.features, data.train.labels
-        shape, dtype, label_dtype, form = list(features.shape[1:]), features.dtype, labels.dtype, ""
+        features = named.each(lambda file: f"{list(file.shape[1:])} {file.dtype}", data.train.features)
+        labels, form = named.each(lambda file: file.dtype, data.train.labels), ""
     else:
-        shape, dtype, label_dtype = list(data.train.feature_shape), data.train.feature_dtype, data.train.label_dtype
+        features, labels = f"{list(data.train.feature_shape)} {data.train.feature_dtype}", data.train.label_dtype
         form = f", in {len(data.train.files)} and {len(data.test.files)} shards"
-    one, many = ("output", "outputs") if label_dtype == "float32" else ("class", "classes")
     return (
         f"{data.name} {data.version}: {data.train.num_examples} examples to train, {data.test.num_examples} to test, "
-        f"each {shape} {dtype}, {data.num_outputs} {one if data.num_outputs == 1 else many}{form}"
+        f"each {_listed(features)}, {_listed(named.each(_outputs, labels, data.num_outputs))}{form}"
     )
+
+
+def _outputs(label_dtype: str, count: int) -> str:
+    one, many = ("output", "outputs") if label_dtype == "float32" else ("class", "classes")
+    return f"{count} {one if count == 1 else many}"
+
+
+def _listed(value: Named) -> str:
+    """Return the value, or each of several after its name."""
+    return ", ".join(f"{name.strip()} {one}".strip() for name, one in named.in_words(value).items())

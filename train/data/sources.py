@@ -19,12 +19,14 @@ import tensorflow as tf
 from cluster.errors import ClusterError, RunFailed
 from cluster.run.folder import RunFolder
 from cluster.system.json_files import create_json, read_json
+from train import named
 from train.config import TrainConfig
 from train.data import arrays, blocks, memory, shards, stream
 from train.data.function import epochs, random_access
 from train.data.function import record as functions
 from train.data.memory import Batch
 from train.elastic.virtual_shards import VirtualShards
+from train.named import Named
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class Source:
         classes: their names; empty where they have none.
         num_outputs: classes, or values to predict.
         classifies: whether labels are classes.
-        feature_shape: one example's shape.
+        feature_shape: one example's shape, a tuple. Of a model with several inputs it is a dictionary of them by name,
+            and with several heads `classes`, `num_outputs` and `classifies` are.
         train_examples: examples in an epoch.
         test_examples: examples to test on.
         train_dataset: some replicas' batches step by step; arguments as for `memory.train_dataset` without the split.
@@ -55,10 +58,10 @@ class Source:
     """
 
     version: str
-    classes: tuple[str, ...]
-    num_outputs: int
-    classifies: bool
-    feature_shape: tuple[int, ...]
+    classes: Named
+    num_outputs: Named
+    classifies: Named
+    feature_shape: Named
     train_examples: int
     test_examples: int
     train_dataset: Callable[..., tf.data.Dataset]
@@ -86,8 +89,8 @@ def _in_memory(found: arrays.ArraySet, context: int) -> Source:
         found.version,
         found.classes,
         found.num_outputs,
-        found.train.labels.dtype.startswith("int"),
-        found.train.features.shape[1:],
+        named.each(lambda file: file.dtype.startswith("int"), found.train.labels),
+        named.each(lambda file: file.shape[1:], found.train.features),
         found.train.num_examples,
         found.test.num_examples,
         functools.partial(memory.train_dataset, found.train),
@@ -249,7 +252,7 @@ def train_feed(
 
     def one_of(batches: Batch, _step: tf.Tensor, part: tf.Tensor) -> Batch:
         place = shards.place(part // micro_batches) * micro_batches + part % micro_batches
-        return Batch(*(of[place] for of in batches))
+        return tf.nest.map_structure(lambda of: of[place], batches)
 
     return Feed(iterator.get_next, one_of, ahead)
 
@@ -288,7 +291,7 @@ def _stacked(batches: tf.data.Dataset, shards: VirtualShards, micro_batches: int
     index_Lm = tf.constant(places) - firsts[replicas.start]
 
     def by_replica(of_step: Batch) -> Batch:
-        return Batch(*(tf.gather(part, index_Lm) for part in of_step))
+        return tf.nest.map_structure(lambda part: tf.gather(part, index_Lm), of_step)
 
     own = batches.batch(firsts[replicas.stop] - firsts[replicas.start], drop_remainder=True)
     return own.map(by_replica).unbatch().with_options(memory.own_share())

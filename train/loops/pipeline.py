@@ -3,7 +3,7 @@
 Every task holds its own stage of the model (`train/pipeline/division.py`). R pipelines of equal stages train on parts
 of each global batch, and add up the gradients of equal stages before the one update of a step.
 
-Shapes: S steps of one loop; N batches of an evaluation.
+Shapes: S steps of one loop; N batches and M means of an evaluation.
 """
 
 from __future__ import annotations
@@ -84,24 +84,25 @@ class Pipeline:
         examples, batch = memory.load(arrays.test), evaluation_batch(context.source)
         share = {"replica_batch": batch, "num_replicas": pipelines}
         rounds = memory.eval_batches(context.source.test_examples, **share)
+        scored = (context.objective.loss, context.objective.score, *context.objective.metrics.values())
 
-        def add(at: tf.Tensor, totals_N2: tf.Tensor) -> tf.Tensor:
-            with tf.control_dependencies([totals_N2]):
+        def add(at: tf.Tensor, totals_NM: tf.Tensor) -> tf.Tensor:
+            with tf.control_dependencies([totals_NM]):
                 at = tf.identity(at)
             given = memory.eval_batch(examples, at, tf.constant(self._division.pipeline, tf.int64), **share)
             outputs = self._forward(lambda: self._as_input(given.features), batch, edges.EVALUATED)
             if not self._has_last:
                 with tf.control_dependencies([outputs]):
-                    return tf.identity(totals_N2)
+                    return tf.identity(totals_NM)
             outputs = train_step.full_precision(outputs)
-            scored = (context.objective.loss, context.objective.score)
-            totals_2 = tf.stack([tf.reduce_sum(of(given.labels, outputs) * given.weights) for of in scored])
+            totals_M = tf.stack([tf.reduce_sum(of(given.labels, outputs) * given.weights) for of in scored])
             place = [[at * pipelines + self._division.pipeline]]
-            return tf.tensor_scatter_nd_update(totals_N2, place, [totals_2])
+            return tf.tensor_scatter_nd_update(totals_NM, place, [totals_M])
 
         @tf.function(autograph=False)
         def evaluate_all() -> tf.Tensor:
-            return train_step.repeat(tf.constant(rounds, tf.int64), add, tf.zeros([rounds * pipelines, 2]), parallel=1)
+            start = tf.zeros([rounds * pipelines, len(scored)])
+            return train_step.repeat(tf.constant(rounds, tf.int64), add, start, parallel=1)
 
         return context.with_baseline(
             lambda: steps.results(self._total(evaluate_all()).numpy(), context.objective, context.source.test_examples)
@@ -255,7 +256,11 @@ class Pipeline:
         # Stages of one process share the optimizer, which counts every update of any of them.
         done = at if self._asynchronous else 0
         policy.optimizer.iterations.assign(self._updates_before + done)
-        policy.update(gradients, variables, self._finite, self._norm)
+        if gradients:
+            policy.update(gradients, variables, self._finite, self._norm)
+        else:  # all weights of the stage are frozen, and its optimizer counts as those of the others do
+            applied = tf.ones([], tf.bool) if self._finite is None else self._finite
+            policy.optimizer.iterations.assign_add(tf.cast(applied, tf.int32))
         with tf.control_dependencies([policy.optimizer.iterations.value.read_value()]):
             return tf.zeros([]) if policy.loss_scale else keras_compat.nan_if_broken(tf.zeros([]), gradients)
 
@@ -268,8 +273,8 @@ class Pipeline:
             for variable, gradient in zip(models[number].trainable_variables, gradients, strict=True)
         }
         if not self._division.whole:
-            for owner, model in enumerate(models):
-                variables = model.trainable_variables
+            trained = [(owner, model.trainable_variables) for owner, model in enumerate(models)]
+            for owner, variables in ((owner, variables) for owner, variables in trained if variables):
                 own = tf.stack([halves[id(each)] for each in variables]) if owner in self._stages else tf.zeros([])
                 shared = self._shared(own, tf.TensorSpec([len(variables)], tf.float32), owner, edges.NORM)
                 halves |= {id(each): half for each, half in zip(variables, tf.unstack(shared), strict=True)}

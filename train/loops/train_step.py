@@ -26,11 +26,15 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
+from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
+from tensorflow.python.eager import context
 
+from train import named
 from train.data.memory import Batch
-from train.model import keras_compat, models
+from train.model import inputs, keras_compat
 from train.model.gradients import GradientPolicy
 from train.model.objectives import Objective, global_mean
+from train.named import Named
 
 
 class Computed(NamedTuple):
@@ -172,28 +176,36 @@ def never_inlined(function: Callable[..., Any]) -> Callable[..., Any]:
     return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
 
 
-def exact_order(micro_batches: int) -> None:
-    """Keep the order of sums as written, if there are micro-batches. Call before any graph is built.
+def exact_order(micro_batches: int, *, deterministic: bool) -> None:
+    """Keep the order of sums as written. Call before any graph is built.
 
-    Grappler's arithmetic optimization makes one sum of several that meet, in an order of its own.
+    Grappler's arithmetic optimization makes one sum of several that meet, in an order of its own: with micro-batches
+    it is off. Its memory optimization adds up three values or more in whatever order they come, where it estimates
+    that a graph takes more than 200 MB: it is off, too, and also where bits must repeat.
     """
+    if micro_batches > 1 or deterministic:
+        of_context = context.context()  # has no public name for this optimization
+        of_context._config = of_context._config or config_pb2.ConfigProto()
+        rewrites = of_context._config.graph_options.rewrite_options
+        rewrites.memory_optimization = rewriter_config_pb2.RewriterConfig.NO_MEM_OPT
+        tf.config.optimizer.set_experimental_options({})  # has the change noticed
     if micro_batches > 1:
         tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
 
 
-def as_input(model: keras.Model, features: tf.Tensor) -> tf.Tensor:
+def as_input(model: keras.Model, features: Named) -> Named:
     """Return features in the type that a model takes."""
-    return tf.cast(features, models.input_dtype(model))
+    return named.each(tf.cast, features, inputs.dtypes(model, features))
 
 
-def full_precision(outputs_BK: tf.Tensor) -> tf.Tensor:
+def full_precision(outputs_BK: Named) -> Named:
     """Return a model's outputs in float32, whatever its layers compute in: losses are computed in that."""
-    return tf.cast(outputs_BK, tf.float32)
+    return named.each(lambda of: tf.cast(of, tf.float32), outputs_BK)
 
 
 def part_of(batch: Batch, part: tf.Tensor, parts: int) -> Batch:
     """Return one of the equal parts of a batch."""
-    return Batch(*(tf.reshape(of, [parts, of.shape[0] // parts, *of.shape[1:]])[part] for of in batch))
+    return tf.nest.map_structure(lambda of: tf.reshape(of, [parts, of.shape[0] // parts, *of.shape[1:]])[part], batch)
 
 
 def repeat(count: tf.Tensor, body: Callable[[tf.Tensor, Any], Any], state: Any, *, parallel: int = 10) -> Any:

@@ -5,31 +5,46 @@ from __future__ import annotations
 import contextlib
 import io
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from tensorflow import keras
 
 from cluster.system.json_files import write_json
+from train import named
+from train.model import inputs
+from train.named import Named
 
 CLASSES = Path("assets.extra", "classes.json")
 """Where an export keeps the names of its classes: TensorFlow Serving's place for what it need not know."""
 
 
-def export(model: keras.Model, directory: Path, classes: tuple[str, ...]) -> None:
+def export(model: keras.Model, directory: Path, feature_shape: Named, classes: Named) -> None:
     """Write a SavedModel whose `serve` signature takes features `[B, ...] float32` and returns outputs.
+
+    Several inputs, and several outputs, have the names of the data in the signature.
 
     Args:
         model: with plain variables, built outside of the strategy: what is saved holds no trace of the cluster, and
             only this task is needed to save it.
         directory: replaced whole.
+        feature_shape: one example's shape, or a dictionary of them.
         classes: their names, kept beside the model.
     """
     scratch = directory.with_name(f".{directory.name}")
     shutil.rmtree(scratch, ignore_errors=True)
     with contextlib.redirect_stdout(io.StringIO()):  # Keras prints every endpoint and captured variable
-        model.export(str(scratch))
+        if isinstance(feature_shape, Mapping):
+            archive = keras.export.ExportArchive()
+            archive.track(model)
+            archive.add_endpoint(
+                "serve", lambda features: model(features, training=False), [inputs.signature(model, feature_shape)]
+            )
+            archive.write_out(str(scratch))
+        else:
+            model.export(str(scratch))
     (scratch / CLASSES).parent.mkdir(exist_ok=True)
-    write_json(scratch / CLASSES, list(classes))
+    write_json(scratch / CLASSES, named.each(list, classes))
     shutil.rmtree(directory, ignore_errors=True)
     scratch.replace(directory)
 

@@ -108,7 +108,7 @@ class GradientPolicy:
 
     def finite(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
         """Return whether all are finite, a bool scalar."""
-        return tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients])
+        return tf.reduce_all([True, *(tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients)])
 
     def unscaled(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Return the gradients of the loss from those of the scaled loss."""

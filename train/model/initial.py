@@ -23,6 +23,7 @@ from tensorflow import keras
 from tensorflow.core.protobuf import trackable_object_graph_pb2
 
 from cluster.errors import RunFailed, UsageError
+from train.saving.mirror import has_value
 
 SHOWN = 6
 _NAMED = "weights/"
@@ -80,7 +81,8 @@ def load(model: keras.Model, path: Path) -> str:
             missing.append(f"{name} {tuple(variable.shape)} (there {arrays[key].shape})")
         else:
             used.add(key)
-            variable.assign(arrays[key].astype(variable.dtype))
+            if has_value(variable):
+                variable.assign(arrays[key].astype(variable.dtype))
             taken += 1
     unused = [key for key in arrays if key not in used]
     if not taken:

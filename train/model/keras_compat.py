@@ -6,10 +6,13 @@ import contextlib
 import contextvars
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.backend.common.stateless_scope import in_stateless_scope  # has no public name
+from keras.src.backend.tensorflow.optimizer import TFOptimizer  # neither has this
 
 from train.keras3 import fit
 
@@ -35,6 +38,7 @@ def install() -> None:
     keras.Variable.assign_add = _assign_add
     keras.Variable.assign_sub = _assign_sub
     keras.random.SeedGenerator.next = _next_seed
+    TFOptimizer._distributed_tf_update_step = _update
     fit.apply()
 
 
@@ -59,6 +63,29 @@ def _assign_sub(variable: keras.Variable, value: object) -> object:
         return _keras_assign_sub(variable, value)
     own = _own(variable)
     return own.assign_sub(tf.cast(value, own.dtype))
+
+
+_keras_update = TFOptimizer._distributed_tf_update_step
+
+
+def _update(
+    optimizer: keras.optimizers.Optimizer,
+    strategy: tf.distribute.Strategy,
+    pairs: Sequence[tuple[Any, tf.Variable]],
+    learning_rate: Any,
+) -> None:
+    """Update variables by gradients that are summed already.
+
+    An embedding's gradient names a row as often as the batch has it. Keras hands that to the optimizer, and Adam then
+    adds up the squares of a row's parts instead of squaring their sum: its steps come out several times too large, and
+    depend on how a batch is cut.
+    """
+
+    def update(variable: tf.Variable, gradient: Any, learning_rate: Any) -> Any:
+        return optimizer.update_step(tf.convert_to_tensor(gradient), variable, learning_rate)
+
+    for gradient, variable in pairs:
+        strategy.extended.update(variable, update, args=(gradient, learning_rate), group=False)
 
 
 def _own(variable: keras.Variable) -> tf.Variable:
@@ -137,6 +164,28 @@ def take_summed_gradients(optimizer: keras.optimizers.Optimizer) -> None:
     tf_keras has an argument for it.
     """
     optimizer._all_reduce_sum_gradients = list  # pairs of gradient and variable
+
+
+def average_what_changes(optimizer: keras.optimizers.Optimizer) -> None:
+    """Have an optimizer's averages follow the weights that an update changes, not all that it was built for."""
+    apply, changed = optimizer._backend_apply_gradients, list[keras.Variable]()
+
+    def apply_gradients(gradients: list[tf.Tensor], variables: list[keras.Variable]) -> None:
+        changed[:] = variables
+        apply(gradients, variables)
+
+    def average(_all: list[keras.Variable]) -> None:
+        averages = optimizer._model_variables_moving_average
+        of_changed = SimpleNamespace(
+            use_ema=True,
+            iterations=optimizer.iterations,
+            ema_momentum=optimizer.ema_momentum,
+            _model_variables_moving_average=[averages[optimizer._get_variable_index(each)] for each in changed],
+        )
+        type(optimizer)._update_model_variables_moving_average(of_changed, changed)
+
+    optimizer._backend_apply_gradients = apply_gradients
+    optimizer._update_model_variables_moving_average = average
 
 
 def synchronize_batch_normalization(model: keras.Model, replicas: int) -> int:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tensorflow import keras  # Keras 3, or tf_keras where `--loop fit` needs that
 
 from cluster.errors import UsageError, nearest
+from train import named
 from train.config import TrainConfig
+from train.model import inputs
 from train.model.resnet import resnet20, resnet50
 from train.model.transformer import transformer_lm
+from train.named import Named
 from train.settings import references
 
 
@@ -53,7 +56,7 @@ MODELS: dict[str, Callable[..., Any]] = {
 }
 
 
-def of(config: TrainConfig, feature_shape: tuple[int, ...], num_outputs: int) -> keras.Model:
+def of(config: TrainConfig, feature_shape: Named, num_outputs: Named) -> keras.Model:
     """Return the model that a configuration describes; for the rest see `build`."""
     size = config.transformer
     sizes = {"layers": size.layers, "width": size.width, "heads": size.heads}
@@ -87,18 +90,18 @@ def freeze(model: keras.Model, names: str) -> None:
         raise UsageError(f"--freeze {names!r}: no layer is left to train; leave some out")
 
 
-def build(name: str, feature_shape: tuple[int, ...], num_outputs: int, **options: Any) -> keras.Model:
+def build(name: str, feature_shape: Named, num_outputs: Named, **options: Any) -> keras.Model:
     """Return the model called `name`: a key of `MODELS`, or `package.module:function`.
 
     Args:
         name: what the configuration says.
-        feature_shape: one example's shape.
-        num_outputs: classes, or values to predict.
+        feature_shape: one example's shape; of a model with several inputs a dictionary of them, by name.
+        num_outputs: classes, or values to predict; of one with several outputs a dictionary, by the head's name.
         options: of a built-in model.
 
     Raises:
         UsageError: there is no such function, or it does not return a model of the Keras in use that gives
-            `[B, num_outputs]`, or `[B, T, num_outputs]` for T tokens.
+            `[B, num_outputs]`, or `[B, T, num_outputs]` for T tokens; with several outputs a dictionary of such.
     """
     function = MODELS[name] if name in MODELS else references.load("--model", name)
     model = references.call("--model", name, functools.partial(function, **options), feature_shape, num_outputs)
@@ -109,16 +112,24 @@ def build(name: str, feature_shape: tuple[int, ...], num_outputs: int, **options
             "use `from tensorflow import keras`, which is the Keras that the chosen loop needs"
         )
     # Called, not `build`: that leaves a model that is a class of the user's own without its layers' variables.
-    outputs = model(keras.Input(feature_shape, dtype=input_dtype(model)))
-    shape = getattr(outputs, "shape", None)
-    positions = feature_shape if input_dtype(model) == "int32" else ()
-    if shape is None or tuple(shape) not in ((None, num_outputs), (None, *positions, num_outputs)):
-        given = type(outputs).__name__ if shape is None else tuple(shape)
-        raise UsageError(f"--model {name!r} gives {given}, expected (None, {num_outputs}): an output a class or value")
+    symbolic = named.each(
+        lambda shape, dtype: keras.Input(shape, dtype=dtype), feature_shape, inputs.dtypes(model, feature_shape)
+    )
+    outputs = references.call("--model", name, model, symbolic)
+    if isinstance(num_outputs, Mapping) and (not isinstance(outputs, Mapping) or set(outputs) != set(num_outputs)):
+        given = f"outputs called {', '.join(outputs)}" if isinstance(outputs, Mapping) else type(outputs).__name__
+        raise UsageError(
+            f"--model {name!r} gives {given}; expected a dictionary of outputs called {', '.join(num_outputs)}, as "
+            "the labels are"
+        )
+    sequences = [tuple(one.shape[1:]) for one in named.leaves(symbolic) if "int" in str(one.dtype)]
+    for which, (count, output) in zip(
+        named.in_words(num_outputs), named.leaves(named.each(lambda *both: both, num_outputs, outputs)), strict=True
+    ):
+        shape = getattr(output, "shape", None)
+        if shape is None or tuple(shape) not in [(None, *positions, count) for positions in ((), *sequences)]:
+            given = type(output).__name__ if shape is None else str(tuple(shape))
+            raise UsageError(
+                f"--model {name!r} gives{which} {given}, expected (None, {count}): an output a class or value"
+            )
     return model
-
-
-def input_dtype(model: keras.Model) -> str:
-    """Return the type of a model's features: `int32` where it takes whole numbers, such as tokens, or `float32`."""
-    inputs = getattr(model, "inputs", None)
-    return "int32" if inputs and "int" in str(inputs[0].dtype) else "float32"

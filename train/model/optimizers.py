@@ -13,6 +13,7 @@ from tensorflow import keras
 from cluster.errors import UsageError
 from train.config import TrainConfig
 from train.model.gradients import GradientPolicy, LossScale
+from train.saving.mirror import has_value
 from train.settings import references
 
 CLASSES = {"adam": "Adam", "adamw": "AdamW", "lamb": "Lamb", "lion": "Lion", "sgd": "SGD"}
@@ -128,15 +129,20 @@ def averages(optimizer: keras.optimizers.Optimizer) -> list[Any]:
 
 @contextlib.contextmanager
 def averaged(config: TrainConfig, model: keras.Model, optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """Give a model the averages of its weights inside, if the configuration evaluates by these; every task calls it."""
+    """Give a model the averages of its weights inside, if the configuration evaluates by these; every task calls it.
+
+    Of a model in stages a task has the weights of its own.
+    """
     means = averages(optimizer) if config.optimizer.ema_evaluate else []
-    before = [variable.numpy() for variable in model.trainable_variables] if means else []
-    for variable, mean in zip(model.trainable_variables, means, strict=bool(means)):
+    pairs = list(zip(model.trainable_variables, means, strict=True)) if means else []
+    pairs = [(variable, mean) for variable, mean in pairs if has_value(variable)]
+    before = [variable.numpy() for variable, _ in pairs]
+    for variable, mean in pairs:
         variable.assign(mean.numpy())
     try:
         yield
     finally:
-        for variable, value in zip(model.trainable_variables, before, strict=bool(means)):
+        for (variable, _), value in zip(pairs, before, strict=True):
             variable.assign(value)
 
 

@@ -44,10 +44,10 @@ class ModelBlock:
         return tuple(layer.name for layer in self.layers)
 
     @property
-    def trainable_variables(self) -> list[keras.Variable]:
-        """Of its layers, each once."""
-        variables = [variable for layer in self.layers for variable in layer.trainable_variables]
-        return list({id(variable): variable for variable in variables}.values())
+    def weights(self) -> list[keras.Variable]:
+        """Of its layers, each once, frozen or not."""
+        weights = [weight for layer in self.layers for weight in getattr(layer, "weights", [])]
+        return list({id(weight): weight for weight in weights}.values())
 
 
 def chain(model: keras.Model) -> list[ModelBlock]:
@@ -117,7 +117,8 @@ def crossing(model: keras.Model, layer: str = "") -> tuple[str, list[str]] | Non
 
 
 def _estimate(block: ModelBlock, micro_batch: int, slots: int) -> Block:
-    parameters = sum(math.prod(variable.shape) for variable in block.trainable_variables)
+    parameters = sum(math.prod(weight.shape) for weight in block.weights)
+    trainable = sum(math.prod(weight.shape) for weight in block.weights if weight.trainable)
     kept = flops = 0
     for node in block.nodes:
         outputs = sum(math.prod(tensor.shape[1:]) for tensor in node.output_tensors)
@@ -129,7 +130,7 @@ def _estimate(block: ModelBlock, micro_batch: int, slots: int) -> Block:
         block.names,
         float(3 * flops),  # the backward takes two products for each of the forward
         4 * parameters,
-        4 * parameters * (1 + slots),
+        4 * trainable * (1 + slots),
         kept,
         4 * micro_batch * math.prod(block.outputs.shape[1:]),
     )
@@ -138,7 +139,7 @@ def _estimate(block: ModelBlock, micro_batch: int, slots: int) -> Block:
 def _flops(layer: keras.Layer, outputs: int, places: int) -> int:
     """Return about the floating-point operations of one example: two for each weight at each place it is used at."""
     flops = outputs
-    for variable in layer.trainable_variables:
+    for variable in getattr(layer, "weights", []):
         if len(variable.shape) >= 2 and "embedding" not in variable.path:
             flops += 2 * math.prod(variable.shape) * places
     return flops
@@ -175,12 +176,17 @@ def _cut_before(nodes: Sequence[Any], at: int, model: keras.Model) -> Any | None
     if len(tensors) != 1 or tensors[0] is model.inputs[0]:
         return None
     layer = nodes[at].operation
-    if not getattr(layer, "trainable_variables", None) or isinstance(layer, keras.layers.BatchNormalization):
+    if not _has_weights(layer) or isinstance(layer, keras.layers.BatchNormalization):
         return None
     before = {id(node.operation) for node in nodes[:at]}
     shared = any(id(node.operation) in before for node in nodes[at:])
-    weighs = any(getattr(node.operation, "trainable_variables", None) for node in nodes[:at])
+    weighs = any(_has_weights(node.operation) for node in nodes[:at])
     return tensors[0] if weighs and not shared else None
+
+
+def _has_weights(layer: Any) -> bool:
+    """Return whether a layer has weights, frozen or not: what is frozen does not change where a model can be cut."""
+    return bool(getattr(layer, "weights", None))
 
 
 def _crossing(nodes: Sequence[Any], at: int, model: keras.Model) -> list[Any]:

@@ -17,8 +17,10 @@ from tensorflow.python.ops.resource_variable_ops import UninitializedVariable  #
 from cluster.run.folder import RunFolder
 from cluster.spec import ClusterSpec, Task
 from train.config import TrainConfig
+from train.model import keras_compat
 from train.pipeline import blocks
 from train.pipeline.cut import cut
+from train.pipeline.measure import release
 from train.saving.joint import Joint
 
 
@@ -54,9 +56,7 @@ class Division:
         Raises:
             UsageError: the model cannot be cut so.
         """
-        with keras.StatelessScope(initialize_variables=False):
-            model = new_model()
-        created = _take_uninitialized()
+        model, created = without_values(new_model)
         parts = cut(model, self._config, self.stages, self._run, self.pipelines)
         self.models = [blocks.stage_model(part, number) for number, part in enumerate(parts)]
         for number, part in enumerate(self.models):
@@ -66,6 +66,7 @@ class Division:
 
     def build_optimizer(self, optimizer: keras.optimizers.Optimizer, model: keras.Model) -> None:
         """Build an optimizer of the whole model, with values for what it keeps of this task's weights alone."""
+        keras_compat.average_what_changes(optimizer)
         with keras.StatelessScope(initialize_variables=False):
             optimizer.build(model.trainable_variables)
         weights = model.trainable_variables
@@ -91,7 +92,7 @@ class Division:
     def release(self) -> None:
         """Free the memory of this task's variables, which must not be used any more: all that is needed is saved."""
         for variable in self._owned.values():
-            tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros([0], variable.dtype))
+            release(variable)
 
     def _give_values(self, variables: Iterable[keras.Variable]) -> None:
         for variable in variables:
@@ -102,7 +103,22 @@ class Division:
                 if stage is not None:
                     self._owned[id(variable.value)] = variable.value
             else:
-                _leave_without_value(variable)
+                leave_without_value(variable)
+
+
+def without_values(new_model: Callable[[], keras.Model]) -> tuple[keras.Model, list[keras.Variable]]:
+    """Return a model, and its variables, none of which has a value or memory yet."""
+    with keras.StatelessScope(initialize_variables=False):
+        model = new_model()
+    return model, _take_uninitialized()
+
+
+def to_restore(new_model: Callable[[], keras.Model]) -> keras.Model:
+    """Return a model whose variables are given memory when a checkpoint is restored: once, without first values."""
+    model, created = without_values(new_model)
+    for variable in created:
+        leave_without_value(variable)
+    return model
 
 
 def _take_uninitialized() -> list[keras.Variable]:
@@ -112,7 +128,8 @@ def _take_uninitialized() -> list[keras.Variable]:
     return variables
 
 
-def _leave_without_value(variable: keras.Variable) -> None:
+def leave_without_value(variable: keras.Variable) -> None:
+    """Make a variable a handle without a value."""
     if not type(variable._initializer).__module__.startswith("keras."):
         # It may draw from a generator that all variables share: Keras's own initialisers have a seed each.
         variable._initializer(variable.shape, dtype=variable.dtype)

@@ -37,6 +37,9 @@ def block_seconds(blocks: Sequence[ModelBlock], micro_batch: int) -> list[float]
 
 def _seconds(block: ModelBlock, micro_batch: int) -> float:
     model = keras.Model(block.inputs, block.outputs)
+    valueless = [variable for variable in model.variables if variable._value is None]
+    for variable in valueless:
+        variable._deferred_initialize()
     variables = [variable.value for variable in model.trainable_variables]
     values = _values([micro_batch, *block.inputs.shape[1:]], block.inputs.dtype)
 
@@ -46,7 +49,7 @@ def _seconds(block: ModelBlock, micro_batch: int) -> float:
             tape.watch([values] if values.dtype.is_floating else [])
             outputs = model(values, training=True)
         sources = [values, *variables] if values.dtype.is_floating else variables
-        return [each for each in tape.gradient(outputs, sources) if each is not None]
+        return [outputs, *(each for each in tape.gradient(outputs, sources) if each is not None)]
 
     compute(values)
     samples = []
@@ -54,7 +57,14 @@ def _seconds(block: ModelBlock, micro_batch: int) -> float:
         began = time.perf_counter()
         compute(values)
         samples.append(time.perf_counter() - began)
+    for variable in valueless:  # of the next block, too, there may be no more than fits
+        release(variable.value)
     return statistics.median(samples)
+
+
+def release(variable: tf.Variable) -> None:
+    """Free a variable's memory; it must not be used any more."""
+    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros([0], variable.dtype))
 
 
 def _values(shape: Sequence[int], dtype: str) -> tf.Tensor:
@@ -75,6 +85,6 @@ def _kind(block: ModelBlock) -> str:
 
 def conditions(config: Any) -> dict[str, str]:
     """Return what the times of a model's blocks depend on: where it differs they are measured again."""
-    names = ("model", "transformer", "global_batch", "micro_batches", "precision", "threads", "onednn")
+    names = ("model", "freeze", "transformer", "global_batch", "micro_batches", "precision", "threads", "onednn")
     values = {name: getattr(config, name) for name in names}
     return {name: str(value) for name, value in values.items()}

@@ -199,7 +199,9 @@ class Stage:
                 zeros = [tf.zeros_like(gradient) for gradient in dense]
                 dense = add(zeros if self._sums is None else self._sums, dense)
             self._sums = dense
-        self._done(self._sums[0])
+            # A stage whose weights are frozen has the gradient that it sends, or what it received.
+            done = tf.identity(next(iter(dense), self._gradients.get(at, seed)))
+        self._done(done)
 
     def _do_update(self, at: int) -> None:
         with tf.control_dependencies([self._chain[-1]]):

@@ -9,6 +9,12 @@ import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable  # has no public name
 
 
+def has_value(variable: Any) -> bool:
+    """Return whether a variable has a value in this task: that of a stage which another task has, has none."""
+    own = variable if isinstance(variable, tf.Variable) else variable.value
+    return not isinstance(own, UninitializedVariable)
+
+
 class Mirror:
     """The tree that TensorFlow would save of a checkpoint, with something else in place of each variable.
 
@@ -86,5 +92,5 @@ class Copy(Mirror):
 
 def _copied(variable: tf.Variable, name: str | None) -> tf.Variable:
     if isinstance(variable, UninitializedVariable):
-        return UninitializedVariable(trainable=False, shape=variable.shape, dtype=variable.dtype)
+        return UninitializedVariable(trainable=False, shape=variable.shape, dtype=variable.dtype, name=name)
     return tf.Variable(variable, trainable=False, dtype=variable.dtype, name=name)

@@ -20,7 +20,17 @@ def read(config: TrainConfig, model: keras.Model, prefix: str) -> None:
     Raises:
         tf.errors.OpError, OSError: they cannot be read.
     """
+    read_trained(model, prefix)
+    use_averages(config, model, prefix)
+
+
+def read_trained(model: keras.Model, prefix: str) -> None:
+    """Give a model the weights of a checkpoint as they were trained; for the rest see `read`."""
     tf.train.Checkpoint(model=model).read(prefix).assert_existing_objects_matched().expect_partial()
+
+
+def use_averages(config: TrainConfig, model: keras.Model, prefix: str) -> None:
+    """Give a model the averages of its weights, if the run evaluates by these; for the rest see `read`."""
     if not config.optimizer.ema_evaluate:
         return
     if not (config.optimizer.ema or config.optimizer.own):

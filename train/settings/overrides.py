@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from cluster.errors import UsageError, nearest
+from train import presets
 from train.config import TrainConfig
-from train.presets import PRESETS
 from train.settings import references
 from train.settings.field_types import check_types, option, shown
 
@@ -24,7 +24,7 @@ def resolve(preset: str, overrides: Sequence[str], base: TrainConfig | None = No
     """Return the preset's configuration, or `base`, with dotted overrides applied.
 
     Args:
-        preset: a key of `PRESETS`, or `package.module:function` that returns a `TrainConfig`.
+        preset: one of `presets.names()`, or `package.module:function` that returns a `TrainConfig`.
         overrides: such as `["--epochs", "3", "--optimizer.learning-rate", "0.001"]`.
         base: the configuration of a run that is resumed, instead of the preset.
         cores: that each task can use, where it runs on another machine; 0: those of this machine.
@@ -33,8 +33,9 @@ def resolve(preset: str, overrides: Sequence[str], base: TrainConfig | None = No
         UsageError: the preset or an option is unknown (the nearest name is offered), or a value is out of range.
     """
     if base is None:
-        references.check("--preset", preset, PRESETS)
-        function = PRESETS.get(preset) or references.load("--preset", preset)
+        built_in = presets.names()
+        references.check("--preset", preset, built_in)
+        function = presets.find(preset) if preset in built_in else references.load("--preset", preset)
         made = references.call("--preset", preset, function)
         if not isinstance(made, TrainConfig):
             raise UsageError(f"--preset {preset!r} returned {shown(made)}; expected a train.config.TrainConfig")

@@ -67,6 +67,8 @@ def call(option: str, reference: str, function: Callable[..., Any], *arguments: 
     except ClusterError:
         raise
     except (Exception, SystemExit) as error:
+        if isinstance(error, MemoryError) or type(error).__name__ == "ResourceExhaustedError":  # TensorFlow's
+            raise  # it would do on a larger machine
         raise UsageError(f"{option} {reference!r}: {described(error)}") from error
 
 

@@ -19,8 +19,8 @@ class Best:
     `checkpoints/best/`. Empty: none is."""
 
     mode: str = "auto"
-    """Whether the least (`min`) or the largest (`max`) value is the best; `auto`: the largest of `eval_accuracy`, the
-    least of all others."""
+    """Whether the least (`min`) or the largest (`max`) value is the best; `auto`: the largest of an accuracy, such as
+    `eval_accuracy`, the least of all others."""
 
     min_delta: float = 0.0
     """By how much a value must be better to count as such: 0 or more."""
@@ -34,7 +34,7 @@ class Best:
     @property
     def sign(self) -> int:
         """1 where larger values are better, -1 where smaller ones are."""
-        return 1 if self.mode == "max" or (self.mode == "auto" and self.metric == "eval_accuracy") else -1
+        return 1 if self.mode == "max" or (self.mode == "auto" and self.metric.endswith("_accuracy")) else -1
 
     def check(self, loop: str) -> None:
         """Check that every value is in its range.

@@ -12,21 +12,22 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.errors import ClusterError, UsageError
+from cluster.errors import ClusterError, UsageError, nearest
 from cluster.messages import described
 from cluster.run import launch_records, records
 from cluster.spec import precision_of
 from cluster.system import user_code
+from train import named
 from train.config import TrainConfig
 from train.model import variables
+from train.named import Named
 
 if TYPE_CHECKING:
     import keras
-    import tensorflow as tf
 
     from train.data.sources import Source
 
@@ -61,6 +62,8 @@ def check(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UsageError: it does not, or it is no model or loss, or it cannot be cut so.
     """
+    import tensorflow as tf
+
     from train.data import sources
     from train.model import models, objectives, optimizers
 
@@ -70,15 +73,19 @@ def check(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
         return models.of(config, source.feature_shape, source.num_outputs)
 
     stages = _stages(new_model, config, options) if options.stages else {}
-    positions: Sequence[int] = _label_spec(source).shape[1:] if source.is_text else ()
+    labels = _label_spec(source)
+    positions = tuple(labels.shape[1:]) if source.is_text else ()
+    outputs = named.each(lambda count: tf.TensorSpec([EXAMPLES, *positions, count], tf.float32), source.num_outputs)
     if not stages:
         model = new_model()
         optimizers.build_for(config, model)
-        positions = _positions(model)
+        outputs = _output_spec(model, source.feature_shape)
     objective = objectives.of(config, classifies=source.classifies, predicts_text=source.is_text)
-    _check_function(f"--loss {config.loss!r}", source, positions, objective.loss)
+    _check_function(f"--loss {config.loss!r}", labels, outputs, objective.loss)
     for name, metric in objective.metrics.items():
-        _check_function(f"--metrics {config.metrics!r}: {name}", source, positions, metric)
+        _check_function(f"--metrics {config.metrics!r}: {name}", labels, outputs, metric)
+    if (best := config.best.metric) and best not in objective.evaluated:
+        raise UsageError(f"--best.metric {best!r}{nearest(best, objective.evaluated)}")
     return stages
 
 
@@ -87,13 +94,14 @@ def _stages(new_model: Callable[[], keras.Model], config: TrainConfig, options: 
     import tensorflow as tf
 
     from train.pipeline.cut import describe
+    from train.pipeline.division import without_values
     from train.strategy import policy
 
     tf.config.threading.set_intra_op_parallelism_threads(config.threads)
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
     with policy(precision_of(options.strategy, config.precision)):
-        model = new_model()
+        model, _ = without_values(new_model)
     record = records.read(options.record, launch_records.stages, None) if options.record else None
     return describe(
         model,
@@ -105,37 +113,50 @@ def _stages(new_model: Callable[[], keras.Model], config: TrainConfig, options: 
     )
 
 
-def _positions(model: keras.Model) -> Sequence[int]:
-    """Return the axes of a model's outputs between that of the examples and that of the classes: of sequences T."""
-    outputs = getattr(model, "outputs", None)
-    return tuple(outputs[0].shape[1:-1]) if outputs else ()
+def _output_spec(model: keras.Model, feature_shape: Named) -> Named:
+    """Return what a model gives of a batch, in full precision."""
+    import tensorflow as tf
+    from tensorflow import keras
+
+    from train.model import inputs
+
+    def symbolic(shape: tuple[int, ...], dtype: str) -> Any:
+        return keras.Input(shape, batch_size=EXAMPLES, dtype=dtype)
+
+    outputs = model(named.each(symbolic, feature_shape, inputs.dtypes(model, feature_shape)))
+    return named.each(lambda one: tf.TensorSpec(one.shape, tf.float32), outputs)
 
 
-def _check_function(where: str, source: Source, positions: Sequence[int], function: object) -> None:
+def _check_function(where: str, labels: Named, outputs: Named, function: object) -> None:
     """Check that a loss or a metric takes labels and outputs, and gives a value for each example."""
     import tensorflow as tf
 
-    labels = _label_spec(source)
-    outputs = tf.TensorSpec([EXAMPLES, *positions, source.num_outputs], tf.float32)
     try:
         losses = tf.function(function).get_concrete_function(labels, outputs).structured_outputs
     except ClusterError:
         raise
     except (Exception, SystemExit) as error:
-        made = ["B", *positions, source.num_outputs]
-        given = f"labels {labels.dtype.name} {['B', *labels.shape[1:]]} and outputs {made}"
-        raise UsageError(f"{where} fails on {given}: {described(error)[-300:]}".replace("'B'", "B")) from None
+        given = f"labels {_described(labels)} and outputs {_described(outputs, dtype=False)}"
+        raise UsageError(f"{where} fails on {given}: {described(error)[-300:]}") from None
     shape = getattr(losses, "shape", None)
     if shape is None or not shape.is_compatible_with([EXAMPLES]):
         given = type(losses).__name__ if shape is None else f"shape {shape}"
         raise UsageError(f"{where} gives {given} for {EXAMPLES} examples; expected ({EXAMPLES},), one of each")
 
 
-def _label_spec(source: Source) -> tf.TensorSpec:
+def _described(specs: Named, *, dtype: bool = True) -> str:
+    """Return types and shapes in words."""
+    words = [
+        f"{which.strip()} {spec.dtype.name if dtype else ''} [{', '.join(['B', *map(str, spec.shape[1:])])}]"
+        for which, spec in named.in_words(specs).items()
+    ]
+    return " ".join(", ".join(words).split())
+
+
+def _label_spec(source: Source) -> Named:
     one = {"first_step": 0, "num_steps": 1, "global_batch": EXAMPLES, "seed": 0}
     replica = {"num_replicas": 1, "first_replica": 0, "local_replicas": 1}
-    spec: tf.TensorSpec = source.train_dataset(**one, **replica).element_spec.labels
-    return spec
+    return source.train_dataset(**one, **replica).element_spec.labels
 
 
 if __name__ == "__main__":

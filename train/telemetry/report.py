@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 
 import numpy as np
@@ -18,8 +18,9 @@ from train.context import TaskContext
 from train.data import memory
 from train.loops import outer
 from train.loops.train_step import full_precision
-from train.model import export, models, optimizers
+from train.model import export, inputs, optimizers
 from train.model.gradients import GradientPolicy
+from train.pipeline.division import to_restore
 from train.saving import weights as saved_weights
 from train.saving.checkpoint import Checkpoint
 from train.saving.files import BEST, Saved, newest_good
@@ -163,28 +164,37 @@ class Report:
         context, result = self._context, self._context.run.control / "result.json"
         divided = context.division is not None and not context.division.whole
         # On every task: moving averages can be a mean over all of them, which takes all of them to read.
-        with self._averaged():
+        with contextlib.nullcontext() if divided else self._averaged():
             weights = [] if stopped or divided else context.model.get_weights()
         if context.chief:
-            model = context.new_model() if divided or not stopped else None
+            model, trained = None, context.model
             if divided:  # no task has the whole model; the checkpoint of this step has
-                saved_weights.read(self._config, model, Saved(context.run.checkpoints, step).prefix)
-            elif model is not None:
-                model.set_weights(weights)
+                model = trained = to_restore(context.new_model)
+                saved_weights.read_trained(model, Saved(context.run.checkpoints, step).prefix)
+            digest = outer.weights_sha256(trained)
             if not stopped:
                 self._heartbeat.update(state="saving")
-                if self._config.best.export and (best := newest_good(context.run.checkpoints / BEST)):
-                    saved_weights.read(self._config, model, best.prefix)
-                export.export(model, context.run.export, context.source.classes)
-                self._event("exported", step)
-                self.metrics.hparams(self._config, self.results)
-            write_json(result, self._result(step, model if divided else context.model))
+                self._export(model or context.new_model(), weights, step)
+            write_json(result, self._result(step, digest))
         self._update_timing()
         self.metrics.timing(step, self._timing)
         self.metrics.close()
         self._heartbeat.update(state="stopped" if stopped else "done", step=step)
         while not context.chief and not result.exists() and not context.run.outcome:
             time.sleep(0.02)  # the chief's coordination service counts a task that left early as lost
+
+    def _export(self, model: keras.Model, weights: list[np.ndarray], step: int) -> None:
+        """Export a model with these weights, or none: then with those that a pipeline's checkpoint gave it."""
+        config, run = self._config, self._context.run
+        if weights:
+            model.set_weights(weights)
+        else:
+            saved_weights.use_averages(config, model, Saved(run.checkpoints, step).prefix)
+        if config.best.export and (best := newest_good(run.checkpoints / BEST)):
+            saved_weights.read(config, model, best.prefix)
+        export.export(model, run.export, self._context.source.feature_shape, self._context.source.classes)
+        self._event("exported", step)
+        self.metrics.hparams(config, self.results)
 
     def _report_timing(self, count: int, seconds: float, times: Times | None) -> None:
         """Report how long the steps took this task, without the first one."""
@@ -209,7 +219,7 @@ class Report:
     def _spending(self, part: str) -> contextlib.AbstractContextManager[None]:
         return self._ledger.spending(part) if self._ledger else contextlib.nullcontext()
 
-    def _result(self, step: int, model: keras.Model) -> dict[str, object]:
+    def _result(self, step: int, weights_sha256: str) -> dict[str, object]:
         rate = self._timed_steps * self._config.global_batch / self._train_seconds if self._train_seconds else None
         package = "tf_keras" if export.is_legacy() else "keras"
         return {
@@ -218,7 +228,7 @@ class Report:
             "epochs": round(self._epoch(step), 4),
             "examples_per_s": rate and round(rate, 1),
             "metrics": self.results,
-            "weights_sha256": outer.weights_sha256(model),
+            "weights_sha256": weights_sha256,
         }
 
     def _event(self, event: str, step: int) -> None:
@@ -228,15 +238,17 @@ class Report:
         return self._config.epoch(step, self._context.source.train_examples)
 
     def _serving_graph(self) -> tf.types.experimental.ConcreteFunction:
-        dtype = models.input_dtype(self._context.model)
-        specification = tf.TensorSpec([None, *self._context.source.feature_shape], dtype, name="features")
-        return tf.function(self._context.model.__call__).get_concrete_function(specification)
+        return tf.function(self._context.model.__call__).get_concrete_function(
+            inputs.signature(self._context.model, self._context.source.feature_shape)
+        )
 
     def _show_predictions(self, step: int) -> None:
         """Show some test images with what the model says of them, where there are images and classes."""
         source = self._context.source
         shape = source.feature_shape
-        if source.arrays is None or not source.classes or len(shape) != 3 or shape[-1] not in (1, 3):
+        if source.arrays is None or isinstance(shape, Mapping) or isinstance(source.classes, Mapping):
+            return
+        if not source.classes or len(shape) != 3 or shape[-1] not in (1, 3):
             return
         if source.arrays.test.features.dtype != "uint8":
             return

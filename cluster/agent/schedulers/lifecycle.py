@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 from cluster.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TIMEOUT, TimedOut
 from cluster.run.folder import RunFolder
 from cluster.system.files import remove
+from cluster.system.waiting import wait_until
 
 POLL_S = 0.2
 
@@ -25,11 +24,12 @@ def await_begin(run: RunFolder, timeout_s: float) -> None:
     Raises:
         TimedOut: it has not.
     """
-    deadline = time.monotonic() + timeout_s
-    while not run.cluster.exists() or (run.outcome or {}).get("state") == "stopped":
-        if time.monotonic() > deadline:
-            raise TimedOut(f"{run.path} was not laid out in {timeout_s:g} s; see the log of the chief's container")
-        time.sleep(POLL_S)
+
+    def laid_out() -> bool:
+        return run.cluster.exists() and (run.outcome or {}).get("state") != "stopped"
+
+    if not wait_until(laid_out, timeout_s, POLL_S):
+        raise TimedOut(f"{run.path} was not laid out in {timeout_s:g} s; see the log of the chief's container")
 
 
 def exit_code(run: RunFolder) -> int:

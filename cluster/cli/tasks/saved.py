@@ -34,14 +34,16 @@ def export(c, run=None, trust=False, best=False):
     "run",
     run=RUN_HELP,
     trust=TRUST_HELP,
-    image="image file, resized to what the model takes (default: none, it must be named)",
+    image="image file, resized to what the model takes (default: none)",
+    features="instead, JSON file of one example: nested lists, or of several inputs a dictionary (default: none)",
 )
 @has_dry_run
-def predict(c, run=None, image="", trust=False):
-    """Print what a run's exported model predicts for an image."""
-    if not image:
-        raise UsageError("--image is missing: name an image file, such as --image boot.png")
-    _run(c, run, "predict", "--image", str(Path(image).absolute()), trust=trust)
+def predict(c, run=None, image="", features="", trust=False):
+    """Print what a run's exported model predicts for an image, or for an example of any features."""
+    if bool(image) == bool(features):
+        raise UsageError("expected --image or --features: an image file such as boot.png, or a JSON file of an example")
+    option, path = ("--image", image) if image else ("--features", features)
+    _run(c, run, "predict", option, str(Path(path).absolute()), trust=trust)
 
 
 @task("run", run=RUN_HELP, trust=TRUST_HELP, output="PNG file to write (default: timeline.png in the run's folder)")

@@ -33,6 +33,7 @@ from cluster.runtime.local import keeper
 from cluster.runtime.network import HOST, PRIVATE
 from cluster.system import fork_server, namespaces, process_table, processes
 from cluster.system.files import open_file
+from cluster.system.waiting import wait_until
 
 POLL_S = 0.05
 START_S = 60.0
@@ -57,11 +58,9 @@ def start(run: RunFolder) -> None:
             start_new_session=True,
         )
     owner.record_supervisor(run, owned, processes.identity(supervisor.pid))
-    deadline = time.monotonic() + START_S
-    while not run.status("chief").exists():
-        if supervisor.poll() is not None or time.monotonic() > deadline:
-            raise TimedOut(f"the supervisor of {run.name} did not start its tasks; see {run.log('supervisor')}")
-        time.sleep(POLL_S)
+    wait_until(lambda: run.status("chief").exists() or supervisor.poll() is not None, START_S, POLL_S)
+    if not run.status("chief").exists():
+        raise TimedOut(f"the supervisor of {run.name} did not start its tasks; see {run.log('supervisor')}")
 
 
 def _environment(run: RunFolder) -> dict[str, str]:

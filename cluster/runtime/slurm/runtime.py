@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import shlex
 import sys
-import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from cluster.runtime.slurm import batch, container, hosts
 from cluster.runtime.slurm.faults import SlurmFaults
 from cluster.runtime.slurm.queue import CHECK_S, NOT_INSTALLED, Queue, last_line
 from cluster.system.files import open_file
+from cluster.system.waiting import wait_until
 
 END_S = 90.0
 """Longest wait for a job to be gone after `scancel`: Slurm gives its tasks KillWait, 30 s, before it kills them."""
@@ -120,16 +120,12 @@ class Slurm(ScheduledRuntime):
 
     def remove(self, run: RunFolder, sh: Shell, grace_s: int) -> None:
         """Cancel the run's job, unless it ends by itself, and wait until it is gone."""
-        deadline = time.monotonic() + grace_s
-        while self._queue.jobs(job_name(run)) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-        deadline = time.monotonic() + END_S
-        if jobs := self._queue.jobs(job_name(run)):
+        name = job_name(run)
+        wait_until(lambda: not self._queue.jobs(name), grace_s, POLL_S)
+        if jobs := self._queue.jobs(name):
             sh(shlex.join(["scancel", *(["--signal=KILL", "--full"] if not grace_s else []), *jobs]))
-        while jobs := self._queue.jobs(job_name(run)):
-            if time.monotonic() > deadline:
-                raise TimedOut(f"job {' '.join(jobs)} of {run.name} does not end; `scontrol show job` says why")
-            time.sleep(POLL_S)
+        if not wait_until(lambda: not self._queue.jobs(name), END_S, POLL_S):
+            raise TimedOut(f"job {' '.join(jobs)} of {run.name} does not end; `scontrol show job` says why")
 
     def faults(self, run: RunFolder) -> FaultInjector:
         """Return what disturbs tasks on their nodes."""

@@ -31,6 +31,7 @@ from cluster.runtime.scheduled import ScheduledRuntime
 from cluster.runtime.swarm import hosts, nodes, stack
 from cluster.runtime.swarm.faults import SwarmFaults
 from cluster.runtime.swarm.stack import Stack
+from cluster.system.waiting import wait_until
 
 START_S = 60.0
 """How long the Swarm gets to place and start every task before whoever started them looks on."""
@@ -184,11 +185,8 @@ class Swarm(ScheduledRuntime):
             sh(shlex.join(["docker", "stack", "rm", "--detach=false", name]))
         for secret in nodes.parts("secret", name):  # of a start that failed before it deployed
             sh(shlex.join(["docker", "secret", "rm", secret]))
-        deadline = time.monotonic() + END_S
-        while nodes.parts("network", name):
-            if time.monotonic() > deadline:
-                raise TimedOut(f"the network of {run.name} does not end; `docker network inspect --verbose` says why")
-            time.sleep(POLL_S)
+        if not wait_until(lambda: not nodes.parts("network", name), END_S, POLL_S):
+            raise TimedOut(f"the network of {run.name} does not end; `docker network inspect --verbose` says why")
 
     def faults(self, run: RunFolder) -> FaultInjector:
         """Return what disturbs tasks on their hosts."""

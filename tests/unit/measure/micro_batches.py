@@ -149,7 +149,7 @@ def main(result: Path) -> None:
     """Measure."""
     tf.config.experimental.enable_op_determinism()
     keras_compat.install()
-    exact_order(2)
+    exact_order(2, deterministic=True)
     with tempfile.TemporaryDirectory() as folder:
         found = prepare(Path(folder))
         source = found["own:weighted"]

@@ -28,7 +28,7 @@ def refusal(*overrides: str, preset: str = "fashion_mnist") -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("preset", presets.PRESETS)
+@pytest.mark.parametrize("preset", presets.names())
 def test_a_preset_is_complete_and_in_range(preset: str) -> None:
     resolved = resolve(preset, [])
     assert preset == resolved.preset
@@ -59,14 +59,14 @@ def test_a_preset_is_complete_and_in_range(preset: str) -> None:
     ],
 )
 def test_an_override_changes_that_value_alone(overrides: list[str], name: str, value: object) -> None:
-    expected = dataclasses.replace(presets.fashion_mnist(), **{name: value}).pin()
+    expected = dataclasses.replace(presets.find("fashion_mnist")(), **{name: value}).pin()
     assert expected == resolve("fashion_mnist", overrides)
 
 
 def test_a_dotted_override_reaches_inside() -> None:
     resolved = resolve("mnist", ["--optimizer.learning-rate", "0.01", "--optimizer.name", "sgd"])
     assert ("sgd", 0.01) == (resolved.optimizer.name, resolved.optimizer.learning_rate)
-    assert presets.mnist().optimizer.momentum == resolved.optimizer.momentum
+    assert presets.find("mnist")().optimizer.momentum == resolved.optimizer.momentum
 
 
 def test_a_resumed_run_starts_from_its_own_configuration() -> None:
@@ -314,7 +314,8 @@ def test_a_resumed_run_needs_its_preset_no_more() -> None:
 def test_mnist_differs_from_fashion_mnist_by_its_data_alone() -> None:
     """So the golden losses of one (`tests/golden/losses.py`) hold the numerics of both."""
     assert (
-        dataclasses.replace(presets.mnist(), preset="fashion_mnist", dataset="fashion_mnist") == presets.fashion_mnist()
+        dataclasses.replace(presets.find("mnist")(), preset="fashion_mnist", dataset="fashion_mnist")
+        == presets.find("fashion_mnist")()
     )
 
 
@@ -378,11 +379,11 @@ def test_virtual_shards_that_cannot_be_are_refused(overrides: list[str], expecte
     ],
 )
 def test_training_ends_after_its_epochs_or_its_steps(values: dict[str, Any], num_examples: int, expected: int) -> None:
-    assert expected == dataclasses.replace(presets.fashion_mnist(), **values).total_steps(num_examples)
+    assert expected == dataclasses.replace(presets.find("fashion_mnist")(), **values).total_steps(num_examples)
 
 
 def test_the_epoch_follows_from_the_step() -> None:
-    assert 0.5 == dataclasses.replace(presets.mnist(), global_batch=100).epoch(5, 1000)
+    assert 0.5 == dataclasses.replace(presets.find("mnist")(), global_batch=100).epoch(5, 1000)
 
 
 def test_printing_the_configuration_does_not_import_tensorflow() -> None:
@@ -391,5 +392,5 @@ def test_printing_the_configuration_does_not_import_tensorflow() -> None:
     )
     done = subprocess.run([sys.executable, "-c", lines], cwd=ROOT, capture_output=True, text=True, check=True)
     value = json.loads(done.stdout)
-    assert (presets.fashion_mnist().pin().to_json(), []) == (value["config"], value["code_dirs"])
+    assert (presets.find("fashion_mnist")().pin().to_json(), []) == (value["config"], value["code_dirs"])
     assert not {"tensorflow", "keras", "numpy"} & set(done.stderr.split())

@@ -4,10 +4,11 @@ Sources of a TFDS dataset, in order:
     1. arrays that are prepared already;
     2. a TFDS dataset that is in the data folder already;
     3. the addresses that TFDS records;
-    4. Debian's package (Fashion-MNIST, the Jargon File).
+    4. Debian's package (Fashion-MNIST, the Jargon File, the table of breast cancers).
 What 3 and 4 fetch must have the sha256 that TFDS records, and goes through the real TFDS builder.
 
-A text (`train.data.prepare.text`) is no dataset of TFDS: 3 is left out, and its sha256 is recorded here.
+A text (`train.data.prepare.text`) or a table (`train.data.prepare.table`) is no dataset of TFDS: 3 is left out, and its
+sha256 is recorded here.
 
 A dataset of the user's own, `package.module:function`, has one source: the function, which is called every time.
 """
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from cluster.errors import PrerequisiteError, RunFailed
 from cluster.system.files import sha256
+from train import named
 from train.data import arrays
 from train.data.prepare import debian, download, store
 from train.data.prepare.download import SourceFile
@@ -137,7 +139,8 @@ def _prepare(
             scratch, data_dir, name, version, classes=classes, splits=splits, source=source, source_files=source_files
         )
     for split in (array_set.train, array_set.test):
-        say(f"wrote {split.features.path} {list(split.features.shape)} and its labels")
+        for file in named.leaves(split.features):
+            say(f"wrote {file.path} {list(file.shape)} and its labels")
     say(f"{name} is ready, from: {source} ({time.monotonic() - started:.0f} s)")
     return array_set
 
@@ -177,11 +180,15 @@ def _build(name: str, dataset: Dataset, fetch: Fetch, scratch: Path) -> None:
 
 
 def _dataset_class(name: str) -> Callable[[str, str, Path], Dataset]:
-    from train.data.prepare import text  # imports NumPy
+    from train.data.prepare import table, text  # imports NumPy
 
     if name in text.TEXTS:
         return text.TextDataset
+    if name in table.TABLES:
+        return table.TableDataset
     with quiet.imports():  # TensorFlow, only once there is something to prepare
-        from train.data.prepare.tfds_dataset import TfdsDataset, TfdsText
+        from train.data.prepare.tfds_dataset import TfdsDataset, TfdsReviews, TfdsText
 
-    return TfdsText if name in text.TFDS_TEXTS else TfdsDataset
+    if name in text.TFDS_TEXTS:
+        return TfdsText
+    return TfdsReviews if name == "imdb_reviews" else TfdsDataset

@@ -2,7 +2,8 @@
 
 `dataset-fashion-mnist` holds the original four files, but was built with new gzip headers (no name, another time), so
 their sha256 is not the one that TFDS records. With the original headers back, they are the original files, bit for bit.
-`dict-jargon` holds the text of the Jargon File, which is in the public domain, compressed.
+`dict-jargon` holds the text of the Jargon File, which is in the public domain, compressed. `python3-sklearn` holds the
+small table of breast cancers among its example data; of the package no more than that is used.
 apt-get runs with its own lists and cache: it needs no root, no lists from before, and changes nothing on the machine.
 """
 
@@ -20,7 +21,11 @@ from pathlib import Path
 from cluster.errors import PrerequisiteError
 from train.data.prepare.download import SourceFile
 
-PACKAGES = {"fashion_mnist": "dataset-fashion-mnist", "jargon_file": "dict-jargon"}
+PACKAGES = {
+    "fashion_mnist": "dataset-fashion-mnist",
+    "jargon_file": "dict-jargon",
+    "breast_cancer": "python3-sklearn",
+}
 COMMAND_TIMEOUT_S = 180.0
 
 _MTIMES = {"train": 1504176606, "t10k": 1504176627}
@@ -55,12 +60,13 @@ def fetch(dataset: str, files: Sequence[SourceFile], folder: Path, say: Callable
     unpack = _run(["dpkg-deb", "-x", str(archive), "unpacked"], scratch)
     if unpack.returncode != 0:
         raise PrerequisiteError(f"{archive.name}: {_first_error(unpack.stdout)}")
-    found = {path.name: path for path in (scratch / "unpacked").rglob("*.[gd]z")}
+    found = {path.name: path for path in (scratch / "unpacked").rglob("*") if path.is_file()}
     for file in files:
-        packed = file.name if file.name.endswith(".gz") else f"{file.name}.dz"
+        packed = f"{file.name}.dz" if f"{file.name}.dz" in found else file.name
         if packed not in found:
             raise PrerequisiteError(f"{archive.name} holds no {packed}")
-        (folder / file.name).write_bytes(_original(file.name, found[packed].read_bytes()))
+        content = found[packed].read_bytes()
+        (folder / file.name).write_bytes(content if packed.endswith(".csv") else _original(file.name, content))
     shutil.rmtree(scratch)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import shutil
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,9 @@ from train.data.prepare.download import SourceFile
 logging.set_verbosity(logging.ERROR)  # TFDS warns of every folder that is not there yet
 tfds.disable_progress_bar()
 
+WORDS, VOCABULARY = 200, 20_000
+"""Of a review: the first words, and how many numbers they have."""
+
 
 class TfdsDataset:
     """One version of one TFDS dataset in one data folder. Never downloads: `build` is given the files."""
@@ -28,7 +33,7 @@ class TfdsDataset:
         self._name = name
         self._version = version
         self._data_dir = data_dir
-        self._folder = data_dir / name / version
+        self._folder = Path(self._builder(data_dir).data_path)
 
     def source_files(self) -> tuple[SourceFile, ...]:
         """Return the files it is built from, with the addresses and checksums that TFDS records."""
@@ -44,7 +49,7 @@ class TfdsDataset:
                 download_config=tfds.download.DownloadConfig(manual_dir=sources, try_download_gcs=False),
             )
         shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.parent.mkdir(exist_ok=True)
+        self._folder.parent.mkdir(parents=True, exist_ok=True)
         os.replace(builder.data_path, self._folder)
 
     def decode(self) -> tuple[tuple[str, ...], dict[str, tuple[np.ndarray, np.ndarray]]]:
@@ -98,3 +103,30 @@ class TfdsText(TfdsDataset):
         builder = self._built()
         texts = {split: b"".join(self._read(builder, split)["text"].numpy()) for split in ("train", "test")}
         return text.BYTES, {split: text.windows(each) for split, each in texts.items()}
+
+
+class TfdsReviews(TfdsDataset):
+    """IMDB's film reviews, as numbers of their words."""
+
+    def decode(self) -> tuple[tuple[str, ...], dict[str, tuple[np.ndarray, np.ndarray]]]:
+        """Return the class names and, for "train" and "test", words `[N, WORDS] int32` and labels `[N] int64`.
+
+        Raises:
+            PrerequisiteError: it is not built yet, or its files are damaged.
+        """
+        builder = self._built()
+        splits = {}
+        for split in ("train", "test"):
+            examples = self._read(builder, split)
+            words_NT = np.array([numbered(review) for review in examples["text"].numpy()], np.int32)
+            splits[split] = (words_NT, examples["label"].numpy())
+        return tuple(builder.info.features["label"].names), splits
+
+
+def numbered(review: bytes) -> list[int]:
+    """Return the numbers of the first `WORDS` words of a review, then zeros.
+
+    A word's number is a hash of it, 1 to `VOCABULARY` - 1, so that no vocabulary has to be kept beside the model.
+    """
+    words = re.findall(rb"[a-z0-9']+", review.lower().replace(b"<br />", b" "))[:WORDS]
+    return [1 + zlib.crc32(word) % (VOCABULARY - 1) for word in words] + [0] * (WORDS - len(words))

@@ -6,6 +6,7 @@ knows; which of them `tf.keras` is was decided before TensorFlow was imported (`
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -18,9 +19,10 @@ from train.loops import callbacks, parameter_server
 from train.loops.callback_state import CallbackState
 from train.loops.keras_fit.fit_step import MicroBatches, separate_steps
 from train.loops.keras_fit.follower import Follower
-from train.loops.train_step import full_precision
+from train.loops.train_step import as_input, full_precision
 from train.model import keras_compat
 from train.model.export import is_legacy
+from train.model.objectives import PerExample
 from train.telemetry.report import Report
 
 
@@ -29,7 +31,7 @@ class Training:
 
     def __init__(self, context: TaskContext) -> None:
         self._context = context
-        model, objective = context.model, context.objective
+        model = context.model
         with context.strategy.scope():
             keras_compat.synchronize_batch_normalization(model, context.strategy.num_replicas_in_sync)
         state = CallbackState() if context.config.callbacks else None
@@ -41,16 +43,11 @@ class Training:
         self._first = context.restore(self._checkpoint)
         self._report = Report(context, self._first, self._policy)
         with context.strategy.scope():
-            score = keras.metrics.MeanMetricWrapper(
-                lambda labels, outputs: objective.score(_labels(context, labels), full_precision(outputs)),
-                objective.score_name,
-            )
             micro_batches = MicroBatches(context, self._policy) if context.config.micro_batches > 1 else None
             if not micro_batches and not context.asynchronous:  # there Keras logs whole epochs alone
                 separate_steps(model, optimizer)
             # XLA over collectives on CPU crashes the process.
-            # Unweighted, as in evaluation and in the custom loop.
-            model.compile(optimizer, _Loss(context), metrics=[score], jit_compile=False)
+            model.compile(optimizer, **_compiled(context), jit_compile=False)
             model.optimizer = optimizer  # not in Keras's own loss scaling: `train/model/gradients.py` says why
         self._reset_metrics = micro_batches.reset if micro_batches else lambda: None
         self._hooks = callbacks.Hooks(context, state) if state else None
@@ -108,23 +105,49 @@ class Training:
         self._report.end(follower.step, stopped=stopped)
 
 
-class _Loss(keras.losses.Loss):
-    """The objective's loss for Keras, which takes its mean over the global batch."""
+def _compiled(context: TaskContext) -> dict[str, Any]:
+    """Return the losses and scores of `compile`: one, or one for each of several outputs.
 
-    def __init__(self, context: TaskContext) -> None:
+    Scores are unweighted, as in evaluation and in the custom loop. As in training by that, the first head's alone is
+    computed of several.
+    """
+    objective, classifies = context.objective, context.source.classifies
+    if not isinstance(classifies, Mapping):
+        score = _score(objective.score, classifies, objective.score_name)
+        return {"loss": _Loss(objective.loss, classifies), "metrics": [score]}
+    first, head = next(iter(objective.heads.items()))
+    # Keras puts the head's name before that of a metric, if there are several heads.
+    name = head.score_name if len(classifies) > 1 else objective.score_name
+    return {
+        "loss": {each: _Loss(of.loss, classifies[each]) for each, of in objective.heads.items()},
+        "loss_weights": {each: of.weight for each, of in objective.heads.items()},
+        "metrics": {first: [_score(head.score, classifies[first], name)]},
+    }
+
+
+class _Loss(keras.losses.Loss):
+    """A loss of each example for Keras, which takes its mean over the global batch."""
+
+    def __init__(self, function: PerExample, classifies: bool) -> None:
         super().__init__(name="loss")
-        self._context = context
+        self._function, self._classifies = function, classifies
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
         """Return the loss of each example, `[B] float32`."""
-        return self._context.objective.loss(_labels(self._context, y_true), full_precision(y_pred))
+        return self._function(_labels(self._classifies, y_true, y_pred), full_precision(y_pred))
 
 
-def _labels(context: TaskContext, labels: tf.Tensor) -> tf.Tensor:
+def _score(function: PerExample, classifies: bool, name: str) -> keras.metrics.Metric:
+    return keras.metrics.MeanMetricWrapper(
+        lambda labels, outputs: function(_labels(classifies, labels, outputs), full_precision(outputs)), name
+    )
+
+
+def _labels(classifies: bool, labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:
     """Return labels as the data has them: Keras makes them as many-dimensional as the outputs, and of their type."""
-    if not context.source.classifies:
+    if not classifies:
         return labels
-    return tf.cast(tf.reshape(labels, [-1]), tf.int64)
+    return tf.cast(tf.reshape(labels, tf.shape(outputs_BK)[:-1]), tf.int64)
 
 
 def _data(context: TaskContext, first: int) -> Any:
@@ -132,7 +155,7 @@ def _data(context: TaskContext, first: int) -> Any:
     config, source = context.config, context.source
 
     def pair_or_triple(batch: Batch) -> tuple[tf.Tensor, ...]:
-        features = tf.cast(batch.features, tf.float32)
+        features = as_input(context.model, batch.features)
         return (features, batch.labels, batch.weights) if source.weighted else (features, batch.labels)
 
     def of_task(pipeline: tf.distribute.InputContext) -> tf.data.Dataset:

@@ -59,7 +59,8 @@ class MicroBatches:
     def _train(self, data: Any) -> dict[str, tf.Tensor]:
         step, replica = tf.cast(self._step.policy.optimizer.iterations, tf.int64), _replica()
         examples = self._step.global_batch // self._step.num_replicas
-        features, labels, *weights = (tf.ensure_shape(of, [examples, *of.shape[1:]]) for of in data)
+        data = tf.nest.map_structure(lambda of: tf.ensure_shape(of, [examples, *of.shape[1:]]), data)
+        features, labels, *weights = data
         batch = Batch(features, labels, weights[0] if weights else tf.ones([examples]))
 
         def add(micro_batch: tf.Tensor, total: Computed) -> Computed:

@@ -13,7 +13,7 @@ from itertools import islice
 
 import pytest
 
-from cluster.agent import agent, decisions, watchdog
+from cluster.agent import agent, decisions, elastic, watchdog
 from cluster.agent.agent import Agent
 from cluster.agent.decisions import Decisions
 from cluster.agent.script import ScriptAgent
@@ -54,7 +54,7 @@ def test_no_schedule_breaks_an_invariant(simulated: pytest.MonkeyPatch) -> None:
     counts = run_all(range(ORDINARY))
     assert ORDINARY == counts["schedules"]
     assert {"state succeeded", "state stopped", "state failed"} <= counts.keys()
-    faults = {"kill program", "kill task", "freeze program", "freeze task", "stop", "crash", "own failure"}
+    faults = {"kill program", "kill task", "freeze program", "freeze task", "lose task", "stop", "crash", "own failure"}
     assert faults <= counts.keys()
 
 
@@ -185,6 +185,12 @@ def met_again(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     return schedules()
 
 
+def needs_everyone(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
+    """An elastic run does not go on without a worker."""
+    patch.setattr(elastic, "leave_out", lambda *_: None)
+    return schedules()
+
+
 def deaf_to_reports(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """A script's agent does not look for a task that was killed and has reported only that so far."""
     patch.setattr(ScriptAgent, "_another_was_killed", lambda self, generation: False)
@@ -239,6 +245,7 @@ def schedules(
         (nobody_restarts_alone, "policy"),
         (met_again, "policy"),
         (no_patience, "policy"),
+        (needs_everyone, "policy"),
         (deaf_to_reports, "policy"),
     ],
 )

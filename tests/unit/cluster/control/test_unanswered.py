@@ -228,17 +228,15 @@ def test_an_interrupt_while_containers_start_ends_those_that_did(
     monkeypatch.setattr(build, "commands", lambda accelerator: [])
 
     def interrupt() -> None:
-        wait_for(lambda: " up " in calls.read_text(), "the start")
+        wait_for(lambda: noted and " up " in calls.read_text(), "the start")
         os.kill(os.getpid(), signal.SIGINT)
         if interrupts == 2:
-            wait_for(lambda: "passed on" in noted, "the first interrupt")
+            wait_for(lambda: len(noted) == 2, "the first interrupt to be passed on")
             os.kill(os.getpid(), signal.SIGINT)
 
     noted: list[str] = []
-    send = command_line.Runner.send_interrupt
-    monkeypatch.setattr(
-        command_line.Runner, "send_interrupt", lambda runner, error: (send(runner, error), noted.append("passed on"))
-    )
+    wait = command_line.Runner.wait
+    monkeypatch.setattr(command_line.Runner, "wait", lambda runner: (noted.append("waits"), wait(runner)))
     sender = threading.Thread(target=interrupt)
     sender.start()
     assert EXIT_INTERRUPTED == code_of("up", context, name="one", runtime="docker", tensorboard_port="0")

@@ -91,12 +91,18 @@ def test_stages_that_the_topology_has_not_are_refused(request_: Request) -> None
         {"pipeline": {"schedule": "pipedream"}, "precision": "fp16"},
         {"pipeline": {"schedule": "pipedream", "remat": True}},
         {"pipeline": {"schedule": "pipedream"}, "optimizer": {"clip_norm": 1.0}},
+        {"optimizer": {"name": "mine:optimizer"}},
     ],
 )
 def test_what_a_pipeline_has_not_is_refused(config: dict[str, Any]) -> None:
     spec.check_stages(cluster(stages="2"), CONFIG)
     with pytest.raises(UsageError):
         spec.check_stages(cluster(stages="2"), CONFIG | config)
+
+
+def test_what_each_stage_does_by_itself_is_accepted() -> None:
+    apart = {"init_from": "before", "freeze": "embedding", "metrics": "mine:metrics", "best": {"metric": "eval_loss"}}
+    spec.check_stages(cluster(stages="2"), CONFIG | apart | {"optimizer": {"name": "adam", "ema": 0.99}})
 
 
 @pytest.mark.parametrize(

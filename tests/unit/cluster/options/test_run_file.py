@@ -194,7 +194,7 @@ def invoke(*words: str, folder: Path, code: int = 0) -> str:
 
 
 def test_the_plan_of_a_written_file_is_the_plan_that_wrote_it(tmp_path: Path) -> None:
-    (tmp_path / "beside.py").write_text("from train.presets import fashion_mnist as preset\n")
+    (tmp_path / "beside.py").write_text("from train.presets.fashion_mnist import preset\n")
     (tmp_path / "run.toml").write_text("preset = 'beside:preset'\nworkers = 3\n")
     given = [
         "--name=one",

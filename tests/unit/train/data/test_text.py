@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -22,6 +23,17 @@ def short(monkeypatch):
     monkeypatch.setitem(text.TEXTS, "jargon_file", file)
     monkeypatch.setattr(text.split, "__defaults__", (64,))
     return file
+
+
+def test_only_the_trigrams_that_occur_take_memory():
+    letters = np.random.default_rng(0).integers(97, 123, 20_000, np.uint8)
+    tracemalloc.start()
+    try:
+        perplexity = ngram.trigram_perplexity(letters[:18_000], letters[18_000:])
+        assert tracemalloc.get_traced_memory()[1] < 16e6  # the counts of all that there can be would take 134 MB
+    finally:
+        tracemalloc.stop()
+    assert 25 < perplexity < 40  # of 26 equal ones
 
 
 def test_labels_are_the_bytes_that_follow_and_splits_do_not_overlap():

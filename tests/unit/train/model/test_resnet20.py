@@ -16,7 +16,7 @@ from train.data.prepare import sharding
 from train.loops import steps
 from train.loops.train_step import TrainStep
 from train.model import models, objectives, optimizers
-from train.presets import cifar10_resnet
+from train.presets.cifar10_resnet import preset as cifar10_resnet
 
 EXAMPLES, BATCH, STEPS = {"train": 40, "test": 8}, 8, 12
 

@@ -12,9 +12,10 @@ from tensorflow import keras
 from cluster import spec
 from cluster.errors import RunFailed
 from train.config import TrainConfig
-from train.model import keras_compat
+from train.model import export, initial, keras_compat
 from train.model.transformer import transformer_lm
-from train.pipeline.division import Division
+from train.pipeline.division import Division, to_restore
+from train.saving import weights
 from train.saving.checkpoint import Checkpoint
 
 CONFIG = TrainConfig(global_batch=8, micro_batches=4)
@@ -104,6 +105,46 @@ def test_what_some_stages_saved_others_restore(tmp_path: Path, before: int, afte
     assert held(holders) == held(restored)
     assert all(len(holder.values) < len(held(holders)) for holder in restored if after > 1)
     assert not list(tmp_path.glob(".ckpt-*"))  # nothing is left of what was joined
+
+
+@pytest.mark.slow
+def test_what_was_restored_without_first_values_is_the_whole_model(tmp_path: Path) -> None:
+    holders = [Holder(tmp_path, task, 2) for task in range(2)]
+    for holder in holders:
+        holder.change()
+    save(holders, 7)
+    model = to_restore(new_model)
+    assert not any(variable.value.is_initialized() for variable in model.variables)
+    weights.read_trained(model, str(tmp_path / "ckpt-7"))
+    saved = held(holders)
+    assert all(saved[each.path] == each.numpy().tobytes() for each in model.trainable_variables)
+    export.export(model, tmp_path / "export", ())
+    tokens_BT = np.arange(12, dtype=np.int32).reshape(2, 6) % 11
+    served = tf.saved_model.load(str(tmp_path / "export"))
+    np.testing.assert_allclose(model(tokens_BT), served.serve(tokens_BT), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_another_run_begins_with_the_weights_of_all_stages(tmp_path: Path) -> None:
+    holders = [Holder(tmp_path, task, 2) for task in range(2)]
+    for holder in holders:
+        holder.change()
+    save(holders, 7)
+    model = new_model()
+    count = len(model.weights)
+    assert f"began with {count} of the {count} weights" in initial.load(model, tmp_path / "ckpt-7.index")
+    saved = held(holders)
+    assert all(saved[each.path] == each.numpy().tobytes() for each in model.trainable_variables)
+
+
+def test_of_a_file_each_task_takes_the_weights_of_its_stage(tmp_path: Path) -> None:
+    first, second = (Holder(tmp_path, task, 2) for task in range(2))
+    arrays = {name: np.full(one.shape, 0.5, np.float32) for one, name in initial.names(first.model)}
+    np.savez(tmp_path / "weights.npz", **arrays)
+    assert initial.load(first.model, tmp_path / "weights.npz") == initial.load(second.model, tmp_path / "weights.npz")
+    for holder in (first, second):
+        own = holder.division.models[holder.division.task].trainable_variables
+        assert all((each.numpy() == 0.5).all() for each in own)
 
 
 @pytest.mark.slow

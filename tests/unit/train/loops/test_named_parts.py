@@ -1,0 +1,205 @@
+"""A model with several inputs and outputs: tried before anything starts, trained, evaluated and exported by name."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow import keras
+
+from cluster.errors import UsageError
+from train.config import TrainConfig
+from train.data import sources
+from train.data.prepare import arrays
+from train.loops import steps
+from train.loops.train_step import TrainStep
+from train.model import export, keras_compat, models, objectives, optimizers
+from train.settings.optimization import Optimizer
+from train.startup import preflight
+
+N, BATCH = 48, 12
+LOSS = "kind=sparse_categorical_crossentropy,size=mean_squared_error"
+
+
+def data() -> dict[str, Any]:
+    """Return a picture and two tokens, of which follow a class and a quantity."""
+    random = np.random.default_rng(0)
+    kinds_N = random.integers(0, 3, N)
+    tokens_N2 = np.stack([kinds_N, random.integers(0, 3, N)], 1).astype(np.int32)
+    images_N22 = random.integers(0, 255, (N, 2, 2)).astype(np.uint8)
+    split = {"image": images_N22, "tokens": tokens_N2}, {"kind": kinds_N, "size": images_N22[:, 0, 0] / 255}
+    return {"train": split, "test": split, "classes": {"kind": ["a", "b", "c"]}}
+
+
+def model(feature_shape: dict[str, tuple[int, ...]], num_outputs: dict[str, int]) -> keras.Model:
+    layers = keras.layers
+    image = keras.Input(feature_shape["image"], name="image")
+    tokens = keras.Input(feature_shape["tokens"], dtype="int32", name="tokens")
+    values = layers.Flatten()(layers.Embedding(3, 4)(tokens))
+    hidden = layers.Concatenate()([layers.Rescaling(1 / 255)(layers.Flatten()(image)), values])
+    outputs = {name: layers.Dense(count)(hidden) for name, count in num_outputs.items()}
+    return keras.Model({"image": image, "tokens": tokens}, outputs)
+
+
+def metrics() -> dict[str, Any]:
+    return {"both": lambda labels, outputs: labels["size"] + outputs["kind"][:, 0] * 0}
+
+
+def summed(labels: dict[str, tf.Tensor], outputs: dict[str, tf.Tensor]) -> tf.Tensor:
+    return tf.abs(labels["size"] - outputs["size"][:, 0]) + tf.reduce_sum(outputs["kind"] ** 2, 1)
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The user's module `own_named`."""
+    module = ModuleType("own_named")
+    vars(module).update(data=data, model=model, metrics=metrics, summed=summed)
+    monkeypatch.setitem(sys.modules, "own_named", module)
+    return module
+
+
+def config(**more: Any) -> TrainConfig:
+    named = {"dataset": "own_named:data", "model": "own_named:model", "loss": LOSS}
+    optimizer = Optimizer(learning_rate=0.1, warmup_steps=0)
+    return TrainConfig(**named | {"global_batch": BATCH, "optimizer": optimizer} | more).check()
+
+
+def objective_of(source: sources.Source, **more: Any) -> objectives.Objective:
+    return objectives.of(config(**more), classifies=source.classifies, predicts_text=source.is_text)
+
+
+def trained(source: sources.Source, objective: objectives.Objective, micro_batches: int = 1) -> tuple[Any, np.ndarray]:
+    """Return a model after 60 steps and the loss of each."""
+    keras_compat.install()
+    keras.utils.set_random_seed(1)
+    strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
+    with strategy.scope():
+        built = models.of(config(), source.feature_shape, source.num_outputs)
+        policy = optimizers.policy(config(), optimizers.build_for(config(), built))
+    train_step = TrainStep(built, policy, objective, BATCH, 1, micro_batches)
+    feed = sources.train_feed(strategy, source, 0, BATCH, 7, micro_batches=micro_batches)
+    return built, steps.synchronous(strategy, train_step, feed, 60)(0, 60, False).losses
+
+
+@pytest.fixture
+def source(own: ModuleType, tmp_path: Path) -> sources.Source:
+    arrays.prepare("own_named:data", tmp_path)
+    return sources.find(config(), tmp_path)
+
+
+def test_its_data_keeps_the_names(source: sources.Source) -> None:
+    assert {"image": (2, 2), "tokens": (2,)} == source.feature_shape
+    assert ({"kind": 3, "size": 1}, {"kind": True, "size": False}) == (source.num_outputs, source.classifies)
+    assert {"kind": ("a", "b", "c"), "size": ()} == source.classes
+    assert not source.is_text
+
+
+def test_it_is_tried_trained_evaluated_and_exported_by_name(source: sources.Source, tmp_path: Path) -> None:
+    options = argparse.Namespace(data_dir=tmp_path, stages=0)
+    preflight.check(config(metrics="own_named:metrics"), options)
+    objective = objective_of(source, metrics="own_named:metrics")
+    built, losses = trained(source, objective)
+    assert losses[-1] < losses[0] / 4
+    feed = sources.eval_feed(None, source, 10)
+    results = steps.evaluation(None, built, objective, feed, num_examples=N, batch=10)()
+    assert set(objective.evaluated) == set(results)
+    assert {"eval_loss", "eval_kind_loss", "eval_size_loss", "eval_kind_accuracy", "eval_size_absolute_error"} | {
+        "eval_both"
+    } == set(results)
+    assert results["eval_loss"] == pytest.approx(results["eval_kind_loss"] + results["eval_size_loss"])
+    assert results["eval_kind_accuracy"] == 1.0
+    export.export(built, tmp_path / "export", source.feature_shape, source.classes)
+    serve = tf.saved_model.load(str(tmp_path / "export")).signatures["serving_default"]
+    features, labels = data()["test"]
+    given = {"image": tf.constant(features["image"], tf.float32), "tokens": tf.constant(features["tokens"])}
+    outputs = serve(**given)
+    assert {"kind", "size"} == set(outputs)
+    np.testing.assert_array_equal(labels["kind"], np.argmax(outputs["kind"], 1))
+
+
+def test_micro_batches_give_the_same_losses(source: sources.Source) -> None:
+    objective = objective_of(source)
+    whole, cut = (trained(source, objective, micro_batches)[1][:5] for micro_batches in (1, 3))
+    np.testing.assert_allclose(whole, cut, rtol=1e-4)
+
+
+def test_losses_are_weighed_and_one_of_the_users_takes_all(source: sources.Source) -> None:
+    labels = {"kind": tf.constant([1], tf.int64), "size": tf.constant([3.0])}
+    outputs = {"kind": tf.constant([[0.0, 0.0, 0.0]]), "size": tf.constant([[1.0]])}
+    plain, weighed = objective_of(source), objective_of(source, loss_weights="size=0.5")
+    assert float(plain.loss(labels, outputs)[0]) == pytest.approx(np.log(3) + 4)
+    assert float(weighed.loss(labels, outputs)[0]) == pytest.approx(np.log(3) + 2)
+    whole = objective_of(source, loss="own_named:summed")
+    assert float(whole.loss(labels, outputs)[0]) == pytest.approx(2.0)
+    assert ["eval_loss", "eval_kind_accuracy", "eval_size_absolute_error"] == whole.evaluated
+
+
+@pytest.mark.parametrize(
+    ("more", "option"),
+    [
+        ({"loss": "sparse_categorical_crossentropy"}, "--loss"),
+        ({"loss": "kind=sparse_categorical_crossentropy"}, "--loss"),
+        ({"loss": LOSS + ",colour=mean_squared_error"}, "--loss 'colour'"),
+        ({"loss_weights": "sizes=2"}, "--loss-weights 'sizes'.*did you mean 'size'"),
+        ({"loss": "own_named:summed", "loss_weights": "size=2"}, "--loss-weights"),
+        ({"loss": "own_named:summed", "loop": "fit"}, "--loss own_named:summed with --loop fit"),
+    ],
+)
+def test_losses_that_do_not_fit_the_heads_are_refused(source: sources.Source, more: Any, option: str) -> None:
+    with pytest.raises(UsageError, match=f"^{option}"):
+        objective_of(source, **more)
+
+
+@pytest.mark.parametrize("more", [{"loss": "a="}, {"loss": "a=b,a=c"}, {"loss_weights": "a"}, {"loss_weights": "a=-1"}])
+def test_losses_that_are_no_heads_losses_are_refused(more: Any) -> None:
+    with pytest.raises(UsageError, match="^--loss"):
+        config(**more)
+
+
+def test_heads_are_refused_where_the_labels_have_none() -> None:
+    with pytest.raises(UsageError, match="^--loss"):
+        objectives.of(config(), classifies=True, predicts_text=False)
+
+
+def test_a_model_whose_outputs_are_not_the_labels_is_refused(own: ModuleType, source: sources.Source) -> None:
+    def other(feature_shape: Any, num_outputs: Any) -> keras.Model:
+        plain = model(feature_shape, num_outputs)
+        return keras.Model(plain.input, {"kind": plain.output["kind"], "price": plain.output["size"]})
+
+    vars(own)["model"] = other
+    with pytest.raises(UsageError, match="kind, price"):
+        models.of(config(), source.feature_shape, source.num_outputs)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"classes": ["a", "b", "c"]},
+        {"classes": {"kinds": ["a", "b", "c"]}},
+        {"classes": {"size": ["a"]}},
+        {"classes": {"kind": ["a"]}},
+        {"test": ({"image": data()["test"][0]["image"]}, data()["test"][1])},
+        {"train": (data()["train"][0], {"kind": np.zeros(N, int), "the size": np.zeros(N)})},
+        {"train": (data()["train"][0], {"kind": np.zeros(N, int), "size": np.zeros(N - 1)})},
+    ],
+)
+def test_data_whose_names_do_not_fit_is_refused(own: ModuleType, tmp_path: Path, wrong: Any) -> None:
+    vars(own)["data"] = lambda: data() | wrong
+    with pytest.raises(UsageError, match="^dataset own_named:data"):
+        arrays.prepare("own_named:data", tmp_path)
+
+
+def test_a_best_metric_that_no_evaluation_has_is_refused_before_anything_starts(
+    source: sources.Source, tmp_path: Path
+) -> None:
+    assert source.train_examples == N
+    best = TrainConfig().best
+    wrong = type(best)(metric="eval_kind_accurcy")
+    with pytest.raises(UsageError, match="--best.metric 'eval_kind_accurcy'.*eval_kind_accuracy"):
+        preflight.check(config(best=wrong), argparse.Namespace(data_dir=tmp_path, stages=0))

@@ -1,0 +1,112 @@
+"""What a run's exported model says of an image, or of one example of any features."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import PrerequisiteError, UsageError
+from cluster.run.folder import RunFolder
+from cluster.system.json_files import read_json
+from train import named
+from train.startup import quiet
+
+SHOWN_CLASSES = 3
+
+
+def predict(run: RunFolder, image: Path | None, features: Path | None = None) -> list[str]:
+    """Return what the exported model says, as lines of text: the likeliest classes first, or the values.
+
+    Args:
+        run: whose export is used.
+        image: image file.
+        features: instead, JSON file of one example: the nested lists of its features, or of several inputs a dictionary
+            of them by name.
+
+    Raises:
+        PrerequisiteError: the run has no export yet.
+        UsageError: the file is no image, or no such example, or the model takes something else.
+    """
+    if not (run.export / "saved_model.pb").exists():
+        raise PrerequisiteError(f"run {run.name} has no export yet; wait for its end, or `invoke export {run.name}`")
+    with quiet.imports():
+        import tensorflow as tf
+
+        from train.model import export as exporting
+
+    serve = tf.saved_model.load(str(run.export)).signatures["serving_default"]
+    inputs = serve.structured_input_signature[1]
+    if features:
+        given = _read_features(features, inputs)
+    elif image:
+        given = _read_image(run, image, inputs)
+    outputs = serve(**given)
+    names = read_json(run.export / exporting.CLASSES, [])
+    if not isinstance(names, dict):
+        return _in_words(next(iter(outputs.values()))[0], names)
+    return [f"{head}:{line}" for head in names for line in _in_words(outputs[head][0], names[head])]
+
+
+def _in_words(outputs: Any, names: Sequence[str]) -> list[str]:
+    """Return the likeliest classes, where they have names or there are many outputs, otherwise the values."""
+    import numpy as np
+    import tensorflow as tf
+
+    if outputs.shape.rank > 1:  # of a sequence, what it says of the last position
+        outputs = outputs[-1]
+    if not names and len(outputs) == 1:
+        return [f"  {value:.6g}" for value in outputs.numpy()]
+    shares = tf.nn.softmax(outputs).numpy()
+    best = np.argsort(-shares)[:SHOWN_CLASSES]
+    return [f"{shares[k]:7.2%}  {names[k] if names else f'class {k}'}" for k in best]
+
+
+def _read_features(path: Path, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return one example as the model takes it, a tensor for each of its inputs."""
+    import numpy as np
+    import tensorflow as tf
+
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--features {path}: {error}; expected a JSON file") from None
+    if not isinstance(value, dict) and len(inputs) == 1:
+        value = {next(iter(inputs)): value}
+    if not isinstance(value, dict) or set(value) != set(inputs):
+        given = f"the features {', '.join(value)}" if isinstance(value, dict) else "one value"
+        raise UsageError(f"--features {path}: {given}; expected a dictionary of {', '.join(inputs)}")
+
+    def tensor(name: str) -> tf.Tensor:
+        spec = inputs[name]
+        try:
+            array = np.asarray(value[name], spec.dtype.as_numpy_dtype)[np.newaxis]
+        except (TypeError, ValueError, OverflowError):
+            array = np.zeros(0)
+        if not spec.shape.is_compatible_with(array.shape):
+            expected = f"{spec.dtype.name} of the shape {spec.shape.as_list()[1:]}"
+            raise UsageError(f"--features {path}: {name!r} is not {expected}")
+        return tf.constant(array)
+
+    return {name: tensor(name) for name in inputs}
+
+
+def _read_image(run: RunFolder, path: Path, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return an image as the model takes it, `[1, H, W, C] float32` of 0 to 255."""
+    import numpy as np
+    import tensorflow as tf
+    from PIL import Image, UnidentifiedImageError
+
+    shapes = {name: spec.shape.as_list() for name, spec in inputs.items()}
+    (name, shape), *others = shapes.items()
+    if others or len(shape) != 4 or shape[-1] not in (1, 3):
+        given = named.each(str, shapes if others else shape)
+        raise UsageError(f"the model of {run.name} takes {given}, not images; give it an example by --features")
+    _, height, width, channels = shape
+    try:
+        with Image.open(path) as image:
+            resized = image.convert("L" if channels == 1 else "RGB").resize((width, height))
+    except (OSError, UnidentifiedImageError) as error:
+        raise UsageError(f"--image {path}: {error}; expected a PNG or JPEG file") from None
+    return {name: tf.constant(np.asarray(resized, np.float32).reshape(1, height, width, channels))}

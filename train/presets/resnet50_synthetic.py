@@ -1,0 +1,19 @@
+"""ResNet-50 v1.5 on made-up images, to see how many of them a machine trains on in a second."""
+
+from __future__ import annotations
+
+from train.config import Optimizer, TrainConfig
+
+
+def preset() -> TrainConfig:
+    """Return the configuration."""
+    return TrainConfig(
+        dataset="train.data.synthetic:imagenet",
+        model="resnet50",
+        epochs=10**6,
+        max_steps=500,
+        steps_per_loop=10,
+        checkpoint_every=10**9,  # what is measured is training alone
+        evaluate_every=10**9,
+        optimizer=Optimizer(name="sgd", learning_rate=0.1, scaling="linear", base_batch=256),
+    )

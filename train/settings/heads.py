@@ -1,0 +1,64 @@
+"""The losses of a model with several outputs, and their weights, as the command line writes them.
+
+    --loss kind=sparse_categorical_crossentropy,price=mean_squared_error --loss-weights price=0.1
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from cluster.errors import UsageError, nearest
+
+
+def losses(text: str) -> dict[str, str]:
+    """Return the loss of each head that `--loss` names; that of a model with one output, or of all heads, under "".
+
+    Raises:
+        UsageError: a part is not `head=loss`.
+    """
+    return _by_head("--loss", text, str, "head=loss") if "=" in text else {"": text}
+
+
+def weights(text: str) -> dict[str, float]:
+    """Return what `--loss-weights` multiplies the losses of some heads by.
+
+    Raises:
+        UsageError: a part is not a head and a number from 0.
+    """
+    return _by_head("--loss-weights", text, _weight, "head=number, from 0") if text else {}
+
+
+def check_known(option: str, named: Iterable[str], heads: Iterable[str]) -> None:
+    """Check that the data has labels for every head that an option names.
+
+    Raises:
+        UsageError: it has not; the message offers the nearest.
+    """
+    known = list(heads)
+    for name in named:
+        if name not in known:
+            raise UsageError(f"{option} {name!r}: the labels have no such head{nearest(name, known)}")
+
+
+def _by_head(option: str, text: str, convert: Callable[[str], Any], expected: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for part in text.split(","):
+        head, equals, value = (piece.strip() for piece in part.partition("="))
+        try:
+            if not (head and equals and value) or head in found:
+                raise ValueError
+            found[head] = convert(value)
+        except ValueError:
+            raise UsageError(f"{option} {part.strip()!r}: expected {expected}, each head once, with commas") from None
+    return found
+
+
+def _weight(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value) or value < 0:
+        raise ValueError
+    return value
