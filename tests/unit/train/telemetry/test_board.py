@@ -28,7 +28,7 @@ def written(run: RunFolder, write: Callable[[Metrics], None]) -> EventAccumulato
 
 
 def test_hparams_are_what_was_varied_and_nothing_else(make_run: Callable[..., RunFolder]) -> None:
-    config = TrainConfig(seed=7, optimizer=Optimizer(learning_rate=0.25))
+    config = TrainConfig(seed=7, optimizer=Optimizer(learning_rate=0.25)).pin()
     board = written(make_run(), lambda metrics: metrics.hparams(config, {"eval_accuracy": 0.5}))
     content = board.PluginTagToContent("hparams")[hparams_metadata.SESSION_START_INFO_TAG]
     shown = hparams_metadata.parse_session_start_info_plugin_data(content).hparams
