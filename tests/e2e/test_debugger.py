@@ -26,9 +26,10 @@ def debug(clusters: Clusters, name: str, runtime: str, *, hold_s: float = 0) -> 
         client.attach()
         client.request("setFunctionBreakpoints", breakpoints=[{"name": "main"}])
         client.request("configurationDone")
-        client.until("event", "stopped")
+        stopped = client.until("event", "stopped")
         wait_for(lambda: time.time() - run.heartbeats()["worker-0"]["updated_at"] > hold_s, "silence", 60)
-        client.request("disconnect", terminateDebuggee=False)
+        client.request("setFunctionBreakpoints", breakpoints=[])
+        client.request("continue", threadId=stopped["body"]["threadId"])
         output, _ = up.communicate(timeout=200)
         assert 0 == up.returncode, output
     finally:
