@@ -17,6 +17,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def size(num_bytes: float) -> str:
+    """Return a number of bytes as `12.3 MiB`."""
+    power = min(4, max(0, int(num_bytes).bit_length() - 1) // 10)
+    return f"{num_bytes / 2 ** (10 * power):.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
 def short_path(path: Path) -> str:
     """Return a path as short as it can be written from the current folder."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

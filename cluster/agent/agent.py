@@ -17,6 +17,7 @@ The agent itself exits with 0 once the outcome is recorded: with any other code 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -188,8 +189,18 @@ class Agent(Decisions):
 
     @property
     def _listener(self) -> Task:
-        """The address at which this task listens during the rendezvous."""
+        """The address at which this task listens during the rendezvous.
+
+        All addresses of a container that is on two networks: its name may resolve to either address.
+        """
+        if self._on_two_networks and self.task.host != "127.0.0.1":
+            return dataclasses.replace(self.task, host="0.0.0.0")  # noqa: S104
         return self.task
+
+    @property
+    def _on_two_networks(self) -> bool:
+        """Whether this task, as a container, is on another network besides its cluster's."""
+        return "DEBUGPY_LISTEN" in os.environ
 
     def _passed_rendezvous(self, generation: int) -> frozenset[str]:
         """Return the tasks of which an attempt has passed the rendezvous of this generation."""

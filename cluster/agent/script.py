@@ -27,7 +27,7 @@ from cluster.recovery import ends
 from cluster.recovery.attempts import LOST_CONTACT, OUTSIDE
 from cluster.recovery.ends import End
 from cluster.run.heartbeat import Heartbeat
-from cluster.spec import Role, Task
+from cluster.spec import Role
 from cluster.system.processes import as_exit_code
 
 LONE_RESTART_S = 60.0
@@ -69,9 +69,8 @@ class ScriptAgent(Agent):
         return min(left_s, super()._grace_s())
 
     @property
-    def _listener(self) -> Task:
-        """All addresses of a container: it is on two networks, and its name may resolve to either address."""
-        return self.task if self.task.host == "127.0.0.1" else dataclasses.replace(self.task, host="0.0.0.0")  # noqa: S104
+    def _on_two_networks(self) -> bool:
+        return True
 
     def _act_on_exit(self, program: Program, generation: int) -> None:
         ended_at = time.time()

@@ -16,6 +16,7 @@ from typing import Any
 from cluster.errors import ClusterError
 from cluster.launch import folders
 from cluster.launch.plan import Plan
+from cluster.messages import size
 from cluster.paths import ROOT
 from cluster.run import records
 from cluster.run.fields import count, exactly, optional
@@ -139,10 +140,3 @@ def lines(value: dict[str, Any] | None) -> list[str]:
         of_what = "all tasks together" if room["of"] == "this machine" else room["of"]
         text.append(f"{verdict}: {of_what} about {size(room['needs'])} of {size(room['has'])}{more}")
     return text
-
-
-def size(num_bytes: int) -> str:
-    """Return a number of bytes in words."""
-    if num_bytes >= 2**30:
-        return f"{num_bytes / 2**30:.1f} GiB"
-    return f"{num_bytes / 2**20:.1f} MiB"

@@ -49,6 +49,7 @@ class Plan(Workload):
     def notes(self) -> list[str]:
         """What the caller should know of it besides."""
         others = [*self._keras_notes, *self.about_resuming, *self._elastic_notes, *filter(None, [self.network.warning])]
+        others += [self.debugger.note] if self.debugger else []
         return [*self.gpus.lines(), *self.gpus.notes, *others]
 
     @property

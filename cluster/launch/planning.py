@@ -26,12 +26,12 @@ from cluster.options.topology import check_hardware
 from cluster.options.topology import topology as topology_of
 from cluster.run import provenance
 from cluster.run.folder import RunFolder
-from cluster.runtime import inherited, registry
+from cluster.runtime import debugger, inherited, registry
 from cluster.runtime import memory as limits
 from cluster.runtime.base import Runtime, Workload
 from cluster.runtime.job import Job
 from cluster.runtime.memory import Memory
-from cluster.runtime.network import Network
+from cluster.runtime.network import PRIVATE, Network
 from cluster.runtime.payload import Payload
 from cluster.spec import ClusterSpec
 
@@ -71,6 +71,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
     runtime, why_runtime = registry.choose(request.runtime or _queue(previous) or registry.AUTO, cluster.kind)
     job = _job(request, previous, runtime, cluster)
     gpus = Placement() if runtime.is_remote else _place(request, run, previous, cluster)
+    waits = debugger.parse(request.debug, cluster)
     if devices_each := len(gpus.of("chief")) or int(job.gpus_per_task or 0):
         # each GPU is a device, which decides between the strategies of one process
         cluster = spec.build(**topology | {"devices": devices_each})
@@ -87,6 +88,13 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
     memory = _memory(request, previous, runtime, len(cluster.tasks))
     if ports := runtime.ports(len(cluster.tasks)):
         cluster = cluster.listening(ports)
+    network = _network(request, previous, runtime, cluster, payload)
+    debugger.check_reachable(
+        waits,
+        remote=runtime.tasks if runtime.is_remote else "",
+        private=network.name == PRIVATE and not runtime.publishes_ports,
+        detached=request.detach,
+    )
     work = Workload(
         run=run,
         cluster=cluster,
@@ -94,9 +102,10 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         payload=payload,
         gpus=gpus,
         memory=memory,
-        network=_network(request, previous, runtime, cluster, payload),
+        network=network,
         job=job,
         elastic=elastic_run,
+        debugger=waits,
     )
     return Plan(
         **vars(work),
@@ -107,7 +116,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         config=config,
         data=data,
         tensorboard_port=port,
-        hang_timeout_s=hang_timeout_s,
+        hang_timeout_s=0 if waits else hang_timeout_s,
         max_restarts=max_restarts,
         replaces=request.fresh and run.path.exists(),
         previous=previous.run,
@@ -162,6 +171,8 @@ def _network(
     way_out = "where a script can fetch its data" if payload.script else ""
     if cluster.kind.hardware:
         way_out = f"where they reach their {cluster.kind.hardware.upper()}"
+    if request.debug:
+        way_out = "where a debugger reaches them"
     serves = bool(cluster.members)
     return runtime.network(request.network, previous.started.get("network", ""), way_out=way_out, serves=serves)
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from cluster import settings
 from cluster.errors import UsageError
 from cluster.messages import counted
 from cluster.options.request import Request
@@ -84,9 +83,9 @@ def notes(elastic: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     """Return what the caller should know of an elastic run."""
     if not elastic:
         return []
-    least, away_s = counted(elastic["min_workers"], "worker"), settings.seconds("BARRIER_TIMEOUT_S")
+    least = counted(elastic["min_workers"], "worker")
     back = "are taken in at the next checkpoint" if elastic["grow"] else "wait for `invoke scale`"
-    found = [f"goes on with {least} or more: those that stay away for {away_s:g} s are left out; returning ones {back}"]
+    found = [f"goes on with {least} or more: those that miss the rendezvous are left out; returning ones {back}"]
     if not config.get("bitwise_elastic"):
         found.append("another number of workers sums in another order, which changes bits; see --bitwise-elastic")
     return found

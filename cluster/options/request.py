@@ -254,6 +254,12 @@ class Request:
         Group.WATCHED, "port of TensorBoard on 127.0.0.1; 0: none", tensorboard.PORT, kinds=(int,), bounds=(0, 65535)
     )
     detach: bool = switch(Group.WATCHED, "return once every task is training", "stay until the end")
+    debug: str = option(
+        Group.WATCHED,
+        "task that waits for a debugger before it trains, such as worker-0, or worker-0:PORT",
+        "none",
+        needs=Needs.TRAINER,
+    )
     nccl_debug: str = option(Group.WATCHED, "what NCCL logs: VERSION, WARN, INFO or TRACE", "WARN", needs=Needs.GPUS)
     again: str = ""
     """The run to make once more, in a folder of its own."""

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cluster.messages import plain
+from cluster.messages import plain, size
 from cluster.run import launch_records, records
 from cluster.run.fields import anything
 from cluster.run.folder import LOST_AFTER_S, RunFolder
@@ -77,12 +77,6 @@ def disk_bytes(folder: Path) -> int:
             with contextlib.suppress(OSError):
                 total += os.lstat(os.path.join(at, name)).st_blocks * 512  # noqa: PTH118  # there are many
     return total
-
-
-def size(num_bytes: float) -> str:
-    """Return a number of bytes as `12.3 MiB`."""
-    power = min(4, max(0, int(num_bytes).bit_length() - 1) // 10)
-    return f"{num_bytes / 2 ** (10 * power):.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def duration(wall_s: float | None) -> str:

@@ -196,7 +196,7 @@ def test_a_job_that_loses_its_nodes_must_go_on_once_it_has_some(
 def test_an_elastic_job_must_go_on_without_a_node_that_died(
     clusters: Clusters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(clusters.environment, "BARRIER_TIMEOUT_S", "10")
+    monkeypatch.setitem(clusters.environment, "BARRIER_TIMEOUT_S", "30")
     elastic = ("--bitwise-elastic=4", "--min-workers=1")
     clusters.invoke("up", "--name=outlives", "--nodes=3", *OPTIONS, *elastic, "--", *TRAINING, STEPS)
     run = clusters.run("outlives")

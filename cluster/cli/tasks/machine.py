@@ -10,7 +10,7 @@ from cluster.cli.command_line import JSON_HELP, show, task
 from cluster.control import cleaning
 from cluster.errors import RunFailed, UsageError
 from cluster.launch import folders
-from cluster.messages import counted
+from cluster.messages import counted, size
 from cluster.reports import listing
 from cluster.view.columns import columns
 
@@ -36,8 +36,8 @@ def clean(c, older="", yes=False):
     sizes = [listing.disk_bytes(old.run.path) for old in found]
     ages = [f"{listing.duration(time.time() - old.ended)} ago" for old in found]
     names = [old.run.name for old in found]
-    print("\n".join(columns(zip(names, ages, map(listing.size, sizes), strict=True), right=(1, 2))))
-    question = f"delete {counted(len(found), 'run')} with checkpoints and logs, {listing.size(sum(sizes))}? [y/N] "
+    print("\n".join(columns(zip(names, ages, map(size, sizes), strict=True), right=(1, 2))))
+    question = f"delete {counted(len(found), 'run')} with checkpoints and logs, {size(sum(sizes))}? [y/N] "
     if not yes and not _agreed(question):
         raise UsageError("nothing was deleted; answer y, or add --yes")
     if left := cleaning.delete_all(found):

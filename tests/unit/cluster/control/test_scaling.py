@@ -71,7 +71,6 @@ def refusal(run: RunFolder, workers: str, ps: str = "") -> ClusterError:
     [
         ({"workers": 2}, "", "", "--workers is missing: say how many, such as --workers 1"),
         ({"workers": 2}, "two", "", "--workers 'two': expected a whole number from 0 to 512"),
-        ({"workers": 2}, "-1", "", "--workers '-1': expected a whole number from 0 to 512"),
         ({"workers": 2}, "0", "1", "--ps 1 with --workers 0: parameter servers need workers"),
         ({"workers": 2}, "2", "", "run 'run' has 2 workers already"),
         ({"workers": 1, "ps": 1}, "", "1", "run 'run' has 1 worker and 1 parameter server already"),

@@ -17,6 +17,7 @@ from cluster.errors import EXIT_TIMEOUT, TimedOut, UsageError
 from cluster.launch import planning, startup
 from cluster.launch.plan import Plan
 from cluster.options.request import Request
+from cluster.run import membership
 from cluster.run.folder import SCALE, RunFolder
 from cluster.runtime.base import Shell
 from cluster.runtime.local import supervisor
@@ -55,7 +56,7 @@ def scale(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]
     """Scales a gang of fake trainers; what they do next is in `lines`."""
 
     def run_it(gang: Gang, lines: str = LASTING, **requested: str) -> int:
-        for task in gang.run.load_cluster().tasks:
+        for task in membership.cluster(gang.run).tasks:
             gang.await_step(task.name, 0 if gang.run.load_cluster().serves(task) else 3)
         planned = fake_plan(gang.run, lines, tmp_path / "data", **requested)
         monkeypatch.setattr(scaling, "plan", lambda run, workers, ps, trust: planned)
@@ -86,6 +87,26 @@ def test_a_run_goes_on_with_other_workers_while_somebody_waits(
     assert ("chief", 1) == (scaled["task"], scaled["generation"])
     assert {"workers_before": before, "workers_after": after, "ps_before": 0, "ps_after": 0} == scaled["detail"]
     assert set(summary["tasks"]) == set(gang.run.heartbeats())
+
+
+def test_a_worker_that_was_left_out_is_brought_in(
+    start_gang: StartGang,
+    scale: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("BARRIER_TIMEOUT_S", "2")
+    lines = LASTING.replace("if not GENERATION", "if GENERATION < 2")
+    gang = start_gang(lines, workers=2, elastic={"min_workers": 1, "grow": False}, away=("chief", "worker-0"))
+    wait_for(lambda: gang.beat("worker-1")["state"] == "waiting", "worker-1 at the rendezvous")
+    gang.run.away("chief").unlink()
+    wait_for(lambda: gang.run.generation == 1, "the run to go on without worker-0")
+    assert 0 == scale(gang, lines, workers="2")
+    assert "scaled from 1 to 2 workers at step " in capsys.readouterr().out
+    summary = end_of(gang)
+    assert ("succeeded", 3) == (summary["state"], summary["replicas"])
+    assert {"chief": 0, "worker-0": 0, "worker-1": 0} == summary["tasks"]
+    assert [["worker-0"], []] == [change["left_out"] for change in summary["membership"]]
 
 
 def test_a_run_that_is_being_scaled_is_not_resumed(start_gang: StartGang, scale: Callable[..., int]) -> None:

@@ -17,6 +17,7 @@ import pytest
 from invoke import Exit, MockContext
 
 import tasks
+from cluster import messages
 from cluster.errors import EXIT_USAGE
 from cluster.reports import charts, comparison, curves, inspection, listing, page
 from cluster.run.folder import RunFolder
@@ -137,7 +138,7 @@ def test_a_run_that_gave_no_sign_of_life_for_long_is_lost(make_run: MakeRun) -> 
     [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 * 2**29, "1.5 GiB"), (2**60, "1048576.0 TiB")],
 )
 def test_sizes(num_bytes: int, shown: str) -> None:
-    assert shown == listing.size(num_bytes)
+    assert shown == messages.size(num_bytes)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import UsageError
@@ -24,6 +24,7 @@ def all_borders(count, stages):
         yield [0, *inner, count]
 
 
+@settings(deadline=None)
 @given(COSTS, st.integers(1, 5))
 def test_the_slowest_stage_is_as_fast_as_in_the_best_of_all_cuts(costs, stages):
     if stages > len(costs):
@@ -39,6 +40,7 @@ def test_the_slowest_stage_is_as_fast_as_in_the_best_of_all_cuts(costs, stages):
     assert imbalance(found) == pytest.approx(best / (sum(costs) / stages) - 1)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20), st.integers(0, 20)), min_size=2, max_size=6),
     st.integers(2, 3),

@@ -1,7 +1,7 @@
 """A schedule computes every micro-batch once, in the order of one device, within its bounds, and never deadlocks."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import UsageError
@@ -15,6 +15,7 @@ def of(program, *actions):
     return [each for each in program if each.action in actions]
 
 
+@settings(deadline=None)  # others use this machine, too
 @given(SIZES)
 def test_each_stage_computes_every_micro_batch_once_and_forward_before_backward(size):
     name, stages, micro_batches = size
@@ -27,6 +28,7 @@ def test_each_stage_computes_every_micro_batch_once_and_forward_before_backward(
             assert order.index((Action.FORWARD, micro_batch)) < order.index((Action.BACKWARD, micro_batch))
 
 
+@settings(deadline=None)
 @given(SIZES)
 def test_a_stage_holds_no_more_than_its_bound_and_reaches_it(size):
     name, stages, micro_batches = size
@@ -40,6 +42,7 @@ def test_a_stage_holds_no_more_than_its_bound_and_reaches_it(size):
             assert most <= stages - stage
 
 
+@settings(deadline=None)
 @given(SIZES)
 def test_updates_come_once_a_step_or_once_a_micro_batch(size):
     name, stages, micro_batches = size
@@ -49,6 +52,7 @@ def test_updates_come_once_a_step_or_once_a_micro_batch(size):
         assert program[-1].action is Action.UPDATE
 
 
+@settings(deadline=None)
 @given(st.integers(1, 9), st.integers(1, 20))
 def test_pipedream_gradients_are_stale_by_exactly_the_stages_that_follow(stages, micro_batches):
     for stage, program in enumerate(schedule.build("pipedream", stages, micro_batches)):
@@ -67,6 +71,7 @@ def test_pipedream_gradients_are_stale_by_exactly_the_stages_that_follow(stages,
                 assert each.version == versions[each.micro_batch]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 9), st.integers(1, 20))
 def test_pipedream_stashes_no_more_versions_than_its_bound(stages, micro_batches):
     for stage, program in enumerate(schedule.build("pipedream", stages, micro_batches)):
@@ -81,6 +86,7 @@ def test_pipedream_stashes_no_more_versions_than_its_bound(stages, micro_batches
         assert most <= schedule.weight_versions("pipedream", stage, stages, micro_batches)
 
 
+@settings(deadline=None)
 @given(SIZES, st.floats(0, 5))
 def test_no_schedule_deadlocks_and_what_is_sent_is_received(size, transfer_s):
     name, stages, micro_batches = size
@@ -96,6 +102,7 @@ def test_no_schedule_deadlocks_and_what_is_sent_is_received(size, transfer_s):
             assert sent == [each.micro_batch for each in of(programs[other], received)]
 
 
+@settings(deadline=None)
 @given(st.sampled_from(("gpipe", "1f1b")), st.integers(1, 9), st.integers(1, 20))
 def test_the_bubble_of_equal_stages_is_that_of_the_formula(name, stages, micro_batches):
     programs = schedule.build(name, stages, micro_batches)
