@@ -90,8 +90,13 @@ class ScriptAgent(Agent):
             self._restart_alone(end)
         elif killed:
             self._restart_gang(generation, end)
-        elif self._another_restarts_gang(generation, PEER_LOST_PATIENCE_S * (2 if others_had_failed else 1)):
-            return
+        elif not self._another_restarts_gang(generation, PEER_LOST_PATIENCE_S * (2 if others_had_failed else 1)):
+            self._act_on_error(generation, end, ended_at)
+
+    def _act_on_error(self, generation: int, end: End, ended_at: float) -> None:
+        """Apply the failure policy to a script's error, for which no other task has begun a generation so far."""
+        if self.run.stop_requested:
+            self.run.end("stopped", task=self.task.name)
         elif self._another_was_killed(generation):
             self.recovery.restart_gang(generation, dataclasses.replace(end, kind=LOST_CONTACT))
         elif self._worker_restarted(generation, ended_at):
