@@ -82,7 +82,8 @@ class Watchdog:
         A program that has ended writes no heartbeat, but its agent reports the end.
         """
         now = time.monotonic()
-        known = {self._task.name, "evaluator", *ends.ended_tasks(self._run, self._generation)}
+        beside = {task.name for task in self._spec.tasks if task.role.beside}
+        known = {self._task.name, *beside, *ends.ended_tasks(self._run, self._generation)}
         beats = self._beats(now, EXAMINE_S).items()
         ages = {n: now - self._since(n, beat["updated_at"], now) for n, beat in beats if _is_running(beat)}
         silent = [n for n, age in ages.items() if age > patience_s and n not in known]
@@ -135,7 +136,7 @@ class Watchdog:
                 quiet_s, patience_s = now - self._began, IMPORT_S
             if not _is_running(beats[name]) or quiet_s < patience_s:
                 continue
-            if not mine and self._spec.task(name).role == Role.EVALUATOR:
+            if not mine and self._spec.task(name).role.beside:
                 continue
             return Finding(name, f"no heartbeat for {quiet_s:.0f} s", "frozen" if mine else "silent")
         return None

@@ -33,7 +33,7 @@ from cluster.runtime.job import Job
 from cluster.runtime.memory import Memory
 from cluster.runtime.network import PRIVATE, Network
 from cluster.runtime.payload import Payload
-from cluster.spec import ClusterSpec
+from cluster.spec import ClusterSpec, Role
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
     run = _run_folder(request, stops_first=stops_first)
 
     runtime, why_runtime = registry.choose(request.runtime or _queue(previous) or registry.AUTO, cluster.kind)
+    _check_prepares(cluster, runtime)
     job = _job(request, previous, runtime, cluster)
     gpus = Placement() if runtime.is_remote else _place(request, run, previous, cluster)
     waits = debugger.parse(request.debug, cluster)
@@ -249,6 +250,16 @@ def _place(request: Request, run: RunFolder, previous: _Previous, cluster: Clust
     return replace(placed, requested=words, device_request=way, nccl_debug=level)
 
 
+def _check_prepares(cluster: ClusterSpec, runtime: Runtime) -> None:
+    """Check that the runtime can run data workers beside the cluster."""
+    workers = len(cluster.of(Role.DATA_WORKER))
+    if workers and runtime.is_remote:
+        raise UsageError(
+            f"--data-workers {workers} with --runtime {runtime.name}, which has none yet: use --runtime docker or "
+            "local, or leave it out"
+        )
+
+
 def busy(run: RunFolder | None = None) -> dict[str, str]:
     """Return the GPUs that runs of this folder other than this one train on, each with the name of its run."""
     own = run.path if run else None
@@ -264,6 +275,7 @@ def check_sharing(config: dict[str, Any], cluster: ClusterSpec, previous: Mappin
         UsageError: they cannot.
     """
     spec.check_precision(cluster, config.get("precision", "fp32"))
+    spec.check_data_workers(cluster, config)
     spec.check_stages(cluster, config, previous)
     if shards := config.get("bitwise_elastic", 0):  # the training program has checked that they cut the batch evenly
         spec.check_shards(cluster, shards)

@@ -38,6 +38,13 @@ class Request:
     )
     ps: str = option(Group.TRAINS, "parameter servers; 1 or more: ParameterServerStrategy", 0, kinds=(int,))
     evaluator: bool = switch(Group.TRAINS, "add a task that evaluates every new checkpoint", needs=Needs.TRAINER)
+    data_workers: str = option(
+        Group.TRAINS,
+        "tasks that prepare batches for those that train, by tf.data's service; with --source function",
+        0,
+        kinds=(int,),
+        needs=Needs.TRAINER,
+    )
     strategy: str = option(
         Group.TRAINS, f"{_ONE_OF_STRATEGIES} or {list(strategies.STRATEGIES)[-1]}", "auto, from the topology"
     )
