@@ -35,6 +35,23 @@ class Role(StrEnum):
     WORKER = "worker"
     PS = "ps"
     EVALUATOR = "evaluator"
+    DATA_DISPATCHER = "data-dispatcher"
+    DATA_WORKER = "data-worker"
+
+    @property
+    def beside(self) -> bool:
+        """Whether its tasks are outside of the TensorFlow cluster: a strategy would wait for them for ever."""
+        return self == Role.EVALUATOR or self.prepares
+
+    @property
+    def prepares(self) -> bool:
+        """Whether its tasks prepare input for those that train, see docs/data.md."""
+        return self in (Role.DATA_DISPATCHER, Role.DATA_WORKER)
+
+    @property
+    def single(self) -> bool:
+        """Whether there is one such task at most, whose name carries no index."""
+        return self in (Role.CHIEF, Role.EVALUATOR, Role.DATA_DISPATCHER)
 
 
 @dataclass(frozen=True)
@@ -63,7 +80,7 @@ class ClusterSpec:
 
     Attributes:
         strategy: a key of `strategies.STRATEGIES`.
-        tasks: chief first, then workers, parameter servers, evaluator.
+        tasks: chief first, then workers, parameter servers, evaluator, data dispatcher, data workers.
         devices: replicas in each training task.
         separate_chief: whether TF_CONFIG has a task of type `chief`. Without, and without parameter servers, the chief
             is worker 0 there.
@@ -94,8 +111,8 @@ class ClusterSpec:
 
     @property
     def members(self) -> tuple[Task, ...]:
-        """The tasks that form the TensorFlow cluster: all but the evaluator; none where one process trains alone."""
-        members = tuple(task for task in self.tasks if task.role != Role.EVALUATOR)
+        """The tasks that form the TensorFlow cluster: none where one process trains alone."""
+        members = tuple(task for task in self.tasks if not task.role.beside)
         return members if len(members) > 1 else ()
 
     @property
@@ -129,7 +146,7 @@ class ClusterSpec:
 
     def serves(self, task: Task) -> bool:
         """Whether the task only serves others (its program never ends by itself)."""
-        return task.role == Role.PS or (task.role == Role.WORKER and self.kind.served)
+        return task.role == Role.PS or task.role.prepares or (task.role == Role.WORKER and self.kind.served)
 
     def calls_first(self, task: Task) -> tuple[Task, ...]:
         """Return the tasks whose TensorFlow servers this task calls as soon as it forms the cluster."""
@@ -139,7 +156,7 @@ class ClusterSpec:
 
     def restarts_alone(self, task: Task) -> bool:
         """Whether the task may start again while the others go on; every other task takes the gang with it."""
-        return task.role == Role.EVALUATOR or (task.role == Role.WORKER and self.kind.served)
+        return task.role.beside or (task.role == Role.WORKER and self.kind.served)
 
     def without(self, names: Collection[str]) -> ClusterSpec:
         """Return the cluster without the tasks of these names; the others keep theirs."""
@@ -170,8 +187,8 @@ class ClusterSpec:
 
 
 def task_name(role: Role, index: int) -> str:
-    """Return a task's name. There is one chief and at most one evaluator, so these carry no index."""
-    return role.value if role in (Role.CHIEF, Role.EVALUATOR) else f"{role.value}-{index}"
+    """Return a task's name. Of some roles there is one task at most, so these carry no index."""
+    return role.value if role.single else f"{role.value}-{index}"
 
 
 def parse_count(name: str, value: object, low: int, high: int) -> int:
@@ -307,6 +324,20 @@ def _check_undivided(config: dict[str, Any]) -> None:
         )
 
 
+def check_data_workers(cluster: ClusterSpec, config: Mapping[str, Any]) -> None:
+    """Check that data workers have something to prepare.
+
+    Raises:
+        UsageError: they have not.
+    """
+    workers, source = len(cluster.of(Role.DATA_WORKER)), config.get("source", "memory")
+    if workers and source != "function":
+        raise UsageError(
+            f"--data-workers {workers} with --source {source}, which is prepared already: name a dataset function, "
+            "-- --source function, or leave --data-workers out"
+        )
+
+
 def check_precision(cluster: ClusterSpec, precision: str) -> None:
     """Check that a cluster can train in a precision.
 
@@ -344,6 +375,7 @@ def build(
     ports: tuple[int, ...] | None = None,
     separate_chief: bool = True,
     pipelines: int = 1,
+    data_workers: object = 0,
 ) -> ClusterSpec:
     """Return the cluster for the options of a command line.
 
@@ -356,6 +388,7 @@ def build(
         ports: a free port on 127.0.0.1 for each task, for local processes; None for containers, which have a host
             name each and listen on `TASK_PORT`.
         separate_chief, pipelines: see `ClusterSpec`.
+        data_workers: tasks that prepare batches for those that train, with a dispatcher; 0: none.
 
     Raises:
         UsageError: a count is out of range, or the strategy does not fit the topology.
@@ -363,11 +396,14 @@ def build(
     num_workers = parse_count("workers", workers, 0, MAX_TASKS)
     num_ps = parse_count("ps", ps, 0, MAX_TASKS)
     num_devices = parse_count("devices", devices, 1, MAX_DEVICES)
+    num_data = parse_count("data-workers", data_workers, 0, MAX_TASKS)
     resolved = strategies.resolve(strategy, num_workers, num_ps, num_devices).name
     slots = [(Role.CHIEF, 0)]
     slots += [(Role.WORKER, index) for index in range(num_workers)]
     slots += [(Role.PS, index) for index in range(num_ps)]
     slots += [(Role.EVALUATOR, 0)] if evaluator else []
+    slots += [(Role.DATA_DISPATCHER, 0)] if num_data else []
+    slots += [(Role.DATA_WORKER, index) for index in range(num_data)]
     tasks = tuple(Task(role, index, task_name(role, index), TASK_PORT) for role, index in slots)
     cluster = ClusterSpec(resolved, tasks, num_devices, separate_chief, pipelines)
     return cluster.listening(ports) if ports else cluster

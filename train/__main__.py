@@ -29,7 +29,7 @@ from cluster.system.json_files import read_json
 from train.config import TrainConfig
 from train.data import ready
 from train.settings import overrides
-from train.startup import preload
+from train.startup import debugger, preload
 
 EXIT_BUG = 70
 """An error that we do not know (EX_SOFTWARE of sysexits.h): the agent tries again."""
@@ -87,6 +87,7 @@ def train(run: RunFolder) -> int:
     faulthandler.register(signal.SIGUSR1)  # the agent asks for every thread's stack when the gang hangs
     cluster = membership.cluster(run, int(os.environ.get("GENERATION", "0")))
     task = cluster.task(os.environ.get("TASK", "chief"))
+    debugger.wait_for_client(run, task.name)
     try:
         program.Program(run, task).main()
     except ClusterError:

@@ -21,6 +21,7 @@ from train import evaluator, strategy
 from train.config import TrainConfig
 from train.context import TaskContext
 from train.data import sources
+from train.data.function import service
 from train.loops import custom
 from train.loops.keras_fit import fit
 from train.loops.train_step import exact_order
@@ -53,8 +54,10 @@ class Program:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a server has nothing to save
             self.heartbeat.update(state="training")
             self.heartbeat.start()
-            if self.task.role == Role.WORKER and self.config.source == "function":
-                self._source()  # opened here, where the chief's graphs read it
+            if self.task.role in (Role.WORKER, Role.DATA_WORKER) and self.config.source == "function":
+                self._source()  # opened here, where the graphs of others read it
+            if self.task.role.prepares:
+                self._prepare_data()
             strategy.serve(self.task, self.config.threads)
         self.heartbeat.start()
         context = self._task_context()
@@ -117,7 +120,27 @@ class Program:
         )
 
     def _source(self) -> sources.Source:
-        return sources.find(self.config, Path(os.environ.get("DATA_DIR", "data")), self.run)
+        trains = self.task.role in (Role.CHIEF, Role.WORKER) and not self.spec.serves(self.task)
+        return sources.find(
+            self.config,
+            Path(os.environ.get("DATA_DIR", "data")),
+            self.run,
+            service.of(self.spec, self.heartbeat.values["generation"]) if trains else None,
+        )
+
+    def _prepare_data(self) -> None:
+        """Serve the tasks that train with batches until this process is ended."""
+        generation, (dispatcher,) = self.heartbeat.values["generation"], self.spec.of(Role.DATA_DISPATCHER)
+
+        def newest_step() -> int:
+            beat = self.run.heartbeat("chief")
+            return beat["step"] if beat and beat["generation"] == generation else 0
+
+        if self.task == dispatcher:
+            server = service.dispatcher(self.task.port, self.run.control / "data-service" / str(generation))
+        else:
+            server = service.worker(self.task.index, self.task.address, dispatcher.address, newest_step)
+        server.join()
 
     def _strategy(self) -> tf.distribute.Strategy:
         if self.task.role == Role.EVALUATOR:

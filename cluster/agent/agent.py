@@ -17,6 +17,7 @@ The agent itself exits with 0 once the outcome is recorded: with any other code 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -142,7 +143,7 @@ class Agent(Decisions):
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self._is_over(generation) and not self.run.stop_requested:
             time.sleep(POLL_S)
-        if self.run.stop_requested and self.task.role == Role.EVALUATOR:
+        if self.run.stop_requested and self.task.role.beside:
             self._wait_until_over(generation)  # it has nothing to save
         elif self.run.stop_requested and not self.restarts_alone:
             self.run.end("stopped", task=self.task.name)
@@ -163,7 +164,8 @@ class Agent(Decisions):
             "report": lambda obstacle: heartbeat.update(obstacle=obstacle),
         }
         try:
-            if self.restarts_alone and self.task.name in self._passed_rendezvous(generation):
+            prepares = self.task.role.prepares  # no member of the cluster, but it listens as well
+            if prepares or (self.restarts_alone and self.task.name in self._passed_rendezvous(generation)):
                 # The other tasks passed it long ago and their TensorFlow servers hold their ports. This task's port may
                 # still be in use while the kernel frees the memory of its previous program.
                 ports.listen(self._listener, **waiting).close()
@@ -188,8 +190,18 @@ class Agent(Decisions):
 
     @property
     def _listener(self) -> Task:
-        """The address at which this task listens during the rendezvous."""
+        """The address at which this task listens during the rendezvous.
+
+        All addresses of a container that is on two networks: its name may resolve to either address.
+        """
+        if self._on_two_networks and self.task.host != "127.0.0.1":
+            return dataclasses.replace(self.task, host="0.0.0.0")  # noqa: S104
         return self.task
+
+    @property
+    def _on_two_networks(self) -> bool:
+        """Whether this task, as a container, is on another network besides its cluster's."""
+        return "DEBUGPY_LISTEN" in os.environ
 
     def _passed_rendezvous(self, generation: int) -> frozenset[str]:
         """Return the tasks of which an attempt has passed the rendezvous of this generation."""
@@ -278,12 +290,12 @@ class Agent(Decisions):
         if self._is_over(generation):
             return  # what ends after the run or its generation changes nothing
         end = self._end_of(program, code, generation)
-        side_car = self.task.role == Role.EVALUATOR
+        side_car = self.task.role.beside
         if self._state in ("done", "stopped") or (side_car and self.run.stop_requested):
             # The program says whether it was done: any user code can end it with exit code 0, and TensorFlow's
             # teardown can fail after the work was done.
             self._await_outcome(generation)
-        elif EXIT_FAILED <= code <= EXIT_TIMEOUT and not side_car:
+        elif EXIT_FAILED <= code <= EXIT_TIMEOUT and self.task.role != Role.EVALUATOR:
             self.run.end("failed", task=self.task.name, exit_code=code, error=end.reported)
         elif self.restarts_alone:
             self._restart_alone(end)  # also if the run is to stop: the chief saves with the help of its workers

@@ -90,8 +90,8 @@ def wait(
                 rendezvous.unconfirmed.discard(name)
             if abandon():
                 raise Abandoned("the rendezvous was abandoned")
-            if time.monotonic() > deadline:
-                missing = {*rendezvous.missing, *rendezvous.unconfirmed}
+            missing = {*rendezvous.missing, *rendezvous.unconfirmed}
+            if missing and time.monotonic() > deadline:  # the last of them may have answered meanwhile
                 raise Incomplete(_describe_missing(rendezvous, timeout_s, explain), missing)
             time.sleep(POLL_S)
     finally:

@@ -27,7 +27,7 @@ from cluster.recovery import ends
 from cluster.recovery.attempts import LOST_CONTACT, OUTSIDE
 from cluster.recovery.ends import End
 from cluster.run.heartbeat import Heartbeat
-from cluster.spec import Role, Task
+from cluster.spec import Role
 from cluster.system.processes import as_exit_code
 
 LONE_RESTART_S = 60.0
@@ -69,9 +69,8 @@ class ScriptAgent(Agent):
         return min(left_s, super()._grace_s())
 
     @property
-    def _listener(self) -> Task:
-        """All addresses of a container: it is on two networks, and its name may resolve to either address."""
-        return self.task if self.task.host == "127.0.0.1" else dataclasses.replace(self.task, host="0.0.0.0")  # noqa: S104
+    def _on_two_networks(self) -> bool:
+        return True
 
     def _act_on_exit(self, program: Program, generation: int) -> None:
         ended_at = time.time()
@@ -91,8 +90,13 @@ class ScriptAgent(Agent):
             self._restart_alone(end)
         elif killed:
             self._restart_gang(generation, end)
-        elif self._another_restarts_gang(generation, PEER_LOST_PATIENCE_S * (2 if others_had_failed else 1)):
-            return
+        elif not self._another_restarts_gang(generation, PEER_LOST_PATIENCE_S * (2 if others_had_failed else 1)):
+            self._act_on_error(generation, end, ended_at)
+
+    def _act_on_error(self, generation: int, end: End, ended_at: float) -> None:
+        """Apply the failure policy to a script's error, for which no other task has begun a generation so far."""
+        if self.run.stop_requested:
+            self.run.end("stopped", task=self.task.name)
         elif self._another_was_killed(generation):
             self.recovery.restart_gang(generation, dataclasses.replace(end, kind=LOST_CONTACT))
         elif self._worker_restarted(generation, ended_at):

@@ -28,6 +28,8 @@ HANG_TIMEOUT_S = 60.0
 SLOW_FACTOR = 10
 """How many times as long the first step of a generation, saving and evaluating may take."""
 EXAMINE_S = 0.5
+OTHERS_S = 2.0
+"""How often an agent reads the heartbeats of other tasks while all is well; the chief's looks for hangs more often."""
 AWAY_S = 4.0
 """A longer time between two examinations means that this process was stopped and does not know what changed."""
 START_STATES = frozenset({"starting", "waiting", "restarting", "compiling"})
@@ -49,6 +51,7 @@ class Watchdog:
     def __init__(self, run: RunFolder, spec: ClusterSpec, task: Task, generation: int) -> None:
         """Begin to watch a complete cluster."""
         self._hang_timeout_s = float(run.started.get("hang_timeout_s", HANG_TIMEOUT_S))
+        """0 in a run whose task is debugged: every thread stands still at a breakpoint."""
         self._run = run
         self._spec = spec
         self._task = task
@@ -57,16 +60,19 @@ class Watchdog:
         self._changed: dict[str, tuple[Any, float]] = {}
         self._newest: dict[str, dict[str, Any]] = {}
         self._began = self._examined = time.monotonic()
-        self._read_at = self._began - EXAMINE_S
+        self._others_every_s = EXAMINE_S if task.role == Role.CHIEF else OTHERS_S
+        self._others_read_at = self._began - OTHERS_S
 
     def examine(self) -> Finding | None:
         """Return a finding, if there is one. Looks at most every `EXAMINE_S`."""
         now = time.monotonic()
+        if not self._hang_timeout_s:
+            return None
         if now - self._examined < EXAMINE_S and self._changed:
             return None
         self._discount(now - self._examined)
         self._examined = now
-        beats = self._beats(now)
+        beats = self._beats(now, self._others_every_s)
         ages = {name: now - self._since(name, beat["updated_at"], now) for name, beat in beats.items()}
         return self._frozen(beats, ages, now) or self._hanging(beats, ages, now)
 
@@ -76,8 +82,10 @@ class Watchdog:
         A program that has ended writes no heartbeat, but its agent reports the end.
         """
         now = time.monotonic()
-        known = {self._task.name, "evaluator", *ends.ended_tasks(self._run, self._generation)}
-        ages = {n: now - self._since(n, b["updated_at"], now) for n, b in self._beats(now).items() if _is_running(b)}
+        beside = {task.name for task in self._spec.tasks if task.role.beside}
+        known = {self._task.name, *beside, *ends.ended_tasks(self._run, self._generation)}
+        beats = self._beats(now, EXAMINE_S).items()
+        ages = {n: now - self._since(n, beat["updated_at"], now) for n, beat in beats if _is_running(beat)}
         silent = [n for n, age in ages.items() if age > patience_s and n not in known]
         return silent[0] if silent else None
 
@@ -94,12 +102,18 @@ class Watchdog:
     def _hang(self) -> Path:
         return self._run.control / f"hang-{self._generation}.json"
 
-    def _beats(self, now: float) -> dict[str, dict[str, Any]]:
-        """Return the heartbeats of this generation, read at most every `EXAMINE_S`: each agent reads those of all."""
-        if now - self._read_at >= EXAMINE_S:
-            self._read_at = now
-            beats = {task.name: self._run.heartbeat(task.name) for task in self._spec.tasks}
-            self._newest = {n: beat for n, beat in beats.items() if beat and beat["generation"] == self._generation}
+    def _beats(self, now: float, others_every_s: float) -> dict[str, dict[str, Any]]:
+        """Return the heartbeats of this generation, of which others' are read again after so long."""
+        names = [self._task.name]
+        if now - self._others_read_at >= others_every_s:
+            self._others_read_at = now
+            names = [task.name for task in self._spec.tasks]
+        for name in names:
+            beat = self._run.heartbeat(name)
+            if beat and beat["generation"] == self._generation:
+                self._newest[name] = beat
+            else:
+                self._newest.pop(name, None)
         return self._newest
 
     def _discount(self, gap_s: float) -> None:
@@ -122,7 +136,7 @@ class Watchdog:
                 quiet_s, patience_s = now - self._began, IMPORT_S
             if not _is_running(beats[name]) or quiet_s < patience_s:
                 continue
-            if not mine and self._spec.task(name).role == Role.EVALUATOR:
+            if not mine and self._spec.task(name).role.beside:
                 continue
             return Finding(name, f"no heartbeat for {quiet_s:.0f} s", "frozen" if mine else "silent")
         return None

@@ -153,7 +153,8 @@ class _Before:
 
     def costs(self) -> list[dict[str, Any]]:
         """Return the cost of the restarts since then."""
-        return restarts.costs(self._run, self.time, (Role.WORKER, Role.EVALUATOR))
+        alone = [Role.WORKER, *(role for role in Role if role.beside)]
+        return restarts.costs(self._run, self.time, alone)
 
     def recovered(self, fault: Fault) -> bool:
         """Whether the run makes new steps again, or has ended."""

@@ -242,7 +242,8 @@ def _notice_silence(run: RunFolder, monitor: LivenessMonitor) -> None:
     if run.scale_requested:
         patience_s = SCALE_PATIENCE_S
     runtime = registry.of(run)
-    if monitor.silence_s <= patience_s or (runtime.is_remote and runtime.alive(run)):
+    trusts = runtime.is_remote or not run.started.get("hang_timeout_s", 1)  # no task is heard while one is debugged
+    if monitor.silence_s <= patience_s or (trusts and runtime.alive(run)):
         return
     cause = "no task writes heartbeats: the engine or the supervisor stopped"
     if run.goes_on and run.scale_requested:

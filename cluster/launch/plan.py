@@ -8,6 +8,7 @@ from typing import Any
 
 from cluster import spec, tf_config
 from cluster.launch import configuration, folders
+from cluster.messages import counted
 from cluster.options import elastic
 from cluster.options.request import Request
 from cluster.run.folder import RunFolder
@@ -48,12 +49,25 @@ class Plan(Workload):
     @property
     def notes(self) -> list[str]:
         """What the caller should know of it besides."""
-        others = [*self._keras_notes, *self.about_resuming, *self._elastic_notes, *filter(None, [self.network.warning])]
+        others = [*self._keras_notes, *self._data_notes, *self.about_resuming, *self._elastic_notes]
+        others += filter(None, [self.network.warning])
+        others += [self.debugger.note] if self.debugger else []
         return [*self.gpus.lines(), *self.gpus.notes, *others]
 
     @property
     def _elastic_notes(self) -> list[str]:
         return elastic.notes(self.elastic, self.config)
+
+    @property
+    def _data_notes(self) -> list[str]:
+        if not (workers := len(self.cluster.of(spec.Role.DATA_WORKER))):
+            return []
+        if not self.cluster.kind.synchronous:
+            return ["data workers: each batch goes to the worker that requests it first, so the order does not repeat"]
+        return [
+            "data workers: the same bits as without them from a random-access source; a tf.data.Dataset has "
+            f"{counted(workers, 'shard')} a replica, so its bits follow from --data-workers, and repeat"
+        ]
 
     @property
     def _keras_notes(self) -> list[str]:
@@ -98,7 +112,7 @@ class Plan(Workload):
             ],
             "elastic": self.elastic or None,
             "notes": [
-                *(*self.gpus.notes, *self.about_resuming, *self._elastic_notes),
+                *(*self.gpus.notes, *self._data_notes, *self.about_resuming, *self._elastic_notes),
                 *filter(None, [self.network.warning]),
             ],
             "config": self.config,

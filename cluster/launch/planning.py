@@ -26,14 +26,14 @@ from cluster.options.topology import check_hardware
 from cluster.options.topology import topology as topology_of
 from cluster.run import provenance
 from cluster.run.folder import RunFolder
-from cluster.runtime import inherited, registry
+from cluster.runtime import debugger, inherited, registry
 from cluster.runtime import memory as limits
 from cluster.runtime.base import Runtime, Workload
 from cluster.runtime.job import Job
 from cluster.runtime.memory import Memory
-from cluster.runtime.network import Network
+from cluster.runtime.network import PRIVATE, Network
 from cluster.runtime.payload import Payload
-from cluster.spec import ClusterSpec
+from cluster.spec import ClusterSpec, Role
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,10 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
     run = _run_folder(request, stops_first=stops_first)
 
     runtime, why_runtime = registry.choose(request.runtime or _queue(previous) or registry.AUTO, cluster.kind)
+    _check_prepares(cluster, runtime)
     job = _job(request, previous, runtime, cluster)
     gpus = Placement() if runtime.is_remote else _place(request, run, previous, cluster)
+    waits = debugger.parse(request.debug, cluster)
     if devices_each := len(gpus.of("chief")) or int(job.gpus_per_task or 0):
         # each GPU is a device, which decides between the strategies of one process
         cluster = spec.build(**topology | {"devices": devices_each})
@@ -87,6 +89,13 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
     memory = _memory(request, previous, runtime, len(cluster.tasks))
     if ports := runtime.ports(len(cluster.tasks)):
         cluster = cluster.listening(ports)
+    network = _network(request, previous, runtime, cluster, payload)
+    debugger.check_reachable(
+        waits,
+        remote=runtime.tasks if runtime.is_remote else "",
+        private=network.name == PRIVATE and not runtime.publishes_ports,
+        detached=request.detach,
+    )
     work = Workload(
         run=run,
         cluster=cluster,
@@ -94,9 +103,10 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         payload=payload,
         gpus=gpus,
         memory=memory,
-        network=_network(request, previous, runtime, cluster, payload),
+        network=network,
         job=job,
         elastic=elastic_run,
+        debugger=waits,
     )
     return Plan(
         **vars(work),
@@ -107,7 +117,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         config=config,
         data=data,
         tensorboard_port=port,
-        hang_timeout_s=hang_timeout_s,
+        hang_timeout_s=0 if waits else hang_timeout_s,
         max_restarts=max_restarts,
         replaces=request.fresh and run.path.exists(),
         previous=previous.run,
@@ -162,6 +172,8 @@ def _network(
     way_out = "where a script can fetch its data" if payload.script else ""
     if cluster.kind.hardware:
         way_out = f"where they reach their {cluster.kind.hardware.upper()}"
+    if request.debug:
+        way_out = "where a debugger reaches them"
     serves = bool(cluster.members)
     return runtime.network(request.network, previous.started.get("network", ""), way_out=way_out, serves=serves)
 
@@ -238,6 +250,16 @@ def _place(request: Request, run: RunFolder, previous: _Previous, cluster: Clust
     return replace(placed, requested=words, device_request=way, nccl_debug=level)
 
 
+def _check_prepares(cluster: ClusterSpec, runtime: Runtime) -> None:
+    """Check that the runtime can run data workers beside the cluster."""
+    workers = len(cluster.of(Role.DATA_WORKER))
+    if workers and runtime.is_remote:
+        raise UsageError(
+            f"--data-workers {workers} with --runtime {runtime.name}, which has none yet: use --runtime docker or "
+            "local, or leave it out"
+        )
+
+
 def busy(run: RunFolder | None = None) -> dict[str, str]:
     """Return the GPUs that runs of this folder other than this one train on, each with the name of its run."""
     own = run.path if run else None
@@ -253,6 +275,7 @@ def check_sharing(config: dict[str, Any], cluster: ClusterSpec, previous: Mappin
         UsageError: they cannot.
     """
     spec.check_precision(cluster, config.get("precision", "fp32"))
+    spec.check_data_workers(cluster, config)
     spec.check_stages(cluster, config, previous)
     if shards := config.get("bitwise_elastic", 0):  # the training program has checked that they cut the batch evenly
         spec.check_shards(cluster, shards)

@@ -58,7 +58,23 @@ def check(run: RunFolder, preset: str, config: Mapping[str, Any], cluster: spec.
                 f"{previous!r}, and its checkpoint would not fit; {_way_out(run)}"
             )
     _check_keras(run, before, config, cluster)
-    return _check_length(run, before, config, done)
+    return _check_length(run, before, config, done) + _about_shards(run, config, cluster)
+
+
+def _about_shards(run: RunFolder, config: Mapping[str, Any], cluster: spec.ClusterSpec) -> list[str]:
+    """Return a note where the datasets of a function would have other shards than before."""
+    if config.get("source") != "function":
+        return []
+    previous, requested = (
+        (config.get("bitwise_elastic") or each.replicas) * max(1, len(each.of(spec.Role.DATA_WORKER)))
+        for each in (run.load_cluster(), cluster)
+    )
+    if previous == requested:
+        return []
+    return [
+        f"a tf.data.Dataset of --source function has {requested} shards now, {previous} before: this epoch goes on at "
+        "the same step with other examples; a random-access source goes on at the same example"
+    ]
 
 
 def _check_keras(

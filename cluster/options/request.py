@@ -38,6 +38,13 @@ class Request:
     )
     ps: str = option(Group.TRAINS, "parameter servers; 1 or more: ParameterServerStrategy", 0, kinds=(int,))
     evaluator: bool = switch(Group.TRAINS, "add a task that evaluates every new checkpoint", needs=Needs.TRAINER)
+    data_workers: str = option(
+        Group.TRAINS,
+        "tasks that prepare batches for those that train, by tf.data's service; with --source function",
+        0,
+        kinds=(int,),
+        needs=Needs.TRAINER,
+    )
     strategy: str = option(
         Group.TRAINS, f"{_ONE_OF_STRATEGIES} or {list(strategies.STRATEGIES)[-1]}", "auto, from the topology"
     )
@@ -254,6 +261,12 @@ class Request:
         Group.WATCHED, "port of TensorBoard on 127.0.0.1; 0: none", tensorboard.PORT, kinds=(int,), bounds=(0, 65535)
     )
     detach: bool = switch(Group.WATCHED, "return once every task is training", "stay until the end")
+    debug: str = option(
+        Group.WATCHED,
+        "task that waits for a debugger before it trains, such as worker-0, or worker-0:PORT",
+        "none",
+        needs=Needs.TRAINER,
+    )
     nccl_debug: str = option(Group.WATCHED, "what NCCL logs: VERSION, WARN, INFO or TRACE", "WARN", needs=Needs.GPUS)
     again: str = ""
     """The run to make once more, in a folder of its own."""

@@ -39,7 +39,7 @@ REQUEUE = "requeue"
 SCALE_PATIENCE_S = 180.0
 """Longest time from such a request to the next generation; the timeouts of its parts are shorter in total."""
 
-_TASK = re.compile(r"chief|evaluator|(worker|ps)-(0|[1-9][0-9]{0,8})")
+_TASK = re.compile(r"chief|evaluator|data-dispatcher|(worker|ps|data-worker)-(0|[1-9][0-9]{0,8})")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,14}")
 
 

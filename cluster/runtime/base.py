@@ -22,6 +22,7 @@ from cluster.gpu.placement import Placement
 from cluster.run import owner
 from cluster.run.folder import RunFolder
 from cluster.runtime import network
+from cluster.runtime.debugger import Debugger
 from cluster.runtime.faults import FaultInjector
 from cluster.runtime.job import EMPTY, Job
 from cluster.runtime.memory import Memory
@@ -48,6 +49,8 @@ class Workload:
     job: Job = EMPTY
     elastic: Mapping[str, Any] = field(default_factory=dict)
     """Without how many workers it goes on, as in `started.json`; empty if it needs all of them."""
+    debugger: Debugger | None = None
+    """The task that waits for a debugger."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class Runtime(ABC):
         automatic: whether `--runtime auto` may choose it.
         reaches_hardware: whether its tasks can use this machine's TPU.
         limits_memory: whether `--memory` limits its tasks.
+        publishes_ports: whether a task in a network of its own can have a port on this machine.
         python: the version of Python that its tasks run with, for which packages of the user's are installed.
         is_remote: whether its tasks run on machines that a scheduler chooses, with their own GPUs.
         job_options: what can be requested of that scheduler, fields of `Job`.
@@ -90,6 +94,7 @@ class Runtime(ABC):
     automatic: bool = False
     reaches_hardware: bool = False
     limits_memory: bool = False
+    publishes_ports: bool = False
     is_remote: bool = False
     job_options: frozenset[str] = frozenset()
     python: str = f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -22,6 +22,9 @@ from typing import IO
 
 LOCK_TIMEOUT_S = 5.0
 LOCK_POLL_S = 0.01
+STALE_READS = 20
+"""How often a file is opened again that another host has replaced in the meantime."""
+STALE_POLL_S = 0.01
 
 _guarded: set[str] = set()
 
@@ -126,6 +129,27 @@ def open_file(path: Path, mode: str) -> IO[bytes]:
     """
     with open_folder(path.parent) as folder:
         return open(path, mode, opener=lambda _, flags: folder.open(path.name, flags))
+
+
+def read_start(path: Path, limit: int) -> bytes:
+    """Return the first bytes of a file that others may replace.
+
+    On a shared file system the one that was opened may be gone before it is read (ESTALE). Then the one that took its
+    place is read.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    for _ in range(STALE_READS):
+        try:
+            with open_file(path, "rb") as file:
+                return file.read(limit)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            stale = error
+        time.sleep(STALE_POLL_S)
+    raise stale
 
 
 def make_folder(path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from cluster.errors import RunFailed
 from cluster.messages import plain
-from cluster.system.files import Folder, LinkError, lock, open_file, open_folder, remove
+from cluster.system.files import Folder, LinkError, lock, open_folder, read_start, remove
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -157,8 +157,7 @@ def read_json(path: Path, default: Any = _REQUIRED, *, limit: int = RECORD_BYTES
         DamagedError: it holds no JSON value or is not a regular file, and there is no default.
     """
     try:
-        with open_file(path, "rb") as file:
-            return parse_json(file.read(limit + 1), limit)
+        return parse_json(read_start(path, limit + 1), limit)
     except FileNotFoundError:
         if default is _REQUIRED:
             raise

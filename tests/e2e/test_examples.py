@@ -86,6 +86,11 @@ def test_a_loop_of_one_s_own_must_find_the_line(typed: Callable[[str], RunFolder
 
 
 @pytest.mark.long
+def test_images_from_a_folder_must_be_told_apart(typed: Callable[[str], RunFolder]) -> None:
+    assert metrics(typed("images"))["eval_accuracy"] > 0.8
+
+
+@pytest.mark.long
 def test_a_text_must_be_understood(typed: Callable[[str], RunFolder]) -> None:
     assert metrics(typed("text"))["eval_accuracy"] > 0.8
 

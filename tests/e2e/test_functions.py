@@ -87,9 +87,7 @@ def train(own: Clusters, name: str, topology: str, *overrides: str) -> RunFolder
 
 
 def test_two_tasks_read_shards_of_their_own(own: Clusters) -> None:
-    run = train(own, "streamed", "--workers=1", "--dataset", "made:streamed", "--micro-batches", "2")
-    results = json.loads(own.invoke("evaluate", run.name, "--json"))
-    assert summary(run)["metrics"]["eval_accuracy"] == pytest.approx(results["eval_accuracy"], abs=1e-6)
+    train(own, "streamed", "--workers=1", "--dataset", "made:streamed", "--micro-batches", "2")
 
 
 @pytest.mark.long
@@ -117,6 +115,34 @@ def test_random_access_gives_the_same_bits_at_any_number_of_tasks(own: Clusters)
         for workers in (0, 1)
     }
     assert 1 == len(hashes)
+
+
+@pytest.mark.long
+def test_a_killed_data_worker_comes_back_alone_and_the_bits_stay(own: Clusters) -> None:
+    alone = train(own, "alone", "--workers=0", "--evaluate-every", "100000", "--max-steps", "1000", "--epochs", "100")
+    own.invoke(
+        "up", "--name=prepared", "--runtime=local", "--tensorboard-port=0", "--preset=made:preset", "--workers=0",
+        "--data-workers=2", "--detach", "--",
+        "--evaluate-every", "100000", "--max-steps", "1000", "--epochs", "100",
+    )  # fmt: skip
+    for task, step in (("data-worker-0", 100), ("data-dispatcher", 300)):
+        own.invoke("chaos", "kill", task, "--run=prepared", f"--at-step={step}")
+    own.invoke("wait", "prepared")
+    run = own.run("prepared")
+    assert 0 == run.generation
+    restarted = {event["task"] for event in run.events() if event["event"] == "restarted"}
+    assert {"data-worker-0"} <= restarted <= {"data-worker-0", "data-dispatcher"}
+    assert summary(alone)["weights_sha256"] == summary(run)["weights_sha256"]
+    results = json.loads(own.invoke("evaluate", "prepared", "--json"))
+    assert summary(run)["metrics"]["eval_accuracy"] == pytest.approx(results["eval_accuracy"], abs=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dataset", ["made:streamed", "made:indexed"])
+@pytest.mark.parametrize("topology", ["--workers=1", "--workers=1 --ps=1"])
+def test_data_workers_feed_several_tasks(own: Clusters, topology: str, dataset: str) -> None:
+    name = f"fed{topology.replace(' ', '')}-{dataset.partition(':')[2]}"
+    train(own, name, f"{topology} --data-workers=1", "--dataset", dataset)
 
 
 @pytest.mark.long

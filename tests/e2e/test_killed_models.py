@@ -49,7 +49,7 @@ MODELS = {
 TRAINING = {
     "parcels": "",
     "words": "--dataset killed_parts:tokens --transformer.layers 1 --transformer.width 16",
-    "tuned": "--freeze dense",
+    "tuned": "--freeze seen",
 }
 TOPOLOGIES = {
     "several": "--workers=1",

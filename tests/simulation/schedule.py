@@ -204,7 +204,9 @@ class Schedule:
         def seen() -> None:
             gone = program.code is not None or "outcome" in self.folder.records or "stop" in self.folder.records
             others = task.thread is not thread or (task.frozen_until > until if whole else task.frozen_until > 0)
-            watched = any(each.thread is then and each.frozen_until <= began for each, then in watchers.items())
+            watched = any(
+                each.alive and each.thread is then and each.frozen_until <= began for each, then in watchers.items()
+            )
             if not gone and not others and (watched or not whole) and self.folder.newest_generation == generation:
                 raise Broken(f"seen: {task.name} is frozen in {generation}, and nobody does anything about it")
 

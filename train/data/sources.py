@@ -24,6 +24,7 @@ from train.config import TrainConfig
 from train.data import arrays, blocks, memory, shards, stream
 from train.data.function import epochs, random_access
 from train.data.function import record as functions
+from train.data.function.service import Service, through
 from train.data.memory import Batch
 from train.elastic.virtual_shards import VirtualShards
 from train.named import Named
@@ -121,7 +122,7 @@ def _streamed(found: shards.ShardSet) -> Source:
     )
 
 
-def _called(found: functions.Record, data_dir: Path, seed: int) -> Source:
+def _called(found: functions.Record, data_dir: Path, seed: int, service: Service | None) -> Source:
     """Return what a dataset function returns; opens it where it returns a random-access source."""
     labels = functions.leaves(found.example["labels"])
     what: dict[str, Any] = {
@@ -135,24 +136,26 @@ def _called(found: functions.Record, data_dir: Path, seed: int) -> Source:
         "weighted": "weights" in found.example,
     }
     if not found.random_access:
-        return Source(
+        source = Source(
             **what,
             sharded=True,
             train_dataset=functools.partial(epochs.train_dataset, found, data_dir),
             eval_dataset=functools.partial(epochs.eval_dataset, found, data_dir),
             own_order=functools.partial(epochs.own_order, found, data_dir),
         )
+        return through(source, found, data_dir, service) if service else source
     for split in found.counts:
         random_access.open_split(found, split, data_dir, seed)
-    return Source(
+    source = Source(
         **what,
         train_dataset=functools.partial(random_access.train_dataset, found),
         eval_dataset=functools.partial(random_access.eval_dataset, found),
         train_batch=functools.partial(random_access.train_batch, found),
     )
+    return through(source, found, data_dir, service) if service else source
 
 
-def find(config: TrainConfig, data_dir: Path, run: RunFolder | None = None) -> Source:
+def find(config: TrainConfig, data_dir: Path, run: RunFolder | None = None, service: Service | None = None) -> Source:
     """Return the source that a configuration names.
 
     Args:
@@ -160,6 +163,7 @@ def find(config: TrainConfig, data_dir: Path, run: RunFolder | None = None) -> S
         data_dir: where the data was prepared.
         run: the run folder. What its first generation trained on is recorded there and used by every later one, even if
             something newer has been prepared under the same name meanwhile.
+        service: of the data workers that prepare batches to train on, if there are any.
 
     Raises:
         PrerequisiteError: it was not prepared.
@@ -170,7 +174,7 @@ def find(config: TrainConfig, data_dir: Path, run: RunFolder | None = None) -> S
         if config.source == "stream":
             return _streamed(shards.find(data_dir, config.dataset, version))
         if config.source == "function":
-            return _called(functions.find(data_dir, config.dataset, version), data_dir, config.seed)
+            return _called(functions.find(data_dir, config.dataset, version), data_dir, config.seed, service)
         return _in_memory(arrays.find(data_dir, config.dataset, version), config.transformer.context)
 
     if run is None:

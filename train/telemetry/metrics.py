@@ -4,19 +4,48 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from PIL import Image, ImageDraw
 from tensorboard.plugins.hparams import api as hparams
+from tensorboard.plugins.pr_curve import summary as pr_curve
 
 from cluster.run.folder import RunFolder
 from cluster.system.journal import append_json
+from train import presets
 from train.config import TrainConfig
 from train.telemetry.sinks import Sink
 from train.telemetry.timing import StepTiming
+
+MAX_CURVES = 20
+
+
+def varied(config: TrainConfig) -> dict[str, str | int | float | bool]:
+    """Return the settings that differ from the preset's, those of a part as `part.setting`.
+
+    A preset of the user's own is compared with the defaults: its function may be gone, or take long.
+    """
+    preset = presets.find(config.preset) if config.preset in presets.names() else TrainConfig
+    usual = _flat(preset().pin(config.threads).to_json())
+    return {
+        name: value
+        for name, value in _flat(config.to_json()).items()
+        if value != usual.get(name) and name not in NOT_VARIED and isinstance(value, str | int | float | bool)
+    }
+
+
+NOT_VARIED = {"preset", "threads"}
+"""What is recorded besides, and what the machine decides."""
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found
 
 
 class Metrics:
@@ -71,11 +100,9 @@ class Metrics:
             tf.summary.graph(function.graph)
 
     def hparams(self, config: TrainConfig, results: dict[str, float]) -> None:
-        """Record the run's settings beside its results, for TensorBoard's HParams tab."""
-        flat = {**config.to_json(), **{f"optimizer.{name}": v for name, v in config.to_json()["optimizer"].items()}}
-        shown = {name: value for name, value in flat.items() if isinstance(value, str | int | float | bool)}
+        """Record what was varied beside the run's results, for TensorBoard's HParams tab."""
         with self._board.as_default(0):
-            hparams.hparams(shown)
+            hparams.hparams({"preset": config.preset, **varied(config)})
             for name, value in results.items():
                 tf.summary.scalar(f"hparam/{name}", value)
 
@@ -84,6 +111,24 @@ class Metrics:
         drawn = [_captioned(*shown) for shown in zip(images_BHWC, said_B, truth_B, strict=True)]
         with self._board.as_default(step):
             tf.summary.image("predictions", np.stack(drawn), max_outputs=len(drawn))
+
+    def pr_curves(self, step: int, classes: Sequence[str], truth_N: np.ndarray, shares_NK: np.ndarray) -> None:
+        """Show precision and recall of each class against all others in the PR Curves tab.
+
+        Args:
+            step: after which the model was asked.
+            classes: K names; one curve over all of them where there are more than `MAX_CURVES`.
+            truth_N: `[N] int`, the class of each example.
+            shares_NK: `[N, K] float32`, the probability that the model gives to each class.
+        """
+        is_class_NK = truth_N[:, np.newaxis] == np.arange(len(classes))
+        curves = {name: (is_class_NK[:, at], shares_NK[:, at]) for at, name in enumerate(classes)}
+        if len(classes) > MAX_CURVES:
+            curves = {"all classes": (is_class_NK.ravel(), shares_NK.ravel())}
+        with self._board.as_default(step):
+            for name, (labels, shares) in curves.items():
+                (value,) = pr_curve.pb(name, labels, shares.astype(np.float32)).value
+                tf.summary.write(f"pr/{name}", tf.make_ndarray(value.tensor), metadata=value.metadata)
 
     def picture(self, step: int, name: str, image_HWC: np.ndarray) -> None:
         """Show a picture in the Images tab."""

@@ -31,6 +31,8 @@ from train.telemetry.metrics import Metrics
 from train.telemetry.timing import StepTiming, Times
 
 SHOWN_PREDICTIONS = 16
+CURVE_EXAMPLES, CURVE_BATCH = 1000, 250
+"""Test images that PR curves are made of: a second of a small model's time at the end of a run."""
 
 
 class Report:
@@ -195,6 +197,7 @@ class Report:
         export.export(model, run.export, self._context.source.feature_shape, self._context.source.classes)
         self._event("exported", step)
         self.metrics.hparams(config, self.results)
+        self._show_pr_curves(step, model)
 
     def _report_timing(self, count: int, seconds: float, times: Times | None) -> None:
         """Report how long the steps took this task, without the first one."""
@@ -242,15 +245,33 @@ class Report:
             inputs.signature(self._context.model, self._context.source.feature_shape)
         )
 
-    def _show_predictions(self, step: int) -> None:
-        """Show some test images with what the model says of them, where there are images and classes."""
+    def _image_classes(self) -> tuple[str, ...]:
+        """Return the names of the classes where examples are images in memory; none otherwise."""
         source = self._context.source
         shape = source.feature_shape
         if source.arrays is None or isinstance(shape, Mapping) or isinstance(source.classes, Mapping):
+            return ()
+        if len(shape) != 3 or shape[-1] not in (1, 3) or source.arrays.test.features.dtype != "uint8":
+            return ()
+        return source.classes
+
+    def _show_pr_curves(self, step: int, model: keras.Model) -> None:
+        """Show precision and recall of the exported model on some test images, where there are images and classes."""
+        source, classes = self._context.source, self._image_classes()
+        if source.arrays is None or not classes:
             return
-        if not source.classes or len(shape) != 3 or shape[-1] not in (1, 3):
-            return
-        if source.arrays.test.features.dtype != "uint8":
+        examples = memory.load(source.arrays.test)
+        images_NHWC, truth_N = (part[:CURVE_EXAMPLES].numpy() for part in (examples.features, examples.labels))
+        parts = [
+            tf.nn.softmax(full_precision(model(images_NHWC[at : at + CURVE_BATCH].astype(np.float32), training=False)))
+            for at in range(0, len(images_NHWC), CURVE_BATCH)
+        ]
+        self.metrics.pr_curves(step, classes, truth_N, np.concatenate(parts))
+
+    def _show_predictions(self, step: int) -> None:
+        """Show some test images with what the model says of them, where there are images and classes."""
+        source, names = self._context.source, self._image_classes()
+        if source.arrays is None or not names:
             return
         if self._shown is None:
             examples = memory.load(source.arrays.test)
@@ -261,6 +282,5 @@ class Report:
         images_BHWC, truth_B = self._shown
         # On every task, see `end`.
         said_B = np.argmax(full_precision(self._outputs(images_BHWC.astype(np.float32))), -1)
-        names = source.classes
         if self._context.chief:
             self.metrics.predictions(step, images_BHWC, [names[k] for k in said_B], [names[k] for k in truth_B])

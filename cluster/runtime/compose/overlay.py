@@ -18,6 +18,8 @@ from cluster import tf_config
 from cluster.gpu.placement import NO_DEVICE, Placement
 from cluster.paths import ROOT
 from cluster.run.folder import RunFolder
+from cluster.runtime import debugger
+from cluster.runtime.debugger import Debugger
 from cluster.spec import ClusterSpec, Task
 
 FILES = ROOT / "compose"
@@ -54,6 +56,8 @@ class Containers:
     way_out: bool = False
     """Whether the tasks may reach what lies outside of their cluster, as a script does that fetches its data."""
     gpus: Placement = field(default_factory=Placement)
+    debugger: Debugger | None = None
+    """The task that waits for a debugger."""
 
 
 def project(run_dir: Path) -> str:
@@ -88,7 +92,8 @@ def overlay(spec: ClusterSpec, containers: Containers, command: list[str]) -> di
 
 def _networks(containers: Containers) -> list[str]:
     """Return the names of the networks that the tasks are in, as in `compose/compose.yaml`."""
-    return ["cluster", "egress"] if containers.way_out else ["cluster"]
+    debugged = ["front"] if containers.debugger else []
+    return ["cluster", "egress"] if containers.way_out else ["cluster", *debugged]
 
 
 def literal(value: Any) -> Any:
@@ -120,7 +125,18 @@ def _service(spec: ClusterSpec, task: Task, containers: Containers, command: lis
     if containers.way_out:
         service["networks"] = _networks(containers)
         service["extends"]["service"] = "script"
+    if containers.debugger and containers.debugger.task == task.name:
+        _publish(service, containers.debugger)
     return service
+
+
+def _publish(service: dict[str, Any], waits: Debugger) -> None:
+    """Publish the debugger's port on 127.0.0.1 alone, as TensorBoard's is in `compose/compose.yaml`: no way out."""
+    service["environment"] |= waits.contained_environment
+    service["volumes"].append(_read_only(waits.package, f"{debugger.MOUNT}/{waits.package.name}"))
+    service["networks"] = ["cluster", "front"]
+    service["ports"] = [f"{debugger.LOOPBACK}:{waits.port}:{waits.port}"]
+    service["sysctls"] = {"net.ipv4.ip_default_ttl": 1}
 
 
 def environment(spec: ClusterSpec, task: Task, containers: Containers) -> dict[str, str | None]:

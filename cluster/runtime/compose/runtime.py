@@ -35,6 +35,7 @@ class Compose(Runtime):
     tasks = "containers"
     automatic = True
     limits_memory = True
+    publishes_ports = True
     python = images.PYTHON
     board = "docker"
 
@@ -73,6 +74,7 @@ class Compose(Runtime):
             task_environment(payload, work.cluster),
             way_out=payload.script is not None,
             gpus=work.gpus,
+            debugger=work.debugger,
         )
         return {"x-runtime": self.name, **overlay.overlay(work.cluster, containers, self.seen(payload).command())}
 

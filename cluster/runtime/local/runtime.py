@@ -60,9 +60,12 @@ class LocalProcesses(Runtime):
         """Return each task's command and environment."""
         payload = work.payload
         more = payload.environment(work.cluster, payload.local_path())
-        return processes_of(
+        rendered = processes_of(
             work.cluster, work.run.path, work.data_dir, payload.command(), more, work.gpus, work.network.name
         )
+        if work.debugger:
+            rendered["tasks"][work.debugger.task]["environment"] |= work.debugger.environment
+        return rendered
 
     def preflight(self, work: Workload, ending: int = 0) -> None:
         """Check that enough memory is free, and that this environment can use GPUs."""

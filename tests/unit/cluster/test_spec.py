@@ -89,6 +89,24 @@ def test_tasks_are_named_after_role_and_index() -> None:
     assert ["worker-0", "worker-1"] == [task.name for task in cluster.of(Role.WORKER)]
 
 
+def test_data_workers_and_their_dispatcher_are_no_members_of_the_cluster() -> None:
+    cluster = spec.build(1, data_workers=2)
+    assert ["chief", "worker-0"] == [task.name for task in cluster.members]
+    assert ["data-dispatcher", "data-worker-0", "data-worker-1"] == [task.name for task in cluster.tasks[2:]]
+    assert 2 == cluster.replicas
+    assert () == spec.build(0, data_workers=1).members
+    assert cluster == ClusterSpec.from_json(cluster.to_json())
+
+
+@pytest.mark.parametrize("source", ["memory", "stream"])
+def test_data_workers_need_a_dataset_function(source: str) -> None:
+    cluster = spec.build(1, data_workers=2)
+    spec.check_data_workers(cluster, {"source": "function"})
+    with pytest.raises(UsageError):
+        spec.check_data_workers(cluster, {"source": source})
+    spec.check_data_workers(spec.build(1), {"source": source})
+
+
 def test_an_unknown_task_is_refused_with_the_nearest() -> None:
     with pytest.raises(UsageError, match=r"no task 'worker-2' in this cluster; did you mean 'worker-1'\?"):
         spec.build(2).task("worker-2")
@@ -105,6 +123,7 @@ def test_local_tasks_get_an_address_each() -> None:
         ({"workers": 1}, [], []),
         ({"workers": 1, "evaluator": True}, ["evaluator"], []),
         ({"workers": 1, "ps": 1, "evaluator": True}, ["worker-0", "evaluator"], ["worker-0", "ps-0"]),
+        ({"workers": 1, "data_workers": 1}, ["data-dispatcher", "data-worker-0"], ["data-dispatcher", "data-worker-0"]),
     ],
 )
 def test_who_restarts_alone_and_who_only_serves(topology: dict[str, int], alone: list[str], serving: list[str]) -> None:

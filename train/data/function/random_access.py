@@ -28,6 +28,7 @@ from train.data.function.record import PARTS, Record, leaves
 from train.data.memory import Batch
 
 _FAILURE = re.compile(r"RunFailed: (dataset [^\n]+)")
+_ELSEWHERE = "Could not find callback with key=pyfunc_"
 _OPEN: dict[str, Callable[..., Any]] = {}
 """What this process has registered; TensorFlow keeps weak references alone."""
 
@@ -194,8 +195,14 @@ def eval_dataset(
 
 def explain(error: Exception) -> ClusterError | None:
     """Return what an error of TensorFlow says of a source that failed; None where it says something else."""
-    match = _FAILURE.search(str(error))
-    return RunFailed(match[1]) if match else None
+    if match := _FAILURE.search(str(error)):
+        return RunFailed(match[1])
+    if _ELSEWHERE in str(error):
+        return RunFailed(
+            "the dataset function's tf.data.Dataset calls Python (from_generator, py_function), which only the process "
+            "that made it can; return a random-access source"
+        )
+    return None
 
 
 def _token(record: Record, split: str) -> str:

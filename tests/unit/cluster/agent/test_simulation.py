@@ -71,6 +71,12 @@ def test_a_script_outlives_a_peer_that_reports_its_death_slowly(simulated: pytes
     assert ["succeeded"] * 200 == outcomes
 
 
+def test_a_stop_while_a_script_waits_for_a_killed_peer_is_no_failure(simulated: pytest.MonkeyPatch) -> None:
+    drawn = Drawn({"workers": 1}, scripted=True, steps=15, save_every=5)
+    drawn.faults = [(8.0, "kill task", "worker-0", 20.0), (10.5, "stop", "", 0.0)]
+    assert {"stopped"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), 200)}
+
+
 def test_a_schedule_can_be_repeated_exactly(simulated: pytest.MonkeyPatch) -> None:
     def trace(seed: int) -> list[tuple[float, str, str]]:
         schedule = Schedule(seed)

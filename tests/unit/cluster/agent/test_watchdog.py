@@ -115,6 +115,13 @@ def elapse(dog: watchdog.Watchdog, clock: Clock, seconds: float) -> watchdog.Fin
     return None
 
 
+def test_nothing_is_found_while_a_task_is_debugged(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+    run = make_run(workers=1)
+    write_json(run.control / "started.json", {"hang_timeout_s": 0})
+    beats(run)
+    assert after(watch(run, "chief"), clock, 3600) is None
+
+
 def test_a_silent_task_is_found_by_the_others(make_run: Callable[..., RunFolder], clock: Clock) -> None:
     run = make_run(workers=1)
     beats(run)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 
 from cluster.paths import ROOT
-from cluster.runtime import tensorboard
+from cluster.runtime import debugger, tensorboard
 
 
-def test_vs_code_debugs_the_tests_of_a_file() -> None:
-    (test,) = json.loads((ROOT / ".vscode" / "launch.json").read_text())["configurations"]
+def test_vs_code_attaches_where_a_task_waits_and_debugs_the_tests_of_a_file() -> None:
+    configurations = json.loads((ROOT / ".vscode" / "launch.json").read_text())["configurations"]
+    attach, test = sorted(configurations, key=lambda each: each["request"])
+    assert {"host": debugger.LOOPBACK, "port": debugger.PORT} == attach["connect"]
     assert ("pytest", "${file}") == (test["module"], test["args"][-1])
 
 

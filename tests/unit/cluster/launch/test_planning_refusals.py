@@ -53,6 +53,9 @@ from tests.unit.launching import WORKING_ENGINE, Commands, refusal
         (Request(resume="a/b"), ["'a/b'"]),
         (Request(resume="one", name="two", fresh=True), ["--name and --fresh", "--resume"]),
         (Request(trust=True), ["--trust", "--resume"]),
+        (Request(data_workers="-1"), ["--data-workers"]),
+        (Request(data_workers="2", runtime="local"), ["--data-workers", "--source"]),
+        (Request(script="s.py", data_workers="2"), ["--data-workers"]),
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused(

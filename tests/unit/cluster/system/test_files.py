@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
 from cluster.run.folder import RunFolder
+from cluster.system import files
 from cluster.system.files import sha256
 from cluster.system.json_files import DamagedError, create_json, read_json, write_json
 from tests.unit.together import together
+
+
+def test_a_file_that_was_replaced_on_another_host_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opened = tmp_path / "value.json", []
+    write_json(path, 7)
+
+    def stale(path: Path, mode: str) -> IO[bytes]:
+        opened.append(path)
+        if len(opened) < 3:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return path.open("rb")
+
+    monkeypatch.setattr(files, "open_file", stale)
+    assert (7, 3) == (read_json(path), len(opened))
+    monkeypatch.setattr(files, "STALE_READS", 2)
+    opened.clear()
+    with pytest.raises(OSError, match="Stale"):
+        files.read_start(path, 9)
 
 
 def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:

@@ -223,6 +223,12 @@ def test_an_example_that_fails_or_differs_is_named(source: Callable[[Any], sourc
     assert isinstance(explained, RunFailed) and NAME in str(explained)
 
 
+def test_a_dataset_that_calls_python_cannot_be_sent_elsewhere() -> None:
+    error = tf.errors.InvalidArgumentError(None, None, "ValueError: Could not find callback with key=pyfunc_3 in the")
+    assert isinstance(sources.explain(error), RunFailed)
+    assert sources.explain(tf.errors.InvalidArgumentError(None, None, "something else")) is None
+
+
 class Sized:
     """Has a length, and nothing else."""
 

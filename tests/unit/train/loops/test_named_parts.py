@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,8 @@ from train.config import TrainConfig
 from train.data import sources
 from train.data.prepare import arrays
 from train.loops import steps
-from train.loops.train_step import TrainStep
+from train.loops.keras_fit import fit
+from train.loops.train_step import TrainStep, as_input
 from train.model import export, keras_compat, models, objectives, optimizers
 from train.settings.optimization import Optimizer
 from train.startup import preflight
@@ -127,6 +128,22 @@ def test_micro_batches_give_the_same_losses(source: sources.Source) -> None:
     objective = objective_of(source)
     whole, cut = (trained(source, objective, micro_batches)[1][:5] for micro_batches in (1, 3))
     np.testing.assert_allclose(whole, cut, rtol=1e-4)
+
+
+def test_fit_gives_the_losses_and_the_score_of_the_custom_loop(source: sources.Source) -> None:
+    """As Keras computes them, of the loss and the metric that it is given for each head."""
+    objective = objective_of(source, loss_weights="size=0.5")
+    keras.utils.set_random_seed(1)
+    built = models.of(config(loop="fit"), source.feature_shape, source.num_outputs)
+    given = SimpleNamespace(objective=objective, source=source, config=config())
+    built.compile(keras.optimizers.SGD(0.0), **fit._compiled(given))
+    share = {"num_replicas": 1, "first_replica": 0, "local_replicas": 1}
+    batches = source.train_dataset(first_step=0, num_steps=1, global_batch=BATCH, seed=7, **share)
+    logs = built.fit(batches.map(lambda batch: (batch.features, batch.labels)), verbose=0).history
+    batch = next(iter(batches))
+    outputs = built(as_input(built, batch.features))
+    assert float(np.mean(objective.loss(batch.labels, outputs))) == pytest.approx(logs["loss"][0], rel=1e-6)
+    assert float(np.mean(objective.score(batch.labels, outputs))) == pytest.approx(logs[objective.score_name][0])
 
 
 def test_losses_are_weighed_and_one_of_the_users_takes_all(source: sources.Source) -> None:

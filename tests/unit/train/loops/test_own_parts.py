@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from train.config import TrainConfig
 from train.data import sources
 from train.data.prepare import arrays
 from train.loops import steps
+from train.loops.keras_fit import fit
 from train.loops.train_step import TrainStep
 from train.model import models, objectives, optimizers
 from train.settings.optimization import Optimizer
@@ -113,3 +114,21 @@ def test_a_train_step_that_would_not_be_called_is_refused(own: ModuleType) -> No
     with pytest.raises(UsageError, match="--loop fit"):
         models.of(config(), (T,), V)
     assert isinstance(models.of(config(loop="fit"), (T,), V), OwnStep)
+
+
+@pytest.mark.usefixtures("own")
+def test_fit_gives_the_loss_and_the_score_of_the_custom_loop_on_tokens(tmp_path: Path) -> None:
+    arrays.prepare("own_words:data", tmp_path)
+    source = sources.find(config(), tmp_path)
+    objective = objectives.of(config(metrics=""), classifies=True, predicts_text=False)
+    keras.utils.set_random_seed(1)
+    built = models.of(config(loop="fit"), source.feature_shape, source.num_outputs)
+    given: Any = SimpleNamespace(objective=objective, source=source, config=config())
+    built.compile(keras.optimizers.SGD(0.0), **fit._compiled(given))
+    share = {"num_replicas": 1, "first_replica": 0, "local_replicas": 1}
+    batches = source.train_dataset(first_step=0, num_steps=1, global_batch=12, seed=7, **share)
+    logs = built.fit(batches.map(lambda batch: (batch.features, batch.labels)), verbose=0).history
+    batch = next(iter(batches))
+    outputs = built(batch.features)
+    assert float(np.mean(objective.loss(batch.labels, outputs))) == pytest.approx(logs["loss"][0], rel=1e-6)
+    assert float(np.mean(objective.score(batch.labels, outputs))) == pytest.approx(logs["accuracy"][0])

@@ -1,0 +1,62 @@
+"""What TensorBoard shows, read from the event files as it reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import metadata as hparams_metadata
+from tensorboard.plugins.pr_curve import metadata as pr_metadata
+from tensorboard.util.tensor_util import make_ndarray
+
+from cluster.run.folder import RunFolder
+from train import presets
+from train.config import Optimizer, TrainConfig
+from train.settings import overrides
+from train.telemetry.metrics import MAX_CURVES, Metrics, varied
+
+PRECISION, RECALL = pr_metadata.PRECISION_INDEX, pr_metadata.RECALL_INDEX
+
+
+def written(run: RunFolder, write: Callable[[Metrics], None]) -> EventAccumulator:
+    metrics = Metrics(run, "chief", talks=False)
+    write(metrics)
+    metrics.close()
+    return EventAccumulator(str(run.tensorboard("chief"))).Reload()
+
+
+def test_hparams_are_what_was_varied_and_nothing_else(make_run: Callable[..., RunFolder]) -> None:
+    config = TrainConfig(seed=7, optimizer=Optimizer(learning_rate=0.25)).pin()
+    board = written(make_run(), lambda metrics: metrics.hparams(config, {"eval_accuracy": 0.5}))
+    content = board.PluginTagToContent("hparams")[hparams_metadata.SESSION_START_INFO_TAG]
+    shown = hparams_metadata.parse_session_start_info_plugin_data(content).hparams
+    assert {"preset", "seed", "optimizer.learning_rate"} == set(shown)
+    assert (7, 0.25) == (shown["seed"].number_value, shown["optimizer.learning_rate"].number_value)
+    assert "hparam/eval_accuracy" in board.Tags()["tensors"]
+
+
+@pytest.mark.parametrize("preset", presets.names())
+def test_a_preset_varies_nothing(preset: str) -> None:
+    assert {} == varied(overrides.resolve(preset, []))
+
+
+def test_a_class_that_is_always_right_has_a_perfect_curve(make_run: Callable[..., RunFolder]) -> None:
+    truth_N = np.array([0, 1, 2, 0])
+    shares_NK = np.array([[0.9, 0.05, 0.05], [0.05, 0.15, 0.8], [0.05, 0.9, 0.05], [0.9, 0.05, 0.05]])
+    board = written(make_run(), lambda metrics: metrics.pr_curves(3, ["boot", "bag", "coat"], truth_N, shares_NK))
+    assert {"pr/boot", "pr/bag", "pr/coat"} == set(board.PluginTagToContent(pr_metadata.PLUGIN_NAME))
+    curves = {name: board.Tensors(f"pr/{name}")[0] for name in ("boot", "bag")}
+    assert {3} == {each.step for each in curves.values()}
+    boot, bag = (make_ndarray(each.tensor_proto) for each in curves.values())
+    middle = boot.shape[1] // 2
+    assert (1.0, 1.0) == (boot[PRECISION, middle], boot[RECALL, middle])
+    assert (0.0, 0.0) == (bag[PRECISION, middle], bag[RECALL, middle])
+
+
+def test_many_classes_share_a_curve(make_run: Callable[..., RunFolder]) -> None:
+    count = MAX_CURVES + 1
+    names = [str(at) for at in range(count)]
+    board = written(make_run(), lambda metrics: metrics.pr_curves(1, names, np.arange(count), np.eye(count)))
+    assert {"pr/all classes"} == set(board.PluginTagToContent(pr_metadata.PLUGIN_NAME))

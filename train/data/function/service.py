@@ -1,0 +1,250 @@
+"""Batches that other processes prepare: TensorFlow's tf.data service, as tasks of the cluster (`--data-workers N`).
+
+Data worker w of N prepares the batches of every step s with s modulo N = w, and sends each with its step. A task takes
+them in the order of the steps, from each data worker in turn, so it trains on the same batches whichever comes first.
+From a random-access source these are the batches that the tasks would read themselves. A dataset can only be read from
+its beginning, so there each data worker has shards of its own, N for every replica.
+
+A data worker that was killed begins again at the newest step that the run has done, and a task leaves out what it has
+had: nothing is lost and nothing comes twice. Each part of a job is prepared by one data worker alone, which recognises
+it by its own index; the others find it empty. So TensorFlow's processing mode is `ShardingPolicy.OFF`.
+
+Under parameter servers all workers share one job, and a batch goes to whichever of them asks.
+
+Shapes: L replicas of a task, B replica batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops import script_ops  # the registry of functions that graphs call has no public name
+
+from cluster.spec import ClusterSpec, Role
+from train.data import memory
+from train.data.function import epochs, random_access
+from train.data.function.record import Record
+from train.data.memory import Batch
+
+_WHO = "tf-cluster data worker"
+_KEPT: list[Any] = []
+"""What this process has registered: TensorFlow keeps weak references alone."""
+HEARTBEAT_MS = 500
+JOB_GC_MS = 60_000
+
+
+@dataclass(frozen=True)
+class Service:
+    """The data service of one generation of a run, as its tasks see it.
+
+    Attributes:
+        address: of the dispatcher.
+        workers: how many data workers there are.
+        generation: of the run, because jobs end with it.
+        shared: whether all tasks take batches of the same job, each batch going to one of them.
+    """
+
+    address: str
+    workers: int
+    generation: int
+    shared: bool = False
+
+    def dataset(
+        self,
+        record: Record,
+        data_dir: Path,
+        *,
+        first_step: int,
+        num_steps: int | None,
+        global_batch: int,
+        num_replicas: int,
+        first_replica: int,
+        local_replicas: int,
+        seed: int,
+    ) -> tf.data.Dataset:
+        """Return the batches of some replicas, step by step one for each; arguments as for `memory.train_dataset`."""
+        batch = memory.batch_of_replica(global_batch, num_replicas)
+        own = range(first_replica, first_replica + local_replicas)
+        prepare = _by_step if record.random_access else _by_shard
+        parts = []
+        for worker in range(self.workers):
+            job = f"{self.generation}/{first_step}/{own.start}/{worker}"
+            what = prepare(record, data_dir, worker, self.workers, own, num_replicas, batch, global_batch, seed)
+            part = _of_worker(worker, first_step, what).apply(
+                tf.data.experimental.service.distribute(
+                    tf.data.experimental.service.ShardingPolicy.OFF,
+                    f"grpc://{self.address}",
+                    job_name=job,
+                    compression=None,
+                )
+            )
+            parts.append(part if self.shared else _without_repeats(part, worker, self.workers, first_step))
+        turns = tf.data.Dataset.range(first_step, tf.int64.max).map(lambda step: step % self.workers)
+        chosen = tf.data.Dataset.choose_from_datasets(parts, turns, stop_on_empty_dataset=True)
+        batches = chosen.map(lambda _, batches: batches).unbatch()
+        count = tf.data.INFINITE_CARDINALITY if num_steps is None else num_steps * local_replicas
+        if num_steps is not None:
+            batches = batches.take(count)
+        batches = batches.apply(tf.data.experimental.assert_cardinality(count))
+        return batches.prefetch(tf.data.AUTOTUNE).with_options(memory.own_share())
+
+
+def _of_worker(worker: int, first_step: int, prepare: Callable[[tf.Tensor], tf.data.Dataset]) -> tf.data.Dataset:
+    """Return a part of a job: on one data worker what it prepares from a step on, on the others nothing."""
+
+    def who(_: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        index, step = tf.raw_ops.PyFunc(input=[], token=_WHO, Tout=[tf.int64, tf.int64])
+        return tf.ensure_shape(index, []), tf.ensure_shape(step, [])
+
+    @tf.autograph.experimental.do_not_convert
+    def own(_: tf.Tensor, step: tf.Tensor) -> tf.data.Dataset:
+        return prepare(tf.maximum(step, first_step))
+
+    return tf.data.Dataset.range(1).map(who).filter(lambda index, _: index == worker).flat_map(own).prefetch(2)
+
+
+def _by_step(
+    record: Record,
+    _data_dir: Path,
+    worker: int,
+    workers: int,
+    own: range,
+    num_replicas: int,
+    replica_batch: int,
+    _global_batch: int,
+    seed: int,
+) -> Callable[[tf.Tensor], tf.data.Dataset]:
+    """Return what prepares a data worker's steps of a random-access source, each with its number and `[L, B, ...]`."""
+
+    def of_step(step: tf.Tensor) -> tuple[tf.Tensor, Batch]:
+        sizes = {"replica_batch": replica_batch, "num_replicas": num_replicas, "seed": seed}
+        of_replicas = [
+            random_access.train_batch(record, step, tf.constant(replica, tf.int64), **sizes) for replica in own
+        ]
+        return step, tf.nest.map_structure(lambda *parts: tf.stack(parts), *of_replicas)
+
+    def prepare(first: tf.Tensor) -> tf.data.Dataset:
+        return tf.data.Dataset.range(_next(first, worker, workers), tf.int64.max, workers).map(of_step)
+
+    return prepare
+
+
+def _by_shard(
+    record: Record,
+    data_dir: Path,
+    worker: int,
+    workers: int,
+    own: range,
+    num_replicas: int,
+    replica_batch: int,
+    global_batch: int,
+    seed: int,
+) -> Callable[[tf.Tensor], tf.data.Dataset]:
+    """Return what prepares a data worker's steps from its shards of a dataset, each with its number."""
+
+    def prepare(first: tf.Tensor) -> tf.data.Dataset:
+        first = _next(first, worker, workers)
+        shards = tuple(
+            epochs.shard_batches(
+                record, data_dir, replica * workers + worker, num_replicas * workers, first, global_batch,
+                replica_batch, seed, each=workers, place=worker,
+            )
+            for replica in own
+        )  # fmt: skip
+        stacked = tf.data.Dataset.zip(shards).map(
+            lambda *of_replicas: tf.nest.map_structure(lambda *parts: tf.stack(parts), *of_replicas)
+        )
+        return tf.data.Dataset.zip((tf.data.Dataset.range(first, tf.int64.max, workers), stacked))
+
+    return prepare
+
+
+def _next(first: Any, worker: int, workers: int) -> Any:
+    """Return the first step of a data worker from step `first` on."""
+    return first + (worker - first) % workers
+
+
+def _without_repeats(part: tf.data.Dataset, worker: int, workers: int, first_step: int) -> tf.data.Dataset:
+    """Return a data worker's steps, each once: it may have begun again meanwhile, at an earlier one."""
+
+    def follow(expected: tf.Tensor, of_step: tuple[tf.Tensor, Any]) -> tuple[tf.Tensor, tuple[tf.Tensor, Any]]:
+        step, _ = of_step
+        none_left_out = tf.debugging.assert_less_equal(step, expected, "a data worker left out a step")
+        with tf.control_dependencies([none_left_out]):
+            new = tf.identity(step == expected)
+        return tf.where(new, expected + workers, expected), (new, of_step)
+
+    start = tf.constant(_next(first_step, worker, workers), tf.int64)
+    followed = part.scan(start, follow)
+    return followed.filter(lambda new, _: new).map(lambda _, of_step: of_step)
+
+
+def through(source: Any, record: Record, data_dir: Path, service: Service) -> Any:
+    """Return a source whose batches to train on come from the data workers."""
+
+    def dataset(**arguments: Any) -> tf.data.Dataset:
+        return service.dataset(record, data_dir, **arguments)
+
+    def own_order(global_batch: int, seed: int) -> tf.data.Dataset:
+        return service.dataset(
+            record, data_dir, first_step=0, num_steps=None, global_batch=global_batch, num_replicas=1, first_replica=0,
+            local_replicas=1, seed=seed,
+        )  # fmt: skip
+
+    return dataclasses.replace(source, train_dataset=dataset, own_order=own_order, train_batch=None)
+
+
+def of(spec: ClusterSpec, generation: int) -> Service | None:
+    """Return the data service of a cluster; None where it has none."""
+    if not spec.of(Role.DATA_DISPATCHER):
+        return None
+    address, workers = spec.of(Role.DATA_DISPATCHER)[0].address, len(spec.of(Role.DATA_WORKER))
+    return Service(address, workers, generation, shared=not spec.kind.synchronous)
+
+
+# The tasks that serve
+
+
+def dispatcher(port: int, work_dir: Path) -> Any:
+    """Start the dispatcher in this process and return it; one that was killed goes on from its journal."""
+    work_dir.mkdir(parents=True, exist_ok=True)
+    config = tf.data.experimental.service.DispatcherConfig(
+        port=port,
+        protocol="grpc",
+        work_dir=str(work_dir),
+        fault_tolerant_mode=True,
+        job_gc_check_interval_ms=JOB_GC_MS,
+        job_gc_timeout_ms=JOB_GC_MS,
+    )
+    return tf.data.experimental.service.DispatchServer(config)
+
+
+def worker(index: int, address: str, dispatcher: str, newest_step: Callable[[], int]) -> Any:
+    """Start a data worker in this process and return it.
+
+    Args:
+        index: of the data worker.
+        address: at which it listens.
+        dispatcher: address of the dispatcher.
+        newest_step: returns how many steps the run has done in this generation; 0: none is known.
+    """
+
+    def who() -> list[np.ndarray]:
+        return [np.array(index, np.int64), np.array(newest_step(), np.int64)]
+
+    _KEPT.append(who)
+    script_ops._py_funcs._funcs[_WHO] = who
+    config = tf.data.experimental.service.WorkerConfig(
+        dispatcher_address=dispatcher,
+        worker_address=address,
+        port=int(address.rpartition(":")[2]),
+        protocol="grpc",
+        heartbeat_interval_ms=HEARTBEAT_MS,
+    )
+    return tf.data.experimental.service.WorkerServer(config)
