@@ -243,8 +243,8 @@ class Agent(Decisions):
             if finding := watchdog.examine():
                 return self._act_on_finding(finding, program, generation)
             self.members.take_in_returned(self.recovery, generation)
-            if self.run.stop_requested and not self.serves:
-                self._request_end(program)
+            if self.run.stop_requested and not self.serves and self.task.role != Role.EVALUATOR:
+                self._request_end(program)  # an evaluator ends after the run, whose last checkpoint it evaluates
             if self._resuming or (program.can_wait and not self.standby.settled):
                 self._act_on_training(program)
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -245,6 +245,15 @@ finish()
     assert ("succeeded", [], 0) == (summary["state"], summary["restarts"], summary["tasks"]["chief"])
 
 
+def test_an_evaluator_stops_after_the_last_checkpoint(start_gang: StartGang) -> None:
+    last = "import signal; signal.signal(signal.SIGTERM, lambda *_: finish('stopped') if run.outcome else die())"
+    gang = start_gang(f"if NAME == 'evaluator': {last}\ntrain(3), work(saving_s=0.5)", workers=1, evaluator=True)
+    for task in ("chief", "worker-0", "evaluator"):
+        gang.await_step(task, 3)
+    gang.run.request_stop("a test")
+    assert {"chief": 0, "worker-0": 0, "evaluator": 0} == gang.summary()["tasks"]
+
+
 # Stops
 
 
