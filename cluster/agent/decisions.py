@@ -29,8 +29,11 @@ PEER_LOST_PATIENCE_S = 3.0
 """How long a task that lost contact waits for the task that really died to report it."""
 CULPRIT_PATIENCE_S = 1.0
 """How long a task that failed by itself waits for one that failed before it and whose agent is slower."""
-SILENT_HINT_S = 3.0
-"""Age of a heartbeat after which its task may have died with its agent and not been brought back yet."""
+SILENT_HINT_S = 2.0
+"""Age of a heartbeat after which its task may have died with its agent and not been brought back yet.
+
+Well under the patience above: a heartbeat is due every second, and may be read half a second late.
+"""
 
 
 class Decisions:
