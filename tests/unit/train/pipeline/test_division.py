@@ -118,7 +118,7 @@ def test_what_was_restored_without_first_values_is_the_whole_model(tmp_path: Pat
     weights.read_trained(model, str(tmp_path / "ckpt-7"))
     saved = held(holders)
     assert all(saved[each.path] == each.numpy().tobytes() for each in model.trainable_variables)
-    export.export(model, tmp_path / "export", ())
+    export.export(model, tmp_path / "export", (6,), ())
     tokens_BT = np.arange(12, dtype=np.int32).reshape(2, 6) % 11
     served = tf.saved_model.load(str(tmp_path / "export"))
     np.testing.assert_allclose(model(tokens_BT), served.serve(tokens_BT), rtol=1e-5)
