@@ -1,4 +1,4 @@
-"""A model that a task cannot hold ends the run with one line that says so.
+"""A model that no single task can hold trains on two and on four stages, to the weights of one task with enough memory.
 
 What processes may allocate is limited by `RLIMIT_DATA`, which includes the stacks of their threads. So these are small,
 and all of it runs on two cores, which the number of threads follows from.
@@ -7,6 +7,7 @@ and all of it runs on two cores, which the number of threads follows from.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from tests.e2e.scenario import Clusters, summary
 
 pytestmark = pytest.mark.long
 
-LIMIT_MIB, STACK_MIB = 1400, 2
+LIMIT_MIB, STACK_MIB, CONTAINER_MIB = 1500, 2, 1300
 TEXT = """
 import numpy as np
 
@@ -35,6 +36,8 @@ def large(clusters: Clusters, tmp_path_factory: pytest.TempPathFactory) -> Clust
     folder = tmp_path_factory.mktemp("short")
     (folder / "short_text.py").write_text(TEXT)
     data = tmp_path_factory.mktemp("data")
+    for each in (folder, data):
+        each.chmod(0o755)  # containers read them as another user
     return Clusters(clusters.runs_dir, {"PYTHONPATH": str(folder), "DATA_DIR": str(data)})
 
 
@@ -47,13 +50,38 @@ def limited(large: Clusters) -> Clusters:
     return Clusters(large.runs_dir, large.environment, limits=limits)
 
 
-def train(clusters: Clusters, name: str, *options: str, expect: int = 0) -> None:
-    up = ("up", f"--name={name}", "--runtime=local", "--tensorboard-port=0", "--preset=transformer_lm")
+def train(clusters: Clusters, name: str, *options: str, runtime: str = "local", expect: int = 0) -> str:
+    up = ("up", f"--name={name}", f"--runtime={runtime}", "--tensorboard-port=0", "--preset=transformer_lm")
     training = ("--dataset=short_text:short", *SIZE, "--max-steps=3", "--steps-per-loop=1", "--threads=1")
     up = (*up, "--micro-batches=2", "--max-restarts=0", *options)
-    clusters.invoke(*up, "--", *training, expect=expect, timeout_s=500)
+    return clusters.invoke(*up, "--", *training, expect=expect, timeout_s=500)
+
+
+@pytest.fixture(scope="module")
+def enough(large: Clusters) -> dict[str, Any]:
+    """The summary of one task without a limit."""
+    train(large, "enough", "--workers=0")
+    return summary(large.run("enough"))
 
 
 def test_one_task_must_say_in_one_line_that_its_memory_is_too_small(limited: Clusters) -> None:
     train(limited, "too-large", "--workers=0", expect=1)
     assert summary(limited.run("too-large"))["cause"]["error"].startswith("out of memory")
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_more_stages_must_hold_it(limited: Clusters, enough: dict[str, Any], stages: int) -> None:
+    train(limited, f"stages-{stages}", "--strategy=pipeline", f"--stages={stages}", "--schedule=1f1b")
+    found = summary(limited.run(f"stages-{stages}"))
+    assert enough["weights_sha256"] == found["weights_sha256"]
+    assert (limited.run(f"stages-{stages}").export / "saved_model.pb").exists()
+
+
+@pytest.mark.docker
+@pytest.mark.usefixtures("require_engine", "images")
+def test_containers_must_hold_in_two_stages_what_one_cannot(large: Clusters, enough: dict[str, Any]) -> None:
+    memory = f"--memory={CONTAINER_MIB}MiB"
+    output = train(large, "one-container", "--workers=0", memory, runtime="docker", expect=1)
+    assert "killed for memory" in output
+    train(large, "two-containers", "--strategy=pipeline", "--stages=2", memory, runtime="docker")
+    assert enough["weights_sha256"] == summary(large.run("two-containers"))["weights_sha256"]

@@ -1,4 +1,4 @@
-"""What may surround a pipeline: standby processes and an evaluator. The bits are those of one device."""
+"""What may surround a pipeline: standby processes, an evaluator, containers. The bits are those of one device."""
 
 from __future__ import annotations
 
@@ -58,4 +58,17 @@ def test_a_standby_process_must_take_the_place_of_a_killed_stage_while_an_evalua
     assert {task: {pid} for task, pid in programs(run).items()} == waiting
     clusters.invoke("stop", "warm")
     check_against_one_device(clusters, run)
-    assert summary(run)["steps"] == max(event["step"] for event in run.events() if event["event"] == "evaluated")
+    evaluated = [event for event in run.events() if event["event"] == "evaluated"]
+    assert summary(run)["steps"] == evaluated[-1]["step"]
+
+
+@pytest.mark.docker
+@pytest.mark.usefixtures("require_engine", "images")
+def test_stages_in_containers_must_outlive_a_killed_one(clusters: Clusters) -> None:
+    clusters.invoke(*up("contained", "--runtime=docker", *PIPELINE, "--detach"), timeout_s=400)
+    run = clusters.run("contained")
+    wait_for(lambda: run.saved_steps != [], "a checkpoint", 120)
+    clusters.invoke("chaos", "kill", "worker-0", "--run=contained")
+    clusters.invoke("stop", "contained")
+    assert ["worker-0"] == [restart["task"] for restart in summary(run)["restarts"]]
+    check_against_one_device(clusters, run)
