@@ -86,8 +86,8 @@ def test_a_worker_that_never_comes_must_not_keep_the_run_or_change_a_bit(
         overrides=TRAINING,
     )
     startup.start(planning.plan(request), print, began=time.time())
-    told = clusters.invoke("wait", "short", timeout_s=SLOW_MACHINE_S)
-    assert "without worker-0 from step 0" in told
+    output = clusters.invoke("wait", "short", timeout_s=SLOW_MACHINE_S)
+    assert "without worker-0 from step 0" in output
     ended = summary(clusters.run("short"))
     assert ("succeeded", 2) == (ended["state"], ended["replicas"])
     assert {"chief": 0, "worker-0": None, "worker-1": 0} == ended["tasks"]
@@ -130,8 +130,8 @@ def test_scale_must_bring_in_a_worker_that_waits(clusters: Clusters) -> None:
     wait_for(lambda: (run.heartbeat("worker-0") or {}).get("state") == "waiting", "worker-0 to wait", SLOW_MACHINE_S)
     await_members(run, "worker-0")
     assert "without worker-0" in clusters.invoke("status", "--run=scaled")
-    told = clusters.invoke("scale", "--workers=2", "--run=scaled", timeout_s=SLOW_MACHINE_S)
-    assert "scaled from 1 to 2 workers at step " in told
+    output = clusters.invoke("scale", "--workers=2", "--run=scaled", timeout_s=SLOW_MACHINE_S)
+    assert "scaled from 1 to 2 workers at step " in output
     await_members(run)
     check_bits(clusters, run)
 
