@@ -92,7 +92,10 @@ class Agent(Decisions):
     def _report_own_death(self) -> None:
         """Report that the whole task died, if a heartbeat of this generation says that the engine restarted it."""
         beat = self.run.heartbeat(self.task.name)
-        if not beat or beat["generation"] != self.run.generation or "importing" in beat:
+        if not beat:
+            return
+        self.run.begun(beat["generation"])  # a network file system may not list it yet
+        if beat["generation"] != self.run.generation or "importing" in beat:
             return
         if not self.members.has(beat["generation"]):
             return

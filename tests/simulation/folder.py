@@ -2,17 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cluster.recovery.ends import End
 from cluster.recovery.step_record import Progress
 from cluster.run.folder import FINAL_STATES, RunFolder
 from cluster.spec import ClusterSpec, Task
-from tests.simulation.world import Now, World
+from tests.simulation.world import Now, SimTask, World
+
+T = TypeVar("T")
 
 DAMAGED = object()
 """A record that a crash left empty: it does not count, and the next writer replaces it."""
+
+
+class Cache:
+    """What a host's client of a network file system remembers of the run folder.
+
+    It asks the server about a file that it knows whenever that is opened, so contents are never old. But that a file
+    does not exist, and which files a folder has, it may remember for up to a minute (`acdirmax` of nfs(5)). What is
+    created on the host itself shows at once.
+    """
+
+    def __init__(self, world: World, longest_s: float) -> None:
+        self._world, self._longest_s = world, longest_s
+        self._absent: dict[str, float] = {}
+        """Until when a file counts as one that does not exist."""
+        self._listed: dict[str, tuple[float, frozenset[Any]]] = {}
+        """Until when a folder counts as one with these files."""
+
+    def hides(self, name: str, *, exists: bool) -> bool:
+        """Whether a file does not exist, as the host sees it."""
+        if exists or self._absent.get(name, 0.0) > self._world.now:
+            return self._absent.get(name, 0.0) > self._world.now
+        self._absent[name] = self._until()
+        return True
+
+    def listed(self, folder: str, names: Collection[T]) -> list[T]:
+        """Return those files of a folder that the host sees, sorted."""
+        until, known = self._listed.get(folder, (0.0, frozenset()))
+        if until <= self._world.now:
+            known = frozenset(names)
+            self._listed[folder] = (self._until(), known)
+        return sorted(known.intersection(names))
+
+    def forget(self, name: str) -> None:
+        """Look at the server for this file and its folder the next time."""
+        self._absent.pop(name, None)
+        self._listed.pop(name.partition("/")[0], None)
+
+    def _until(self) -> float:
+        return self._world.now + (self._world.random.uniform(0, self._longest_s) if self._longest_s else 0.0)
 
 
 class SimFolder(RunFolder):
@@ -35,14 +77,22 @@ class SimFolder(RunFolder):
             "replaces_damaged": True,
             "how": {"max_restarts": max_restarts, "hang_timeout_s": hang_timeout_s},
             "runs_script": script,
+            "cache": Cache(world, 0.0),
         }.items():
             object.__setattr__(self, name, value)
 
     def __post_init__(self) -> None:
         pass
 
+    def seen_by(self, host: SimTask) -> SimFolder:
+        """Return the folder as a host sees it."""
+        seen = object.__new__(SimFolder)
+        seen.__dict__ |= self.__dict__ | {"_begun": {}, "cache": host.cache}
+        return seen
+
     def _create(self, name: str, value: dict[str, Any]) -> bool:
         self.world.operation(f"create {name}")
+        self.cache.forget(name)
         missing = DAMAGED if self.replaces_damaged else None
         if self.exclusive and self.records.get(name, missing) is not missing:
             return False
@@ -57,7 +107,7 @@ class SimFolder(RunFolder):
     def _record(self, name: str) -> Any:
         self.world.operation("read")
         value = self.records.get(name)
-        return None if value is DAMAGED else value
+        return None if value is DAMAGED or self.cache.hides(name, exists=value is not None) else value
 
     def load_cluster(self) -> ClusterSpec:
         return self.spec
@@ -72,22 +122,26 @@ class SimFolder(RunFolder):
 
     @property
     def generation(self) -> int:
-        self.world.operation("read")
-        return self.newest_generation
+        return max([each["generation"] for each in self.generations()], default=0)
 
     @property
     def newest_generation(self) -> int:
         """The generation, for whoever is no agent."""
-        numbers = [int(name[12:]) for name, value in self.records.items() if name[:3] == "gen" and value is not DAMAGED]
-        return max(numbers)
+        return max(self._numbers)
+
+    @property
+    def _numbers(self) -> list[int]:
+        return [int(name[12:]) for name in self.records if name[:3] == "gen" and self.records[name] is not DAMAGED]
 
     def generations(self) -> list[dict[str, Any]]:
         self.world.operation("read")
-        found = [value for name, value in self.records.items() if name[:3] == "gen" and value is not DAMAGED]
-        return sorted(found, key=lambda record: record["generation"])
+        numbers = {*self.cache.listed("generations", self._numbers), *self._begun}
+        return [record for number in sorted(numbers) if (record := self.begun(number))]
 
     def begun(self, number: int) -> dict[str, Any]:
-        return self._record(f"generations/{number}") or {}
+        if number not in self._begun and (record := self._record(f"generations/{number}")):
+            self._begun[number] = record
+        return self._begun.get(number, {})
 
     def begin_generation(self, number: int, **why: Any) -> bool:
         return self._create(f"generations/{number}", {"generation": number, "time": self.world.time(), **why})
@@ -112,7 +166,7 @@ class SimFolder(RunFolder):
     @property
     def saved_steps(self) -> list[int]:
         self.world.operation("read")
-        return sorted(self.checkpoints_saved)
+        return self.cache.listed("checkpoints", self.checkpoints_saved)
 
     def event(self, task: str, event: str, *, step: Any = None, generation: int | None = None, **detail: Any) -> None:
         self.world.operation(f"event {event}")
@@ -128,12 +182,12 @@ class SimFolder(RunFolder):
     # Heartbeats. A live writer writes every second; that is worked out when somebody reads.
 
     def heartbeats(self) -> dict[str, dict[str, Any]]:
-        return {name: self.heartbeat(name) for name in list(self.beats)}
+        return {name: beat for name in self.cache.listed("beats", self.beats) if (beat := self.heartbeat(name))}
 
     def heartbeat(self, task: str) -> dict[str, Any] | None:
         self.world.operation("read")
         beat = self.beats.get(task)
-        return beat.read() if beat else None
+        return None if self.cache.hides(f"beats/{task}", exists=beat is not None) else beat.read()
 
     def died(self, task: str) -> None:
         """Note that whoever wrote a task's heartbeat is dead."""
@@ -202,6 +256,7 @@ class SimHeartbeat:
             lambda: owner.alive and owner.thread is incarnation and owner.frozen_until <= world.now,
         )
         self._run.beats[self._name] = self._beat
+        owner.cache.forget(f"beats/{self._name}")
 
     def hand_over(self) -> None:
         """Let the program write it once it does: it replaces the record."""
@@ -216,14 +271,21 @@ class SimHeartbeat:
 def record_end(run: SimFolder, generation: int, end: End) -> None:
     """Replace `ends.record`."""
     run.world.operation("record an end")
+    run.cache.forget("ends")
     run.ends.setdefault((generation, end.task), end)
     run.world.log(end.task, f"end in {generation}: {end.kind}, {end.cause}")
 
 
 def ended_tasks(run: SimFolder, generation: int) -> frozenset[str]:
     """Replace `ends.ended_tasks`."""
+    return frozenset(end.task for end in recorded_ends(run, generation))
+
+
+def recorded_ends(run: SimFolder, generation: int) -> list[End]:
+    """Replace `ends.recorded`."""
     run.world.operation("read")
-    return frozenset(task for number, task in run.ends if number == generation)
+    seen = set(run.cache.listed("ends", run.ends.keys()))
+    return [end for (number, task), end in run.ends.items() if number == generation and (number, task) in seen]
 
 
 def read_progress(run: SimFolder, task: str) -> Progress | None:

@@ -27,9 +27,9 @@ REPEATED_AFTER_S = 8.0
 class SimBoard(Board, SimFolder):
     """What a simulated agent sees of the run."""
 
-    def __init__(self, folder: SimFolder) -> None:
-        own = {"_begun": {}, "_hub": None, "_link": None, "_read": {}, "_ended": None, "_newest": -1}
-        self.__dict__ |= folder.__dict__ | own
+    def __init__(self, folder: SimFolder, owner: SimTask) -> None:
+        own = {"_hub": None, "_link": None, "_read": {}, "_ended": None, "_newest": -1}
+        self.__dict__ |= folder.seen_by(owner).__dict__ | own
 
     def join(self, spec: ClusterSpec, task: Task, host: str) -> None:
         """Connect, if the schedule has connections."""
@@ -50,7 +50,8 @@ class End:
         self.owner, self.world, self.thread = owner, owner.world, owner.thread
         self.closed = False
         self.sent = 0
-        self.received: dict[SimLink, int] = {}
+        self.received: dict[tuple[SimLink, End], int] = {}
+        """The newest message of each connection, which is between a link and a hub."""
         self.news = News()
 
     @property
@@ -73,18 +74,18 @@ class End:
         self.sent += 1
         number = self.sent
         if dice.random() >= DROPPED_SHARE and not world.is_cut(link.owner.name):
-            world.at(dice.uniform(0, LATEST_S), lambda: to.receive(link, number, what))
+            world.at(dice.uniform(0, LATEST_S), lambda: to.receive(self, link, number, what))
         if dice.random() < REPEATED_SHARE:
-            world.at(dice.uniform(LATEST_S, REPEATED_AFTER_S), lambda: to.receive(link, number, what))
+            world.at(dice.uniform(LATEST_S, REPEATED_AFTER_S), lambda: to.receive(self, link, number, what))
 
-    def receive(self, link: SimLink, number: int, what: Any) -> None:
+    def receive(self, by: End, link: SimLink, number: int, what: Any) -> None:
         """Refuse a message that has come before or too late, as `wire.Channel` does."""
-        if self.gone or link.gone:
+        if self.gone or link.gone or (by.gone and self.world.hub not in (by, self)):
             return
         if self.frozen:
-            self.world.at(self.owner.frozen_until - self.world.now, lambda: self.receive(link, number, what))
-        elif number > self.received.get(link, 0):
-            self.received[link] = number
+            self.world.at(self.owner.frozen_until - self.world.now, lambda: self.receive(by, link, number, what))
+        elif number > self.received.get((link, by), 0):
+            self.received[link, by] = number
             self.hear(link, what)
 
     def hear(self, link: SimLink, what: Any) -> None:
@@ -97,7 +98,9 @@ class SimHub(End):
 
     def __init__(self, owner: SimTask, spec: ClusterSpec) -> None:
         super().__init__(owner)
-        self.roster = Roster(self.world.folder, [task.name for task in spec.tasks], clock=self.world.monotonic)
+        self.roster = Roster(
+            self.world.folder.seen_by(owner), [task.name for task in spec.tasks], clock=self.world.monotonic
+        )
         self.world.hub = self
         self.world.at(0.0, self._tick)
 

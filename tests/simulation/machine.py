@@ -64,7 +64,7 @@ def make_agent(task: SimTask, *, scripted: bool, standby_s: float | None) -> Age
         standby_s: after how much training it starts a standby process; None: never.
     """
     kind: type[Agent] = ScriptAgent if scripted else Agent
-    made = kind(SimBoard(task.world.folder), task.name, ["program"], RENDEZVOUS_S)
+    made = kind(SimBoard(task.world.folder, task), task.name, ["program"], RENDEZVOUS_S)
     made._program = lambda environment: SimProgram(task.world, task, environment)  # type: ignore[method-assign,assignment,return-value]
     made.standby._start = made._program
     made.standby._enabled = standby_s is not None
@@ -174,7 +174,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(members, "Returns", partial(members.Returns, clock=Clock.monotonic))
     patch.setattr(summary, "write", write_summary)
     patch.setattr(ends, "record", folder.record_end)
-    patch.setattr(ends, "recorded", lambda run, number: [end for (of, _), end in run.ends.items() if of == number])
+    patch.setattr(ends, "recorded", folder.recorded_ends)
     patch.setattr(ends, "ended_tasks", folder.ended_tasks)
     patch.setattr(step_record, "read", folder.read_progress)
     patch.setattr(watchdog.Watchdog, "hang_reported", property(lambda self: _hang(self) in self._run.records))

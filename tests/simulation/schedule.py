@@ -30,7 +30,7 @@ from cluster.recovery import standby_cluster
 from cluster.run.membership import LEFT_OUT
 from cluster.spec import Role
 from tests.simulation import machine
-from tests.simulation.folder import SimFolder
+from tests.simulation.folder import Cache, SimFolder
 from tests.simulation.training import Training
 from tests.simulation.world import Broken, Now, SimTask, World
 
@@ -41,6 +41,8 @@ SEEN_S = 6.0
 STOP_S = 200.0
 STOP_TRAINING_S = 8.0
 """How long after a stop request, and after the last fault, the last step may be done."""
+LONGEST_STALE_S = 60.0
+"""As long as an NFS client keeps the attributes of a folder by default."""
 FOR_GOOD_S = 110.0
 """A task that would be lost for longer does not come back."""
 TOPOLOGIES: tuple[tuple[int, dict[str, Any]], ...] = (
@@ -70,11 +72,19 @@ class Drawn:
     skewed: bool = False
     linked: bool = False
     """Whether the agents have connections."""
+    stale_s: float = 0.0
+    """For how long hosts may remember that a file of the run folder does not exist; where agents have connections."""
     min_workers: int | None = None
     """With how many workers the run goes on; None: it needs all."""
     grow: bool = False
     standby_s: float | None = None
     """After how much training standby processes start; None: there are none."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether all agents are connected all the time, but for those that start again or are frozen themselves."""
+        hub = any(name == "chief" and kind in ("kill task", "freeze task") for _, kind, name, _ in self.faults)
+        return self.linked and not hub and "chief" not in self.crash_at and "cut" not in self.kinds
 
     @property
     def kinds(self) -> list[str]:
@@ -122,10 +132,18 @@ def draw(seed: int) -> Drawn:
         for _ in range(dice.choice((0, 0, 1, 2))):
             drawn.faults.append((dice.uniform(3, 30), "kill standby", dice.choice(names), 0.2))
     drawn.linked = dice.random() < 0.75
-    if drawn.linked and dice.random() < 0.4:
+    if drawn.linked:
+        _draw_network(dice, drawn, names)
+    return drawn
+
+
+def _draw_network(dice: random.Random, drawn: Drawn, names: list[str]) -> None:
+    """Draw how the connections of agents break, and how their hosts see the run folder."""
+    if dice.random() < 0.4:
         for _ in range(dice.randint(1, 3)):
             drawn.faults.append((dice.uniform(0, 40), "cut", dice.choice(names), dice.uniform(0.2, 20)))
-    return drawn
+    if dice.random() < 0.3:
+        drawn.stale_s = dice.uniform(3, LONGEST_STALE_S)
 
 
 class Schedule:
@@ -147,6 +165,8 @@ class Schedule:
         )
         if self.drawn.min_workers is not None:
             self.folder.how |= {"min_workers": self.drawn.min_workers, "grow": self.drawn.grow}
+        self.seen_s = SEEN_S + (0.0 if self.drawn.connected else self.drawn.stale_s)
+        """Within which every agent has noticed what another did."""
         self.stop_at: float | None = None
         self.first_outcome: Any = None
         self._newest = 0
@@ -161,6 +181,7 @@ class Schedule:
         self.folder.__dict__["torn_share"] = drawn.torn_share
         self.training.fails_at = dict(drawn.fails_at)
         for name, task in world.tasks.items():
+            task.cache = Cache(world, drawn.stale_s)
             task.skew_s = world.random.choice((-60.0, 0.0, 60.0)) if drawn.skewed else 0.0
             task.crash_at = drawn.crash_at.get(name, set())
             world.at(world.random.uniform(0, 1), task.start)
@@ -230,12 +251,12 @@ class Schedule:
 
         thread = task.thread
         if trains:
-            self.world.at(SEEN_S, seen)
+            self.world.at(self.seen_s, seen)
 
     def _check_frozen(self, task: SimTask, program: Any, *, whole: bool) -> None:
         """Check that somebody ends a program that was frozen while it trained: its agent, or all if that is frozen."""
         generation, thread, until = program.generation, task.thread, program.frozen_until
-        patience_s = (SILENT_S if whole else FROZEN_S) + SEEN_S
+        patience_s = (SILENT_S if whole else FROZEN_S) + self.seen_s
         if whole and self.drawn.linked:
             patience_s += HEARD_S  # until then its agent counts as connected
         began = self.world.now
@@ -263,7 +284,7 @@ class Schedule:
             self.first_outcome = outcome
         if (newest := self.folder.newest_generation) != self._newest:
             self._newest = newest
-            self.world.at(SEEN_S, lambda: self._check_seen(newest))
+            self.world.at(self.seen_s, lambda: self._check_seen(newest))
             self._check_formed(newest)
         if self.stop_at is not None and outcome is None and self.world.now > self._last_fault() + STOP_S:
             raise Broken("stop: the run does not stop")
@@ -274,7 +295,7 @@ class Schedule:
 
     def _last_fault(self) -> float:
         ends = [at + seconds for at, _, _, seconds in self.drawn.faults]
-        return max([self.stop_at or 0.0, *ends])
+        return max([self.stop_at or 0.0, *ends]) + self.drawn.stale_s
 
     def _check_seen(self, generation: int) -> None:
         if "outcome" in self.folder.records:
@@ -282,7 +303,7 @@ class Schedule:
         for task in self.world.tasks.values():
             for program in task.programs:
                 old = program.code is None and 0 <= program.generation < generation
-                frozen = max(task.frozen_until, program.frozen_until) > self.world.now - SEEN_S
+                frozen = max(task.frozen_until, program.frozen_until) > self.world.now - self.seen_s
                 if old and task.alive and not frozen:
                     raise Broken(f"seen: {task.name} keeps its program of {program.generation} in {generation}")
 
@@ -299,11 +320,11 @@ class Schedule:
             over = self.folder.newest_generation > generation or "outcome" in self.folder.records
             for task, thread in zip(tasks, threads, strict=True):
                 has = any(program.generation == generation for program in task.programs)
-                watched = task.alive and task.thread is thread and task.frozen_until <= self.world.now - SEEN_S
+                watched = task.alive and task.thread is thread and task.frozen_until <= self.world.now - self.seen_s
                 if watched and not has and not over:
                     raise Broken(f"seen: {task.name} begins nothing in {generation}, which waits for it")
 
-        self.world.at(SEEN_S + record.get("pause_s", 0.0), begun)
+        self.world.at(self.seen_s + record.get("pause_s", 0.0), begun)
 
     def _check_end(self) -> None:
         self._watch_last()

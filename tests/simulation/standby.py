@@ -46,6 +46,7 @@ class StandbyCluster:
     def _report(self, program: SimProgram) -> None:
         if program.runs and program.standby:
             standby_cluster.report(Now.world.folder, program.owner.name, self.generation)
+            program.owner.cache.forget(f"standby/{program.owner.name}")
 
     def left(self, program: SimProgram) -> None:
         """Let the others lose contact with a process that ended, unless they train: their session sees to that."""
@@ -102,7 +103,8 @@ class Record:
     def read(self, default: Any) -> Any:
         """Return it."""
         self._run.world.operation("read")
-        return self._run.standby.get(self._task, default)
+        hidden = self._run.cache.hides(f"standby/{self._task}", exists=self._task in self._run.standby)
+        return default if hidden else self._run.standby[self._task]
 
 
 class Records:

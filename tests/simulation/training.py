@@ -103,6 +103,7 @@ class SimProgram:
         beat = self.world.folder.beats.get(self.owner.name)
         if beat is None or beat.writes != self._writes:
             beat = self.world.folder.beats[self.owner.name] = Beat({}, self.owner.skew_s, self._writes)
+            self.owner.cache.forget(f"beats/{self.owner.name}")
         beat.values = values | {"generation": self.generation, "restarts": 0, "pace": None}
 
     def _writes(self) -> bool:
@@ -341,6 +342,7 @@ class Training:
     def _add_checkpoint(self) -> None:
         if self.step and self.step not in self.world.folder.checkpoints_saved:
             self.world.folder.checkpoints_saved.append(self.step)
+            self.world.tasks["chief"].cache.forget("checkpoints")
 
     def stop(self, program: SimProgram) -> None:
         """Handle SIGTERM to a program: the gang saves at its next step; an evaluator ends."""

@@ -56,6 +56,8 @@ class SimTask:
         """Numbers of the operations at which the whole task is killed."""
         self.programs: list[Any] = []
         self.agent: Any = None
+        self.cache: Any = None
+        """What its host remembers of the run folder."""
         self._waiting = 0
 
     def start(self) -> None:

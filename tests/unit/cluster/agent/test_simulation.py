@@ -48,6 +48,7 @@ def run_all(seeds: Iterable[int]) -> Counter[str]:
             error.add_note(explain(schedule))
             raise
         counts.update(["schedules", f"state {outcome['state']}", *schedule.drawn.kinds])
+        counts["stale caches"] += bool(schedule.drawn.stale_s)
         counts["with standby processes"] += sum(standby_cluster.PORTS_KEY in each for each in schedule.begun)
     return counts
 
@@ -61,6 +62,7 @@ def test_no_schedule_breaks_an_invariant(simulated: pytest.MonkeyPatch) -> None:
         "cut",
         "kill standby",
         "with standby processes",
+        "stale caches",
         "kill program",
         "kill task",
         "freeze program",
@@ -146,6 +148,25 @@ def news_of_earlier_generations(patch: pytest.MonkeyPatch) -> Iterator[Schedule]
     patch.setattr(SimBoard, "gathers", property(lambda self: self._side is not None and self._side.fresh))
     patch.setattr(SimBoard, "absent", lambda self, number: self._news().absent)
     return schedules()
+
+
+def stale_caches_without_connections(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
+    """Agents learn what others did from the folder only, which their hosts show late."""
+    return schedules(lambda schedule: setattr(schedule.world, "linked", False), drawn=STALE)
+
+
+def listed_generations_only(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
+    """An agent that comes back takes the listing's word for which generation is the newest."""
+    report = Agent._report_own_death
+
+    def report_as_listed(self: Agent) -> None:
+        beat = self.run.heartbeat(self.task.name)
+        if beat and beat["generation"] == self.run.generation:
+            report(self)
+
+    patch.setattr(Agent, "_report_own_death", report_as_listed)
+    later = (26.0, "kill task", "worker-1", 0.0)
+    return schedules(drawn=replace(STALE, scripted=True, faults=[*STALE.faults, later]))
 
 
 def unfinished_checkpoints(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
@@ -297,6 +318,13 @@ FORMED = Drawn(
 """Standby processes have formed a cluster when a program is killed."""
 
 
+STALE = Drawn(
+    {"workers": 2}, scripted=False, steps=25, save_every=5, faults=[(15.0, "kill program", "worker-0", 0.0)],
+    linked=True, stale_s=60.0,
+)  # fmt: skip
+"""Hosts may not see for a minute what another one did when a program is killed."""
+
+
 def schedules(
     change: Callable[[Schedule], object] = lambda schedule: None, drawn: Drawn | None = None
 ) -> Iterator[Schedule]:
@@ -314,6 +342,8 @@ def schedules(
         (claim_twice, "outcome"),
         (token_without_generation, "generations"),
         (news_of_earlier_generations, "generations"),
+        (stale_caches_without_connections, "seen"),
+        (listed_generations_only, "policy"),
         (keep_programs, "programs"),
         (unfinished_checkpoints, "checkpoint"),
         (no_word_of_a_death, "policy"),
