@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from cluster.checks.campaign import volleys
-from cluster.checks.campaign.volleys import AGENT, ENDING, PHASES, Shot, Volley
+from cluster.checks.campaign.volleys import AGENT, ENDING, LAST_PHASES, PHASES, Shot, Volley
 from cluster.errors import ClusterError
 from cluster.recovery import step_record
 from cluster.recovery.step_record import Progress
@@ -141,15 +141,13 @@ class Injection:
         run, reached = self._run, PHASES[shot.phase]
         if run.script and shot.phase not in SCRIPT_PHASES:
             return  # nobody but the script knows it
-        # The chief alone knows which step is the last.
-        task = "chief" if shot.phase in ("export", "end") else shot.task
         before = self._progress
 
         def due() -> bool:
-            beat = run.heartbeat(task)
+            beat = run.heartbeat(_who_tells(shot))
             return (beat is not None and reached(beat)) or (not first and self._goes_on(before))
 
-        self._await(due, RECOVERY_S if shot.phase in ("export", "end") else PHASE_S)
+        self._await(due, RECOVERY_S if shot.phase in LAST_PHASES else PHASE_S)
 
     def _goes_on(self, before: Progress) -> bool:
         """Whether the run has recovered, or had nothing to recover from."""
@@ -175,7 +173,7 @@ class Injection:
     def _shoot(self, shot: Shot) -> dict[str, Any] | None:
         """Inject one fault; return its record, None where there is nothing at present to inject it into."""
         injector = registry.of(self._run).faults(self._run)
-        phase, step = volleys.phase_of(self._run.heartbeat(shot.task)), self._progress.step
+        phase, step = volleys.phase_of(self._run.heartbeat(_who_tells(shot))), self._progress.step
         try:
             if not self._reaches(shot):
                 return None
@@ -191,6 +189,11 @@ class Injection:
         if shot.kind in ENDING:
             self._ending = shot.kind
         return {"kind": shot.kind, "task": shot.task, "phase": phase, "step": step}
+
+
+def _who_tells(shot: Shot) -> str:
+    """Return the task whose heartbeat tells the phase: the chief alone knows which step is the last."""
+    return "chief" if shot.phase in LAST_PHASES else shot.task
 
 
 class _Lasting:

@@ -63,7 +63,9 @@ def table(rows: Sequence[Row]) -> list[str]:
     """Return the counts of all runs as Markdown: by kind of run, then faults by kind and by phase."""
     lines = ["| runs of | runs | faults | lost | compared | bits changed |", "|---|---:|---:|---:|---:|---:|"]
     groups = [(f"`{name}`", [row for row in rows if row["case"] == name]) for name in CASES]
-    for title, group in [*groups, ("all", list(rows))]:
+    bad = max((at for at, row in enumerate(rows, 1) if row["lost"] or row["bits"] == CHANGED), default=0)
+    since = [("since the last run that was lost or changed", list(rows[bad:]))] if bad else []
+    for title, group in [*groups, ("all", list(rows)), *since]:
         compared = [row for row in group if row["bits"] != NOT_COMPARED]
         counts = [
             len(group),

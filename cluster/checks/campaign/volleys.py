@@ -26,8 +26,8 @@ OPENING = {"step": 4, "save": 3, "evaluate": 2}
 """In which phase the first fault of a volley comes, and how often each is drawn."""
 RECOVERING = ("start", "rendezvous", "compile")
 """The phases of the restart that the first fault of a volley causes."""
-LAST_PHASES = ("export", "end", "evaluate")
-"""In one of these come the first faults of a run's last volleys."""
+LAST_PHASES = {"export": 2, "end": 1}
+"""In which phase the first faults of a run's last volleys come, and how often each is drawn."""
 
 WEIGHTS = {
     "kill": 10, AGENT: 4, "corrupt": 1, "lose": 2, "slow": 1, "pause": 1, "partition": 2, "oom": 2, "stop": 1,
@@ -111,7 +111,8 @@ def draw(spec: ClusterSpec, seed: str, kinds: Collection[str]) -> Iterator[tuple
             phase = dice.choice(RECOVERING) if dice.random() < 0.6 else ""
             more.append(shot(phase, 0.0 if phase else dice.uniform(0, APART_S)))
         volley = Volley(dice.randint(2, 25), dice.uniform(0.1, 2.0), (first, *more))
-        last = Shot(first.kind, first.task, dice.choice(LAST_PHASES), 0.0, first.lasts_s)
+        phase = dice.choices(list(LAST_PHASES), list(LAST_PHASES.values()))[0]
+        last = Shot(first.kind, first.task, phase, 0.0, first.lasts_s)
         yield volley, Volley(0, volley.wait_s, (last, *more))
 
 

@@ -79,12 +79,14 @@ def test_a_lost_run_or_a_changed_bit_fails_the_campaign(values: dict[str, Any], 
 
 def test_the_table_counts_what_the_record_file_holds(tmp_path: Path) -> None:
     rows = [row("fit"), row("fit", lost="no"), row("ps", bits=record.NOT_COMPARED), row("one", bits=record.CHANGED)]
+    rows.append(row("fit"))
     for each in rows:
         record.add(each, tmp_path / "storms.jsonl")
     lines = record.table(record.read(tmp_path / "storms.jsonl"))
-    assert "| `fit` | 2 | 8 | 1 | 2 | 0 |" in lines
+    assert "| `fit` | 3 | 12 | 1 | 3 | 0 |" in lines
     assert "| `ps` | 1 | 4 | 0 | 0 | 0 |" in lines
-    assert "| all | 4 | 16 | 1 | 3 | 1 |" in lines
+    assert "| all | 5 | 20 | 1 | 4 | 1 |" in lines
+    assert "| since the last run that was lost or changed | 1 | 4 | 0 | 1 | 0 |" in lines
     assert {f"`{name}`" for name in CASES} <= {line.split(" | ")[0].removeprefix("| ") for line in lines}
 
 
