@@ -12,12 +12,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from benchmarks import slow_links
 from benchmarks.figures import Figure, Goal
 from benchmarks.runs import ROOT, Bench
+from benchmarks.slow_links import Host
 from cluster import spec
 from cluster.errors import PrerequisiteError, TimedOut
 from cluster.messages import counted
@@ -30,6 +32,10 @@ from cluster.system.json_files import read_json, write_json
 from cluster.system.ports import free_ports
 
 COUNTS = (8, 16, 32, 64)
+LARGEST = 256
+"""So many in one round only: two cores are busy for minutes with starting them."""
+APART = 64
+"""So many on hosts of their own, with slow links, in one round."""
 STEADY_S = 10.0
 STRACE_S = 4.0
 LIMIT_S = 300.0
@@ -50,6 +56,7 @@ class Measured:
     files: list[float] = field(default_factory=list)
     """Path system calls a second of all agents."""
     kill_s: list[float] = field(default_factory=list)
+    again_s: list[float] = field(default_factory=list)
     stop_s: list[float] = field(default_factory=list)
     end_s: list[float] = field(default_factory=list)
 
@@ -61,27 +68,41 @@ def measure(bench: Bench) -> list[Figure]:
         PrerequisiteError: there is no strace.
     """
     _check_strace()
-    counts = [count for count in COUNTS if count * TASK_BYTES < memory.available_bytes()]
-    found = {count: Measured() for count in (counts[:1] if bench.quick else counts)}
+    counts = [count for count in (*COUNTS, LARGEST) if count * TASK_BYTES < memory.available_bytes()]
+    found = {_name(count): Measured() for count in (counts[:1] if bench.quick else reversed(counts))}
     for turn in bench.turns():
-        for count, measured in found.items():
-            _run(bench.folder / f"gang-{count}-{turn}", count, measured)
+        for count in counts[:1] if bench.quick else counts:
+            if turn == 0 or count != LARGEST:
+                _run(bench.folder / f"gang-{count}-{turn}", count, found[_name(count)])
+    if refused := slow_links.refusal():
+        bench.log(f"  gang with slow links is left out: {refused}")
+    else:
+        count = COUNTS[0] if bench.quick else APART
+        with slow_links.hosts(count) as hosts:
+            apart = found[f"{_name(count)}, {slow_links.RATE}/s links"] = Measured()
+            _run(bench.folder / "gang-apart", count, apart, hosts)
     goals = {"share": Goal(1.0, at_least=False), "kill_s": Goal(0.5, at_least=False)}
     titles = {
         "start_s": ("start of all stub programs", "s"),
         "share": ("share of a core that an agent takes while its program trains", "%"),
         "files": ("path system calls of all agents, a second", "calls/s"),
         "kill_s": ("SIGKILL of a program until all other programs were ended", "s"),
+        "again_s": ("SIGKILL of a program until all programs were started again", "s"),
         "stop_s": ("stop request to the outcome", "s"),
         "end_s": ("outcome to the end of all processes", "s"),
     }
     figures = []
     for name, (title, unit) in titles.items():
-        variants = {counted(count, "task"): getattr(found[count], name) for count in sorted(found, reverse=True)}
-        largest = next(iter(variants))
+        main = _name(min(APART, counts[-1] if not bench.quick else counts[0]))
+        names = [main, *(each for each in found if each != main)]
+        variants = {each: getattr(found[each], name) for each in names}
         short = name.removesuffix("_s")
-        figures.append(Figure(f"gang-{short}", f"{largest}: {title}", unit, variants, goal=goals.get(name)))
+        figures.append(Figure(f"gang-{short}", f"{main}: {title}", unit, variants, goal=goals.get(name)))
     return figures
+
+
+def _name(count: int) -> str:
+    return counted(count, "task")
 
 
 def _check_strace() -> None:
@@ -91,9 +112,9 @@ def _check_strace() -> None:
         raise PrerequisiteError("strace, which counts system calls, is not installed: apt-get install strace") from None
 
 
-def _run(folder: Path, count: int, measured: Measured) -> None:
-    """Bring up a cluster of stub programs, disturb it, and stop it."""
-    run = _prepare(folder, count)
+def _run(folder: Path, count: int, measured: Measured, hosts: Sequence[Host] = ()) -> None:
+    """Bring up a cluster of stub programs, on hosts of their own if there are any; disturb it, and stop it."""
+    run = _prepare(folder, count, hosts)
     names = [task.name for task in run.load_cluster().tasks]
     began = time.monotonic()
     supervisor.start(run)
@@ -110,6 +131,7 @@ def _run(folder: Path, count: int, measured: Measured) -> None:
         _await(lambda: not any(processes.start_ticks(pid) for pid in programs), "the end of all programs")
         measured.kill_s.append(time.monotonic() - began)
         _await(lambda: _trains(run, names, 1), "the next generation")
+        measured.again_s.append(time.monotonic() - began)
         began = time.monotonic()
         run.request_stop("the benchmark")
         _await(lambda: run.outcome is not None, "the outcome")
@@ -121,16 +143,22 @@ def _run(folder: Path, count: int, measured: Measured) -> None:
         supervisor.kill(run)
 
 
-def _prepare(folder: Path, count: int) -> RunFolder:
+def _prepare(folder: Path, count: int, hosts: Sequence[Host]) -> RunFolder:
     """Return a run folder as `up` leaves it before the first task starts."""
     run = RunFolder(folder)
     run.create()
-    cluster = spec.build(workers=count - 1, ports=free_ports(count))
+    cluster = spec.build(workers=count - 1, ports=None if hosts else free_ports(count))
+    if hosts:
+        placed = tuple(replace(task, host=host.address) for task, host in zip(cluster.tasks, hosts, strict=True))
+        cluster = replace(cluster, tasks=placed)
     write_json(run.cluster, cluster.to_json())
     write_json(run.config, {"global_batch": count})
     command = ["--", sys.executable, "-m", "benchmarks.stub"]
     more = {"WARM_SPARE": "0", "BARRIER_TIMEOUT_S": f"{LIMIT_S:g}", "PYTHONPATH": str(ROOT)}
-    write_json(run.compose, processes_of(cluster, run.path, folder / "data", command, more))
+    composed = processes_of(cluster, run.path, folder / "data", command, more)
+    for how, host in zip(composed["tasks"].values(), hosts, strict=False):
+        how["command"] = ["ip", "netns", "exec", host.space, *how["command"]]
+    write_json(run.compose, composed)
     write_json(run.control / "started.json", {"time": time.time(), "runtime": "local"})
     run.begin_generation(0, resumed=False)
     provenance.write(run)

@@ -5,6 +5,7 @@ Its tasks cost next to nothing, so that what is measured of a large cluster is i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -33,17 +34,17 @@ def main() -> None:
     heartbeat.values["state"] = "training"
     heartbeat.start()
     if task.name == "chief":
-        threading.Thread(target=_answer, args=(task.port,), daemon=True).start()
+        threading.Thread(target=_answer, args=(task.host, task.port), daemon=True).start()
     requested.wait()
     heartbeat.update(state="stopped")
     heartbeat.stop()
 
 
-def _answer(port: int) -> None:
-    with socket.create_server(("127.0.0.1", port), backlog=1024) as server:
+def _answer(host: str, port: int) -> None:
+    with socket.create_server((host, port), backlog=1024) as server:
         while True:
             caller, _ = server.accept()
-            with caller:
+            with caller, contextlib.suppress(OSError):  # one that did not wait for the answer
                 caller.sendall(SETTINGS)
 
 

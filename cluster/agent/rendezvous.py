@@ -9,7 +9,8 @@ listener as soon as its own greetings were answered would look missing to a slow
 
 Where the hub is heard (cluster/gang), a task greets only the chief and the next task, says to the hub that these have
 answered, and waits until every other task has said so: O(N) connections. Those who have not said so after a while are
-greeted by all, so that each is named with the reason, and those whom the hub does not hear come in.
+greeted by all, so that each is named with the reason, and those whom the hub does not hear come in: a few soon, many
+only after half of the time, since that takes N^2 connections.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ from cluster.errors import TimedOut
 from cluster.spec import ClusterSpec, Task
 
 GATHER_S = 3.0
-"""How long after the start those who are still absent are greeted, if they are few; if they are many, `LATE_S`."""
-LATE_S = 15.0
+"""How long after the start those who are still absent are greeted, if they are few."""
+SMALL = 8
+"""So many other tasks are greeted at once, whether or not the hub is heard."""
+HUB_S = 10.0
+"""How long to wait for the hub before all of a larger gang are greeted."""
 PASSED_S = 0.5
 """How often to ask who has passed."""
 
@@ -89,15 +93,16 @@ class Attendance:
             timeout_s: seconds to wait in all.
         """
         if not hub.gathers():
-            return self.others
+            soon = len(self.others) > SMALL and waited_s < min(timeout_s / 4, HUB_S)
+            return first if soon else self.others
         silent = first & self.missing.keys()
         if not silent:
             hub.come()
         if (absent := hub.absent()) is not None:
             self.met(self.others - absent - silent)
-        if waited_s < min(timeout_s / 4, LATE_S if absent is None else GATHER_S):
+        if waited_s < (timeout_s / 2 if absent is None else min(timeout_s / 4, GATHER_S)):
             return first
-        return self.others if silent or absent is None else first | absent
+        return self.others if absent is None else first | absent
 
 
 def wait(

@@ -96,6 +96,8 @@ class ScriptAgent(Agent):
         """Apply the failure policy to a script's error, for which no other task has begun a generation so far."""
         if self.run.stop_requested:
             self.run.end("stopped", task=self.task.name)
+        elif self.run.begun(generation + 1):  # by its name: a network file system may not list it yet
+            return
         elif self._another_was_killed(generation):
             self.recovery.restart_gang(generation, dataclasses.replace(end, kind=LOST_CONTACT))
         elif self._worker_restarted(generation):

@@ -1,7 +1,7 @@
 """The hub: in the chief's agent, accepts one connection from each other agent, gathers what they say and tells all.
 
-One thread serves all connections. It sends a digest when it changed, at most every `TICK_S`, and at least every
-`PULSE_S`: O(N) messages a second for N tasks.
+One thread serves all connections. It sends a digest every `PULSE_S`, and within `TICK_S` when something changed for
+which others wait: O(N) messages a second for N tasks, also while these come to the rendezvous one by one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from cluster.gang import joining
-from cluster.gang.roster import HEARD_S, REPLACED, News, Roster
+from cluster.gang.roster import HEARD_S, REPLACED, News, Roster, urgent
 from cluster.gang.wire import Channel, Refused
 from cluster.run.folder import RunFolder
 from cluster.spec import ClusterSpec
@@ -161,7 +161,7 @@ class Hub:
                 digest = self._roster.digest()
             except (OSError, ValueError):  # a full disk, or a cluster.json that was damaged
                 return
-        if due := digest != self._told or now - self._told_at >= PULSE_S:
+        if due := urgent(digest) != urgent(self._told) or now - self._told_at >= PULSE_S:
             self._told, self._told_at, self.news = digest, now, News.of(digest)
         for peer in list(self._peers.values()):
             if due and peer.channel.established:

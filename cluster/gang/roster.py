@@ -162,6 +162,11 @@ class Roster:
         }
 
 
+def urgent(digest: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a digest for which others wait; who is absent matters only once nobody is."""
+    return digest | {"unlinked": [], "absent": digest.get("absent") == []}
+
+
 def _few(names: Collection[str]) -> list[str] | None:
     return sorted(names) if len(names) <= FEW else MANY
 

@@ -315,6 +315,36 @@ def test_where_a_hub_is_heard_each_greets_two(gathered: Callable[..., Gathering]
     assert len(set(gathering.greetings)) <= 2 * 8
 
 
+@pytest.mark.parametrize(
+    ("number", "heard", "absent", "waited_s", "greets_all"),
+    [
+        (rendezvous.SMALL + 1, False, None, 1.0, True),
+        (rendezvous.SMALL + 2, False, None, 1.0, False),  # its connection to the hub is being made
+        (rendezvous.SMALL + 2, False, None, rendezvous.HUB_S, True),
+        (40, True, None, 29.0, False),  # many have not started yet: to greet all of them would only delay them
+        (40, True, None, 30.0, True),
+    ],
+)
+def test_a_large_gang_greets_all_only_after_a_while(
+    number: int, heard: bool, absent: frozenset[str] | None, waited_s: float, greets_all: bool
+) -> None:
+    cluster = spec.build(number - 1)
+    others = [task.name for task in cluster.members[1:]]
+    attendance = rendezvous.Attendance.of("run/0", others)
+    first = rendezvous.greeted_first(cluster, cluster.members[0])
+    hub = rendezvous.Hub(lambda: heard, lambda: None, lambda: absent)
+    assert (frozenset(others) if greets_all else first) == attendance.gather(hub, first, waited_s, 60.0)
+
+
+def test_those_who_are_still_absent_at_the_hub_are_greeted_if_they_are_few() -> None:
+    cluster = spec.build(39)
+    attendance = rendezvous.Attendance.of("run/0", [task.name for task in cluster.members[1:]])
+    first, absent = rendezvous.greeted_first(cluster, cluster.members[0]), frozenset({"worker-7", "worker-9"})
+    hub = rendezvous.Hub(lambda: True, lambda: None, lambda: absent)
+    assert first == attendance.gather(hub, first, rendezvous.GATHER_S - 1, 60.0)
+    assert first | absent == attendance.gather(hub, first, rendezvous.GATHER_S, 60.0)
+
+
 def test_who_does_not_hear_the_hub_is_let_in(three: ClusterSpec, gathered: Callable[..., Gathering]) -> None:
     gathering = gathered(three, unheard=("worker-0",))
     arrivals = [arrive(three, task.name, hub=gathering.of(task.name)) for task in three.tasks]
