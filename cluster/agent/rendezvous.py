@@ -33,6 +33,10 @@ SMALL = 8
 """So many other tasks are greeted at once, whether or not the hub is heard."""
 HUB_S = 10.0
 """How long to wait for the hub before all of a larger gang are greeted."""
+GREETERS = 8
+"""How many tasks one greets at a time."""
+AT_ONCE = 16
+"""In a larger gang each looks and greets less often, so that all together do so as often."""
 PASSED_S = 0.5
 """How often to ask who has passed."""
 
@@ -144,18 +148,15 @@ def wait(
     asked -= PASSED_S
     deadline = began + timeout_s
     listener = listen(task, timeout_s=timeout_s, abandon=abandon, report=report)
-    threads = {task.name: threading.Thread(target=_answer, args=(listener, task, rendezvous), daemon=True)}
-    threads[task.name].start()
+    answering = threading.Thread(target=_answer, args=(listener, task, rendezvous), daemon=True)
+    answering.start()
     first = greeted_first(spec, task)
     hub = hub or Hub()
+    poll_s = POLL_S * max(1.0, len(others) / AT_ONCE)
+    greeters = Greeters(task, {other.name: other for other in others}, rendezvous, 5 * poll_s)
     try:
         while rendezvous.missing or rendezvous.unconfirmed:
-            due = rendezvous.gather(hub, first, time.monotonic() - began, timeout_s)
-            for other in others:
-                if other.name in due and other.name not in threads:
-                    thread = threading.Thread(target=_greet, args=(task, other, rendezvous), daemon=True)
-                    threads[other.name] = thread
-                    thread.start()
+            greeters.greet(rendezvous.gather(hub, first, time.monotonic() - began, timeout_s))
             if (now := time.monotonic()) - asked >= PASSED_S:
                 asked = now
                 rendezvous.met(passed())
@@ -164,13 +165,13 @@ def wait(
             missing = {*rendezvous.missing, *rendezvous.unconfirmed}
             if missing and time.monotonic() > deadline:  # the last of them may have answered meanwhile
                 raise Incomplete(_describe_missing(rendezvous, timeout_s, explain), missing)
-            time.sleep(POLL_S)
+            time.sleep(poll_s)
         hub.come()  # the last may have been met by greetings, and others still wait to hear of this task from the hub
     finally:
         rendezvous.over.set()
         listener.close()
-        for thread in threads.values():
-            thread.join(CONNECT_TIMEOUT_S + 1)
+        greeters.end()
+        answering.join(CONNECT_TIMEOUT_S + 1)
 
 
 def greeted_first(spec: ClusterSpec, task: Task) -> frozenset[str]:
@@ -240,14 +241,69 @@ def _answer(listener: socket.socket, task: Task, rendezvous: Attendance) -> None
                 continue  # a port scan, or a task that died meanwhile; a live task greets again
 
 
-def _greet(task: Task, other: Task, rendezvous: Attendance) -> None:
-    """Greet another task until it has answered or the rendezvous is over."""
-    while not rendezvous.over.is_set():
-        if not (reason := _greeting(task, other, rendezvous.token, CONNECT_TIMEOUT_S)):
-            rendezvous.missing.pop(other.name, None)
+class Greeters:
+    """Greets other tasks, again and again until each has answered or the rendezvous is over.
+
+    A few threads take turns with them: one for each would be N^2 on a machine that runs all tasks.
+    """
+
+    def __init__(self, task: Task, others: dict[str, Task], rendezvous: Attendance, again_s: float) -> None:
+        """Greet nobody yet.
+
+        Args:
+            task: the one that greets.
+            others: by name.
+            rendezvous: what is known of them.
+            again_s: after how long one that did not answer is greeted again.
+        """
+        self._task, self._others, self._rendezvous, self._again_s = task, others, rendezvous, again_s
+        self._due: dict[str, None] = {}
+        """Who is to be greeted, whoever waits longest first; a task that is being greeted is not there."""
+        self._known: set[str] = set()
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+
+    def greet(self, names: Collection[str]) -> None:
+        """Greet these tasks, too, from now on."""
+        if not (new := [name for name in names if name not in self._known]):
             return
-        rendezvous.missing[other.name] = reason
-        rendezvous.over.wait(POLL_S * 5)
+        self._known.update(new)
+        with self._changed:
+            self._due |= dict.fromkeys(new)
+            self._changed.notify_all()
+        for _ in range(min(len(self._known), GREETERS) - len(self._threads)):
+            self._threads.append(threading.Thread(target=self._run, daemon=True))
+            self._threads[-1].start()
+
+    def end(self) -> None:
+        """End the threads, once the rendezvous is over."""
+        with self._changed:
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(CONNECT_TIMEOUT_S + 1)
+
+    def _run(self) -> None:
+        rendezvous = self._rendezvous
+        while name := self._next():
+            if reason := _greeting(self._task, self._others[name], rendezvous.token, CONNECT_TIMEOUT_S):
+                rendezvous.missing[name] = reason
+                rendezvous.over.wait(self._again_s)
+                with self._changed:
+                    self._due[name] = None
+                    self._changed.notify()
+            else:
+                rendezvous.missing.pop(name, None)
+
+    def _next(self) -> str:
+        """Wait for whom to greet, and return that; empty once the rendezvous is over."""
+        with self._changed:
+            while not self._rendezvous.over.is_set():
+                for name in list(self._due):
+                    del self._due[name]
+                    if name in self._rendezvous.missing:  # who was met otherwise need not be greeted
+                        return name
+                self._changed.wait()
+        return ""
 
 
 def _greeting(task: Task, other: Task, token: str, timeout_s: float) -> str:
