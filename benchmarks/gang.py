@@ -79,7 +79,7 @@ def measure(bench: Bench) -> list[Figure]:
     else:
         count = COUNTS[0] if bench.quick else APART
         with slow_links.hosts(count) as hosts:
-            apart = found[f"{_name(count)}, {slow_links.RATE}/s links"] = Measured()
+            apart = found[f"{_name(count)}, {slow_links.TITLE}"] = Measured()
             _run(bench.folder / "gang-apart", count, apart, hosts)
     goals = {"share": Goal(1.0, at_least=False), "kill_s": Goal(0.5, at_least=False)}
     titles = {

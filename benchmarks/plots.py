@@ -123,11 +123,18 @@ def _recovery(axes: Any, rows: Sequence[Row]) -> None:
     _bars(axes, rows, [""], "From SIGKILL of a task to the next new step")
 
 
+def _sizes(row: Row) -> tuple[list[int], list[float]]:
+    """Return the numbers of tasks of one machine, in order, and the median of each."""
+    found = {each["name"].split()[0]: each["median"] for each in row["variants"] if "," not in each["name"]}
+    counts = sorted(map(int, found))
+    return counts, [found[str(count)] for count in counts]
+
+
 def _gang(axes: Any, rows: Sequence[Row]) -> None:
     for row, color in zip(rows, (OURS, OTHERS, IDEAL, APART), strict=False):
-        counts = [int(each["name"].split()[0]) for each in row["variants"]]
+        counts, medians = _sizes(row)
         label = {"gang-start": "start", "gang-kill": "a kill seen by all", "gang-stop": "stop", "gang-end": "end"}
-        axes.plot(counts, [each["median"] for each in row["variants"]], "o-", color=color, label=label[row["name"]])
+        axes.plot(counts, medians, "o-", color=color, label=label[row["name"]])
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(counts, [str(count) for count in counts])
@@ -139,10 +146,10 @@ def _gang(axes: Any, rows: Sequence[Row]) -> None:
 
 def _gang_cost(axes: Any, rows: Sequence[Row]) -> None:
     for row, color in zip(rows, (OURS, IDEAL), strict=False):
-        counts = [int(each["name"].split()[0]) for each in row["variants"]]
+        counts, medians = _sizes(row)
         label = {"gang-share": "% of a core, each agent", "gang-files": "path system calls a second, each agent"}
         per = counts if row["name"] == "gang-files" else [1] * len(counts)
-        values = [each["median"] / tasks for each, tasks in zip(row["variants"], per, strict=True)]
+        values = [median / tasks for median, tasks in zip(medians, per, strict=True)]
         axes.plot(counts, values, "o-", color=color, label=label[row["name"]])
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from benchmarks.figures import Figure, Goal, ratios, step_seconds
 from benchmarks.runs import ENDLESS, GLOBAL_BATCH, TRAINING, Bench
@@ -44,7 +44,15 @@ def measure(bench: Bench) -> list[Figure]:
         _figure("scaling-same-batch", SAME_BATCH, rates, GOAL),
         _figure("scaling-large-batch", LARGE, rates, GOAL, one=ONE_LARGE),
         _figure("scaling-apart", APART, rates, None),
+        against_apart(rates),
     ]
+
+
+def against_apart(rates: Mapping[str, list[float]]) -> Figure:
+    """Return what two tasks reach together of what two reach apart: cores may share units, caches and their clock."""
+    title = f"examples/s of {SAME_SHARE}, over those of {APART}, one core each"
+    two, apart = rates[SAME_SHARE], rates[APART]
+    return Figure("scaling-of-apart", title, "examples/s", {SAME_SHARE: two, APART: apart}, ratios(two, apart), "times")
 
 
 def own_cores(name: str) -> list[int]:

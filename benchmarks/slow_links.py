@@ -15,10 +15,10 @@ from dataclasses import dataclass
 NETWORK = "10.213"
 GATEWAY = "169.254.1.1"
 """The router's address on each link."""
-RATE = "1mbit"
-"""Of each direction of each host's link: 4 ms for the digest of a large gang, and whatever waits before it."""
-QUEUE = f"rate {RATE} burst 2kb latency 1s"
-"""The bucket of a token bucket filter (tc-tbf(8)), and for how long a packet may wait; then it is dropped."""
+TITLE = "links of 1 Mbit/s"
+QUEUE = "rate 1mbit burst 2kb latency 1s"
+"""Of each direction of each host's link: the bucket of a token bucket filter (tc-tbf(8)), and for how long a packet may
+wait; then it is dropped."""
 
 
 @dataclass(frozen=True)
