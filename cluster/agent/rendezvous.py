@@ -32,7 +32,7 @@ GATHER_S = 3.0
 SMALL = 8
 """So many other tasks are greeted at once, whether or not the hub is heard."""
 HUB_S = 10.0
-"""How long to wait for the hub before all of a larger gang are greeted."""
+"""For how long the hub is not heard before all of a larger gang are greeted."""
 GREETERS = 8
 """How many tasks one greets at a time."""
 AT_ONCE = 16
@@ -74,6 +74,8 @@ class Attendance:
     unconfirmed: set[str]
     """The tasks that have not confirmed our answer."""
     others: frozenset[str]
+    heard_s: float = 0.0
+    """When the hub was heard last, in seconds from the beginning."""
     over: threading.Event = field(default_factory=threading.Event)
 
     @classmethod
@@ -97,8 +99,9 @@ class Attendance:
             timeout_s: seconds to wait in all.
         """
         if not hub.gathers():
-            soon = len(self.others) > SMALL and waited_s < min(timeout_s / 4, HUB_S)
+            soon = len(self.others) > SMALL and waited_s - self.heard_s < min(timeout_s / 4, HUB_S)
             return first if soon else self.others
+        self.heard_s = waited_s
         silent = first & self.missing.keys()
         if not silent:
             hub.come()

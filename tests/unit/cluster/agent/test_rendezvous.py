@@ -336,6 +336,17 @@ def test_a_large_gang_greets_all_only_after_a_while(
     assert (frozenset(others) if greets_all else first) == attendance.gather(hub, first, waited_s, 60.0)
 
 
+def test_a_hub_that_falls_silent_for_a_moment_makes_nobody_greet_all() -> None:
+    cluster = spec.build(rendezvous.SMALL + 1)
+    others = frozenset(task.name for task in cluster.members[1:])
+    attendance = rendezvous.Attendance.of("run/0", others)
+    first = rendezvous.greeted_first(cluster, cluster.members[0])
+    attendance.gather(rendezvous.Hub(gathers=lambda: True), first, 20.0, 60.0)
+    silent = rendezvous.Hub()
+    assert first == attendance.gather(silent, first, 19.0 + rendezvous.HUB_S, 60.0)
+    assert others == attendance.gather(silent, first, 20.0 + rendezvous.HUB_S, 60.0)
+
+
 def test_those_who_are_still_absent_at_the_hub_are_greeted_if_they_are_few() -> None:
     cluster = spec.build(39)
     attendance = rendezvous.Attendance.of("run/0", [task.name for task in cluster.members[1:]])
