@@ -17,6 +17,8 @@ from cluster.agent.script import ScriptAgent
 from cluster.errors import ClusterError, PrerequisiteError, UsageError
 from cluster.gang.board import Board
 from cluster.messages import described
+from cluster.run.copies import Copy
+from cluster.run.folder import RunFolder
 
 
 def main(arguments: list[str]) -> int:
@@ -30,7 +32,7 @@ def main(arguments: list[str]) -> int:
         if text := os.environ.get("TF_CONFIG"):
             tf_config.parse(text)
         timeout_s = settings.seconds("BARRIER_TIMEOUT_S")
-        run = Board(Path(run_dir))
+        run = Board(Path(run_dir), Copy.given(RunFolder(Path(run_dir)), task))
         if arguments[:1] == ["--script"]:
             return ScriptAgent(run, task, [sys.executable, *arguments[1:]], timeout_s).main()
         command = arguments[1:] if arguments[:1] == ["--"] else [sys.executable, "-m", "train", "--run-dir", run_dir]

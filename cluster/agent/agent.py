@@ -73,12 +73,14 @@ class Agent(Decisions):
         self.run.join(self.spec, self.task, self._listener.host)
         self._report_own_death()
         while not self.run.outcome:
+            self.run.require_newest()
             generation = self.run.generation
             if self.members.has(generation):
                 self._attempt(generation)
             else:
                 self.members.await_turn(generation, partial(self._is_over, generation), self._listener)
         self.standby.end()
+        self.run.require_newest()
         self.run.leave()
         self._finish()
         return 0
@@ -141,6 +143,7 @@ class Agent(Decisions):
         try:
             self._record_processes(program)
             if self._rendezvous(program, heartbeat, generation):
+                self.run.require_newest()  # the others may have met another copy of this task
                 self._let_start(program, heartbeat, variables)
                 if not program.can_wait:
                     self._record_processes(program)  # it has begun only now

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from cluster.gang.hub import Hub
 from cluster.gang.link import Link
 from cluster.gang.roster import News
+from cluster.run.copies import Copy
 from cluster.run.folder import RunFolder
 from cluster.spec import ClusterSpec, Role, Task
 
@@ -35,10 +36,12 @@ class Board(RunFolder):
     _ended: dict[str, Any] | None
     _newest: int
     """The newest generation that this agent has seen."""
+    _copy: Copy | None
+    """The copy of the task that this agent is of."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, copy: Copy | None = None) -> None:
         super().__init__(path)
-        self.__dict__ |= {"_hub": None, "_link": None, "_read": {}, "_ended": None, "_newest": -1}
+        self.__dict__ |= {"_hub": None, "_link": None, "_read": {}, "_ended": None, "_newest": -1, "_copy": copy}
 
     def join(self, spec: ClusterSpec, task: Task, host: str) -> None:
         """Connect with the other agents. Where that fails, they go on by the folder alone.
@@ -54,7 +57,7 @@ class Board(RunFolder):
             if task.role == Role.CHIEF:
                 self.__dict__["_hub"] = Hub(self, spec, host)
             else:
-                self.__dict__["_link"] = Link(self, task.name)
+                self.__dict__["_link"] = Link(self, task.name, self._copy)
 
     def leave(self) -> None:
         """Close this agent's connections. Everything is read from the folder again."""
@@ -125,10 +128,20 @@ class Board(RunFolder):
     def _read_stop(self) -> dict[str, Any] | None:
         return super().stop_request
 
-    # What is written: at once to the folder, which this agent then reads
+    # What is written: at once to the folder, which this agent then reads. An older copy of a task writes nothing
+
+    def require_newest(self) -> None:
+        """Return unless a newer copy of the task has begun.
+
+        Raises:
+            Superseded: one has.
+        """
+        if self._copy:
+            self._copy.require_newest()
 
     def begin_generation(self, number: int, **why: Any) -> bool:
         """Begin generation `number` unless another task has, or the run has ended; return whether this call did."""
+        self.require_newest()
         try:
             return self._read_outcome() is None and super().begin_generation(number, **why)
         finally:
@@ -136,6 +149,7 @@ class Board(RunFolder):
 
     def end(self, state: str, **why: Any) -> bool:
         """Record the outcome unless another task has; return whether this call did."""
+        self.require_newest()
         try:
             return super().end(state, **why)
         finally:
@@ -143,6 +157,7 @@ class Board(RunFolder):
 
     def request_stop(self, by: str, *, then: str = "") -> bool:
         """Request that every task saves at the same step and stops; return False if that was requested before."""
+        self.require_newest()
         try:
             return super().request_stop(by, then=then)
         finally:

@@ -13,6 +13,7 @@ from cluster.gang import joining
 from cluster.gang.joining import Invitation
 from cluster.gang.roster import HEARD_S, REPLACED, News
 from cluster.gang.wire import Channel, Refused
+from cluster.run.copies import Copy
 from cluster.run.folder import RunFolder
 
 LOOK_S = 0.5
@@ -28,9 +29,9 @@ READ_BYTES = 2**16
 class Link:
     """A task's end of its connection. Its thread does all that waits."""
 
-    def __init__(self, run: RunFolder, task: str) -> None:
-        """Begin to connect."""
-        self._run, self._task = RunFolder(run.path), task
+    def __init__(self, run: RunFolder, task: str, copy: Copy | None = None) -> None:
+        """Begin to connect, for this copy of the task if there may be several."""
+        self._run, self._task, self._copy = RunFolder(run.path), task, copy
         self.news = News()
         """What the hub said last."""
         self._heard = float("-inf")
@@ -79,6 +80,8 @@ class Link:
         while not self._stopped:
             began = time.monotonic()
             with contextlib.suppress(OSError, Refused, ValueError):
+                if self._copy and self._copy.is_superseded:
+                    return  # its connection would take the place of the newer copy's
                 if found := joining.invitation(self._run):
                     self._hold(found)
             self._heard = float("-inf")

@@ -15,7 +15,7 @@ from tensorflow import keras
 
 from cluster.errors import RunFailed
 from train.model import initial
-from train.saving.files import BEST, Saved, agreed, clean, prune, set_aside, write
+from train.saving.files import BEST, Saved, agreed, clean, keep_only, prune, set_aside, write
 from train.saving.joint import Joint
 from train.saving.mirror import Copy, Mirror
 
@@ -185,8 +185,10 @@ class Checkpoint:
                 return
             write(writer, saved, self.generation)
             self.writing_s = time.monotonic() - began
-            prune(saved, 1 if best else self._keep)
-            if not best:
+            if best:
+                keep_only(saved)
+            else:
+                prune(saved, self._keep)
                 self._saved(step)
         except BaseException as error:  # raised by the next `wait`, in the thread that trains
             self._error = error

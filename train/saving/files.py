@@ -203,7 +203,9 @@ def _free_prefix(saved: Saved) -> str:
 
 
 def prune(newest: Saved, keep: int) -> None:
-    """Delete all but the checkpoint just written and, of the others whose files have their sizes, the newest.
+    """Delete all but the checkpoint just written and, of those before it whose files have their sizes, the newest.
+
+    A newer one is of another copy of this task, which a scheduler has started elsewhere: it stays.
 
     Args:
         newest: the one just written.
@@ -211,12 +213,19 @@ def prune(newest: Saved, keep: int) -> None:
     """
     kept = 1
     for saved in finished(newest.folder):
-        if saved == newest:
+        if saved.step >= newest.step:
             continue
         if kept < keep and saved.damage(contents=False) is None:
             kept += 1
         else:
             saved.remove()
+
+
+def keep_only(saved: Saved) -> None:
+    """Delete every other checkpoint of its folder, also a newer one: which is best may have been evaluated anew."""
+    for other in finished(saved.folder):
+        if other != saved:
+            other.remove()
 
 
 def clean(folder: Path, generation: int) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
+import os
+import signal
 import subprocess
+from collections.abc import Sequence
 
 from cluster.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TIMEOUT, TimedOut
-from cluster.run import records
-from cluster.run.fields import record, text
+from cluster.run.copies import Copy
 from cluster.run.folder import RunFolder
+from cluster.system import processes
 from cluster.system.files import remove
-from cluster.system.json_files import write_json
 from cluster.system.waiting import wait_until
 
 POLL_S = 0.2
@@ -19,36 +20,21 @@ COPY_S = 0.5
 """How often a copy of a task looks for a newer one."""
 
 
-class Copy:
-    """This copy of a task, among those that a scheduler may have started on several hosts.
+def run_agent(command: Sequence[str], run: RunFolder, copy: Copy) -> int | None:
+    """Run a task's agent until it ends, and pass on a request to end; return its exit code, negative for a signal.
 
-    A scheduler that loses sight of a host starts its tasks elsewhere, while the first copies may go on.
+    None says that a newer copy of the task has begun elsewhere: the agent was ended, and the run goes on without it.
     """
-
-    def __init__(self, run: RunFolder, task: str) -> None:
-        """Record this copy as the task's newest."""
-        self._path = run.control / "copies" / f"{task}.json"
-        self._id = secrets.token_hex(8)
-        self._path.parent.mkdir(exist_ok=True)
-        write_json(self._path, {"copy": self._id})
-
-    @property
-    def is_superseded(self) -> bool:
-        """Whether a newer copy has recorded itself. A record that cannot be read says nothing."""
-        with contextlib.suppress(OSError):
-            newest = records.read(self._path, record({"copy": text}), {"copy": self._id})
-            return bool(newest["copy"] != self._id)
-        return False
-
-    def await_agent(self, agent: subprocess.Popen[bytes]) -> int | None:
-        """Return the exit code of the task's agent; None once it was killed because a newer copy has begun."""
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return agent.wait(COPY_S)
-            if self.is_superseded:
-                agent.kill()
-                agent.wait()
-                return None
+    agent = subprocess.Popen(command, env=os.environ | copy.environment, preexec_fn=processes.die_with_parent)
+    signal.signal(signal.SIGTERM, lambda *_: None if run.outcome or copy.is_superseded else agent.terminate())
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = agent.wait(COPY_S)
+            return None if copy.is_superseded else code
+        if copy.is_superseded:
+            agent.kill()
+            agent.wait()
+            return None
 
 
 def go_on(run: RunFolder) -> None:

@@ -10,7 +10,8 @@ that the manifests mount at RECORDS_DIR, and a pod's exit code is what its contr
 
     0        the run succeeded
     1 to 4   the run failed, and starting it again would not help
-    130      the run stopped, because a pod was asked to end: every task has saved at the same step
+    130      the run stopped, because a pod was asked to end: every task has saved at the same step; or a newer pod has
+             taken this one's place, of which Kubernetes had lost sight
 
 A run that stopped goes on when its pods start again: the chief's opens it, and the others wait for that.
 """
@@ -24,12 +25,13 @@ import time
 from pathlib import Path
 
 from cluster import settings, spec, tf_config
-from cluster.agent import __main__ as agent
-from cluster.agent.schedulers.lifecycle import await_begin, exit_code, go_on
+from cluster.agent.schedulers.lifecycle import await_begin, exit_code, go_on, run_agent
 from cluster.errors import EXIT_INTERRUPTED, ClusterError
 from cluster.run import launch_records, records
+from cluster.run.copies import Copy
 from cluster.run.folder import RunFolder
 from cluster.spec import Role
+from cluster.system import processes
 from cluster.system.json_files import write_json
 
 
@@ -45,10 +47,12 @@ def main() -> int:
             await_begin(run, settings.seconds("BARRIER_TIMEOUT_S"))
         if not given:
             _replace_tf_config(run, task)
+        copy = Copy.begin(run, task)
     except ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    return agent.main([]) or exit_code(run)
+    code = run_agent([sys.executable, "-m", "cluster.agent"], run, copy)
+    return EXIT_INTERRUPTED if code is None else processes.as_exit_code(code) or exit_code(run)
 
 
 def begin(run: RunFolder, given: Path) -> None:

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 from cluster import settings
 from cluster.agent.schedulers import lifecycle
-from cluster.agent.schedulers.lifecycle import Copy
 from cluster.errors import EXIT_DONE, EXIT_PEER_LOST, ClusterError
 from cluster.results import summary
+from cluster.run.copies import Copy
 from cluster.run.folder import REQUEUE, RunFolder
 from cluster.spec import Role
 from cluster.system import processes
@@ -36,7 +35,7 @@ def main(words: list[str]) -> int:
     """Run the agent of the task that the environment names; return the container's exit code."""
     run, task = RunFolder(Path(os.environ["RUN_DIR"])), os.environ["TASK"]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_PEER_LOST))  # until the agent asks for a checkpoint
-    copy = Copy(run, task)
+    copy = Copy.begin(run, task)
     try:
         rejoin(run, task)
     except ClusterError as error:
@@ -68,9 +67,7 @@ def secret_variables(folder: Path) -> dict[str, str]:
 
 def keep(command: list[str], run: RunFolder, copy: Copy) -> int:
     """Run the agent to its end, or until another copy of the task has begun; return the container's exit code."""
-    agent = subprocess.Popen(command, preexec_fn=processes.die_with_parent)
-    signal.signal(signal.SIGTERM, lambda *_: None if run.outcome or copy.is_superseded else agent.terminate())
-    if (code := copy.await_agent(agent)) is None:
+    if (code := lifecycle.run_agent(command, run, copy)) is None:
         return EXIT_DONE
     if code == EXIT_DONE and (run.outcome or {}).get("state") == "stopped" and run.requeue_requested:
         return EXIT_PEER_LOST

@@ -22,7 +22,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -32,8 +31,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cluster import settings, tf_config
-from cluster.agent.schedulers import probe, replacements
-from cluster.agent.schedulers.lifecycle import Copy, exit_code, go_on
+from cluster.agent.schedulers import lifecycle, probe, replacements
+from cluster.agent.schedulers.lifecycle import exit_code, go_on
 from cluster.agent.schedulers.replacements import Replacements
 from cluster.errors import (
     EXIT_DONE,
@@ -46,6 +45,7 @@ from cluster.errors import (
     UsageError,
 )
 from cluster.run import launch_records, membership, records
+from cluster.run.copies import Copy
 from cluster.run.folder import REQUEUE, TASK_LOST, RunFolder
 from cluster.spec import ClusterSpec, Role, Task
 from cluster.system import processes
@@ -103,13 +103,13 @@ def _task(run: RunFolder, command: list[str]) -> int:
     if config := tf_config.dumps(cluster, task):
         os.environ["TF_CONFIG"] = config
     os.environ |= gpus(task.role, os.environ.get("GPUS_PER_TASK", ""))
-    copy = Copy(run, task.name)
+    copy = Copy.begin(run, task.name)
     os.environ["LOST_THEN"] = REQUEUE
     watch = Replacements(run, places(run)) if task.role == Role.CHIEF and run.started.get("grow") else None
     if watch:
         watch.start()
     try:
-        code = keep_agent(command, copy)
+        code = keep_agent(command, run, copy)
     finally:
         if watch:
             watch.end()
@@ -246,15 +246,12 @@ def _await(find: Callable[[], T | None], deadline: float) -> T | None:
     return found
 
 
-def keep_agent(command: Sequence[str], copy: Copy) -> int:
+def keep_agent(command: Sequence[str], run: RunFolder, copy: Copy) -> int:
     """Run the agent, again where it was killed, alone or in its container; return its own code."""
-    while True:
-        agent = subprocess.Popen(command, preexec_fn=processes.die_with_parent)
-        signal.signal(signal.SIGTERM, lambda *_, agent=agent: agent.terminate())
-        if (code := copy.await_agent(agent)) is None:
-            return EXIT_DONE
+    while (code := lifecycle.run_agent(command, run, copy)) is not None:
         if code >= 0 and code != processes.as_exit_code(-signal.SIGKILL):
             return code
+    return EXIT_DONE
 
 
 def result(run: RunFolder) -> int:

@@ -19,7 +19,7 @@ from cluster.paths import ROOT
 from cluster.system.json_files import DISK_FULL, read_json
 from tests.waiting import wait_for
 from train.saving import files as checkpoint_files
-from train.saving.files import Saved, agreed, clean, finished, newest_good, prune, set_aside, write
+from train.saving.files import Saved, agreed, clean, finished, keep_only, newest_good, prune, set_aside, write
 
 SIZE = 100_000
 
@@ -148,6 +148,20 @@ while True:
 """
 
 
+def test_an_older_copy_of_the_writer_deletes_no_newer_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, 4, 5, 6)
+    write(State(3), Saved(tmp_path, 3))  # by one that stood still meanwhile
+    prune(Saved(tmp_path, 3), 1)
+    assert [6, 5, 4, 3] == steps_of(tmp_path)
+
+
+def test_the_best_checkpoint_is_alone(tmp_path: Path) -> None:
+    save(tmp_path, 4, 6)
+    write(State(5), Saved(tmp_path, 5))
+    keep_only(Saved(tmp_path, 5))
+    assert [5] == steps_of(tmp_path)
+
+
 def test_a_kill_at_any_moment_leaves_a_good_one_and_nothing_for_ever(tmp_path: Path) -> None:
     """With one checkpoint kept: writing, switching and pruning are all cut short somewhere."""
     random_, last = random.Random(4), 0
@@ -207,7 +221,7 @@ def test_what_was_just_written_is_kept_whatever_else_there_is(tmp_path: Path, ke
     save(tmp_path, 5, 90, 100)
     cut(tmp_path, 100)
     save(tmp_path, 10, keep=keep)
-    assert [90, 10][2 - keep :] == steps_of(tmp_path)
+    assert [100, 90, 10, 5][: 2 + keep] == steps_of(tmp_path)
 
 
 def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:

@@ -119,11 +119,11 @@ def test_an_operator_says_by_tf_config_which_task_a_pod_is(
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": theirs, "task": task}) if task else "")
     seen: dict[str, str] = {}
 
-    def agent(_: list[str]) -> int:
+    def agent(*_: object) -> int:
         seen.update({key: pod.os.environ.get(key, "") for key in ("TASK", "TF_CONFIG")})
         return 0
 
-    monkeypatch.setattr(pod.agent, "main", agent)
+    monkeypatch.setattr(pod, "run_agent", agent)
     assert 130 == pod.main()
     assert name == seen["TASK"]
     assert bool(seen["TF_CONFIG"]) == listed

@@ -12,6 +12,7 @@ import pytest
 
 from cluster.agent.schedulers import lifecycle, service
 from cluster.errors import EXIT_DONE, EXIT_PEER_LOST, TimedOut
+from cluster.run.copies import Copy
 from cluster.run.folder import REQUEUE, RunFolder
 from tests.waiting import wait_for
 
@@ -35,12 +36,12 @@ def stopped(run: RunFolder, then: str) -> None:
 @pytest.mark.parametrize(("then", "code"), [(REQUEUE, EXIT_PEER_LOST), ("", EXIT_DONE)])
 def test_only_a_run_that_is_to_go_on_starts_again(run: RunFolder, then: str, code: int) -> None:
     stopped(run, then)
-    assert code == service.keep(agent(""), run, service.Copy(run, "chief"))
+    assert code == service.keep(agent(""), run, Copy.begin(run, "chief"))
 
 
 def test_an_agent_that_was_killed_is_started_again_by_the_swarm(run: RunFolder) -> None:
     kill = f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})"
-    assert 137 == service.keep(agent(kill), run, service.Copy(run, "chief"))
+    assert 137 == service.keep(agent(kill), run, Copy.begin(run, "chief"))
 
 
 def test_an_older_copy_of_a_task_ends_without_stopping_the_run(
@@ -48,12 +49,12 @@ def test_an_older_copy_of_a_task_ends_without_stopping_the_run(
 ) -> None:
     monkeypatch.setattr(lifecycle, "COPY_S", 0.02)
     begun = tmp_path / "begun"
-    older = service.Copy(run, "worker-0")
+    older = Copy.begin(run, "worker-0")
     assert not older.is_superseded
 
     def start_another() -> None:
         wait_for(begun.exists, "the agent")
-        service.Copy(run, "worker-0")
+        Copy.begin(run, "worker-0")
 
     other = threading.Thread(target=start_another)
     other.start()

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from cluster import spec
-from cluster.agent.schedulers import replacements, slurm
-from cluster.agent.schedulers.lifecycle import Copy
+from cluster.agent.schedulers import lifecycle, replacements, slurm
 from cluster.errors import EXIT_PEER_LOST, EXIT_PREREQUISITE, PrerequisiteError, TimedOut
 from cluster.run import membership
+from cluster.run.copies import Copy
 from cluster.run.folder import REQUEUE, SCALE, TASK_LOST, RunFolder
 from cluster.system.json_files import write_json
 
@@ -171,9 +171,10 @@ def test_tasks_on_one_node_get_ports_of_their_own(run: RunFolder) -> None:
 def test_an_agent_that_is_killed_is_started_again(
     tmp_path: Path, make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(lifecycle.signal, "signal", lambda *_: None)
+    run = make_run()
     words: list[Any] = ["bash", "-c", f"[ -e {tmp_path}/again ] && exit 3; touch {tmp_path}/again; kill -9 $$"]
-    assert 3 == slurm.keep_agent(words, Copy(make_run(), "chief"))
+    assert 3 == slurm.keep_agent(words, run, Copy.begin(run, "chief"))
 
 
 @pytest.mark.parametrize(("by", "requeued"), [(TASK_LOST, [["scontrol", "requeue", "7"]]), (slurm.TIME_LIMIT, [])])
