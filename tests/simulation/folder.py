@@ -53,6 +53,10 @@ class Cache:
         self._absent.pop(name, None)
         self._listed.pop(name.partition("/")[0], None)
 
+    def elsewhere(self) -> Cache:
+        """Return that of another host."""
+        return Cache(self._world, self._longest_s)
+
     def _until(self) -> float:
         return self._world.now + (self._world.random.uniform(0, self._longest_s) if self._longest_s else 0.0)
 
@@ -72,6 +76,7 @@ class SimFolder(RunFolder):
             "steps": {},
             "standby": {},
             "checkpoints_saved": [],
+            "created_by": {},
             "torn_share": 0.0,
             "exclusive": True,
             "replaces_damaged": True,
@@ -100,6 +105,7 @@ class SimFolder(RunFolder):
             self.records[name] = DAMAGED
             self.world.kill_running()
         self.records[name] = value
+        self.created_by[name] = (self.world.running, self.world.running and self.world.running.thread)
         self.world.log(self.world.running.name if self.world.running else "-", f"{name}: {value}")
         self.world.operation(f"created {name}")
         return True
@@ -224,7 +230,7 @@ class SimHeartbeat:
 
     def __init__(self, run: SimFolder, task: Task, generation: int, restarts: int = 0) -> None:
         self._run, self._name = run, task.name
-        self._owner = run.world.tasks[task.name]
+        self._owner = run.world.running
         self._beat: Beat | None = None
         self.values: dict[str, Any] = {
             "task": task.name, "role": task.role.value, "state": "starting", "generation": generation, "step": 0,
@@ -248,6 +254,8 @@ class SimHeartbeat:
     def write(self) -> None:
         """Write now."""
         self._run.world.operation("heartbeat")
+        if self._owner.superseded:
+            return  # the newer copy writes it again within a second
         owner, world = self._owner, self._run.world
         incarnation = owner.thread
         self._beat = Beat(

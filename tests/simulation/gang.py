@@ -13,6 +13,7 @@ from typing import Any
 
 from cluster.gang.board import Board
 from cluster.gang.roster import HEARD_S, News, Roster
+from cluster.run.copies import Superseded
 from cluster.spec import ClusterSpec, Role, Task
 from tests.simulation.folder import SimFolder
 from tests.simulation.world import SimTask
@@ -24,11 +25,25 @@ LATEST_S = 0.4
 REPEATED_AFTER_S = 8.0
 
 
+class SimCopy:
+    """Replaces `Copy`."""
+
+    def __init__(self, owner: SimTask) -> None:
+        self._owner = owner
+
+    def require_newest(self) -> None:
+        """Look at the record of the newest copy, whose contents are never old."""
+        self._owner.world.operation("look for a newer copy")
+        if self._owner.superseded:
+            raise Superseded(f"a newer copy of {self._owner.name} has begun")
+
+
 class SimBoard(Board, SimFolder):
     """What a simulated agent sees of the run."""
 
     def __init__(self, folder: SimFolder, owner: SimTask) -> None:
-        own = {"_hub": None, "_link": None, "_read": {}, "_ended": None, "_newest": -1}
+        copy = SimCopy(owner) if owner.world.copied else None
+        own = {"_hub": None, "_link": None, "_read": {}, "_ended": None, "_newest": -1, "_copy": copy}
         self.__dict__ |= folder.seen_by(owner).__dict__ | own
 
     def join(self, spec: ClusterSpec, task: Task, host: str) -> None:
@@ -36,7 +51,7 @@ class SimBoard(Board, SimFolder):
         world = self.world
         if not world.linked or len(spec.tasks) == 1:
             return
-        owner = world.tasks[task.name]
+        owner = world.running
         if task.role == Role.CHIEF:
             self.__dict__["_hub"] = SimHub(owner, spec)
         else:
@@ -107,7 +122,7 @@ class SimHub(End):
     fresh = True
 
     def _tick(self) -> None:
-        if self.gone:
+        if self.gone or self.world.hub is not self:  # whoever lost contact goes where the record says
             return
         if not self.frozen:
             digest = json.loads(json.dumps(self.roster.digest()))
@@ -158,7 +173,7 @@ class SimLink(End):
             self.message = self.message | {"here": True}
 
     def _tick(self) -> None:
-        if self.gone:
+        if self.gone or self.world.links[self.owner.name] is not self:  # that of a newer copy counts
             return
         hub = self.world.hub
         if hub and not hub.gone and not self.frozen and self.message["number"] >= 0:

@@ -88,7 +88,9 @@ def hold_rendezvous(
     if not others:
         return
     world.operation("begin the rendezvous")
-    mine = world.meetings[task.name] = Attendance.of(token, others)
+    mine = Attendance.of(token, others)
+    if world.tasks[task.name] is world.running:  # others reach the newest copy
+        world.meetings[task.name] = mine
     first, began = rendezvous.greeted_first(spec, task), world.now
     try:
         while True:

@@ -7,6 +7,7 @@ Invariants, each checked while a schedule runs or at its end:
     programs     a task has one program at a time, and one standby process
     ports        no two of them listen on the same port
     checkpoint   training continues from the newest checkpoint, and a run that succeeded has done every step, in order
+    copies       an older copy of a task has neither agent nor program once its host can see the newer one
     end          every run ends, and every agent with it, however it was disturbed
     stop         a run that is requested to stop ends soon
     seen         once a generation begins, no agent keeps a program of an earlier one; a killed program is noticed;
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster import spec
+from cluster.agent.schedulers.lifecycle import COPY_S
 from cluster.agent.watchdog import FROZEN_S, SILENT_S
 from cluster.errors import EXIT_TIMEOUT
 from cluster.gang.roster import HEARD_S
@@ -45,6 +47,8 @@ LONGEST_STALE_S = 60.0
 """As long as an NFS client keeps the attributes of a folder by default."""
 FOR_GOOD_S = 110.0
 """A task that would be lost for longer does not come back."""
+STOPPING = ("freeze task", "second copy")
+"""What makes a task's host stand still, the agent and the programs."""
 TOPOLOGIES: tuple[tuple[int, dict[str, Any]], ...] = (
     (2, {"workers": 0}),
     (6, {"workers": 1}),
@@ -83,7 +87,7 @@ class Drawn:
     @property
     def connected(self) -> bool:
         """Whether all agents are connected all the time, but for those that start again or are frozen themselves."""
-        hub = any(name == "chief" and kind in ("kill task", "freeze task") for _, kind, name, _ in self.faults)
+        hub = any(name == "chief" and kind in ("kill task", *STOPPING) for _, kind, name, _ in self.faults)
         return self.linked and not hub and "chief" not in self.crash_at and "cut" not in self.kinds
 
     @property
@@ -131,19 +135,21 @@ def draw(seed: int) -> Drawn:
             drawn.faults.append((dice.uniform(6, 30), "kill program", dice.choice(names), 0.2))
         for _ in range(dice.choice((0, 0, 1, 2))):
             drawn.faults.append((dice.uniform(3, 30), "kill standby", dice.choice(names), 0.2))
-    drawn.linked = dice.random() < 0.75
-    if drawn.linked:
-        _draw_network(dice, drawn, names)
+    _draw_network(dice, drawn, names)
     return drawn
 
 
 def _draw_network(dice: random.Random, drawn: Drawn, names: list[str]) -> None:
-    """Draw how the connections of agents break, and how their hosts see the run folder."""
-    if dice.random() < 0.4:
+    """Draw how connections of agents break, how their hosts see the run folder, and which of them the engine loses."""
+    drawn.linked = dice.random() < 0.75
+    if drawn.linked and dice.random() < 0.4:
         for _ in range(dice.randint(1, 3)):
             drawn.faults.append((dice.uniform(0, 40), "cut", dice.choice(names), dice.uniform(0.2, 20)))
-    if dice.random() < 0.3:
+    if drawn.linked and dice.random() < 0.3:
         drawn.stale_s = dice.uniform(3, LONGEST_STALE_S)
+    if len(names) > 1 and not drawn.topology.get("ps") and dice.random() < 0.2:
+        for _ in range(dice.choice((1, 1, 2))):
+            drawn.faults.append((dice.uniform(0, 30), "second copy", dice.choice(names), dice.uniform(2, 60)))
 
 
 class Schedule:
@@ -160,6 +166,7 @@ class Schedule:
             world, steps=self.drawn.steps, save_every=self.drawn.save_every, scripted=self.drawn.scripted
         )
         world.linked = self.drawn.linked
+        world.copied = "second copy" in self.drawn.kinds
         world.make_agent = lambda task: machine.make_agent(
             task, scripted=self.drawn.scripted, standby_s=self.drawn.standby_s
         )
@@ -220,18 +227,42 @@ class Schedule:
             task.kill(seconds / 7)
         elif kind == "lose task":
             task.kill(None if seconds > FOR_GOOD_S else seconds)
-        elif kind == "freeze task":
-            self._freeze(task, seconds)
+        elif kind == "second copy":
+            seconds = self._lose_sight(task, seconds)
         if program and kind == "kill program":
             self._kill(task, program)
-        if kind == "freeze task":
+        if kind in STOPPING:
+            self._freeze(task, seconds)
             for each in waiting:
                 self._freeze(each, seconds)
                 self.training.froze(each)
-        if program and kind.startswith("freeze"):
+        if program and kind in ("freeze program", *STOPPING):
             self._freeze(program, seconds)
             self.training.froze(program)
-            self._check_frozen(task, program, whole=kind == "freeze task")
+            self._check_frozen(task, program, whole=kind != "freeze program")
+
+    def _lose_sight(self, task: SimTask, seconds: float) -> float:
+        """Let the engine start another copy of a task whose host stands still; return for how long that does.
+
+        A script's other copy comes first: a script that goes on after the others lost contact fails its run.
+        """
+        uniform = self.world.random.uniform
+        self.world.at(seconds * uniform(0.2, 0.8 if self.drawn.scripted else 1.0), lambda: self._copy(task))
+        return seconds * (1.0 if self.drawn.scripted else uniform(0.5, 1.0))
+
+    def _copy(self, task: SimTask) -> None:
+        """Let the engine start a task elsewhere, and check that the first copy ends."""
+        if self.world.tasks[task.name] is not task:
+            return
+        self.world.start_copy(task.name)
+
+        def ended() -> None:
+            if task.frozen_until > self.world.now - 2 * COPY_S:
+                self.world.at(task.frozen_until + 2 * COPY_S - self.world.now, ended)
+            elif task.superseded and (task.alive or any(each.code is None for each in task.programs)):
+                raise Broken(f"copies: the older copy of {task.name} goes on")
+
+        self.world.at(2 * COPY_S, ended)
 
     def _freeze(self, frozen: Any, seconds: float) -> None:
         """Freeze a task or a program; one that is frozen already does not go on earlier for it."""
@@ -284,7 +315,7 @@ class Schedule:
             self.first_outcome = outcome
         if (newest := self.folder.newest_generation) != self._newest:
             self._newest = newest
-            self.world.at(self.seen_s, lambda: self._check_seen(newest))
+            self._await_seen(newest)
             self._check_formed(newest)
         if self.stop_at is not None and outcome is None and self.world.now > self._last_fault() + STOP_S:
             raise Broken("stop: the run does not stop")
@@ -296,6 +327,18 @@ class Schedule:
     def _last_fault(self) -> float:
         ends = [at + seconds for at, _, _, seconds in self.drawn.faults]
         return max([self.stop_at or 0.0, *ends]) + self.drawn.stale_s
+
+    def _await_seen(self, generation: int) -> None:
+        """Check later that a generation was seen; where who began it died before others heard of it, they list it."""
+        began = self.world.now
+        teller, thread = self.folder.created_by[f"generations/{generation}"]
+
+        def check() -> None:
+            told = teller.alive and teller.thread is thread and teller.frozen_until <= began
+            later_s = 0.0 if told else self.drawn.stale_s
+            self.world.at(later_s, lambda: self._check_seen(generation))
+
+        self.world.at(self.seen_s, check)
 
     def _check_seen(self, generation: int) -> None:
         if "outcome" in self.folder.records:

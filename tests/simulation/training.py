@@ -97,8 +97,8 @@ class SimProgram:
     def beat(self, state: str, step: int) -> None:
         """Write the heartbeat."""
         self.state = state
-        if self.world.training.scripted:
-            return  # its agent writes it
+        if self.world.training.scripted or self.owner.superseded:
+            return  # its agent writes it, or the newer copy's program does again within a second
         values = {"task": self.owner.name, "role": self.owner.task.role.value, "state": state, "step": step}
         beat = self.world.folder.beats.get(self.owner.name)
         if beat is None or beat.writes != self._writes:
@@ -204,7 +204,7 @@ class Training:
 
     def join(self, program: SimProgram) -> None:
         """Let a program that has imported TensorFlow join its cluster."""
-        if program.code is not None:
+        if program.code is not None or program.owner.superseded:
             return
         if program.owner.name not in self.members:
             program.beat("evaluating", self.step)
@@ -372,6 +372,10 @@ class Training:
             self.session = []
         for each in others:
             self.world.at(self.world.random.uniform(1, 11), lambda each=each: self.lose_contact(each))
+
+    def superseded(self, owner: SimTask) -> None:
+        """Forget the programs of an older copy: others reach those of the newer one."""
+        self.joined = {name: program for name, program in self.joined.items() if program.owner is not owner}
 
     def froze(self, program: SimProgram) -> None:
         """Let the others lose contact with a frozen program, unless it goes on in time."""

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from cluster.agent.schedulers.lifecycle import COPY_S
+from cluster.run.copies import Superseded
 from cluster.spec import ClusterSpec, Task
 
 HURRY_S = 1.0
@@ -51,6 +53,8 @@ class SimTask:
         self.frozen_until = 0.0
         self.lost = False
         """Whether the engine cannot start it again: its machine is gone."""
+        self.superseded = False
+        """Whether the engine has started another copy of it elsewhere."""
         self.operations = 0
         self.crash_at: set[int] = set()
         """Numbers of the operations at which the whole task is killed."""
@@ -62,7 +66,7 @@ class SimTask:
 
     def start(self) -> None:
         """Start the agent, as the engine does."""
-        if self.lost or self.alive or self.ended:
+        if self.lost or self.alive or self.ended or self.superseded:
             return
         self.alive = True
         self.baton = _held()
@@ -79,6 +83,11 @@ class SimTask:
             self.world.log(self.name, "agent ended")
         except Killed:
             pass
+        except Superseded:
+            self.alive = False
+            self.world.log(self.name, "older copy ended by itself")
+            for program in self.programs:
+                program.exit(-9)
         except BaseException as error:  # the schedule fails with it
             self.world.error = self.world.error or error
             self.alive = False
@@ -90,10 +99,11 @@ class SimTask:
         if not self.alive:
             return
         self.alive, self.frozen_until = False, 0.0
-        self.world.log(self.name, "task killed")
-        self.world.folder.died(self.name)
-        self.world.meetings.pop(self.name, None)
-        self.world.waiting.pop(self.name, None)
+        self.world.log(self.name, "older copy ended" if self.superseded else "task killed")
+        if not self.superseded:
+            self.world.folder.died(self.name)
+            self.world.meetings.pop(self.name, None)
+            self.world.waiting.pop(self.name, None)
         for program in self.programs:
             program.exit(-9)
         if self.world.running is not self:  # let its thread unwind
@@ -142,6 +152,10 @@ class World:
         self.error: BaseException | None = None
         self.trace: list[tuple[float, str, str]] = []
         self.tasks = {task.name: SimTask(self, task) for task in spec.tasks}
+        self.older: list[SimTask] = []
+        """Copies of tasks that the engine has started again elsewhere."""
+        self.copied = False
+        """Whether the engine may do that, so that agents look for newer copies."""
         self.meetings: dict[str, Any] = {}
         """The rendezvous in which each task is."""
         self.waiting: dict[str, str] = {}
@@ -170,6 +184,38 @@ class World:
     def at(self, delay_s: float, action: Callable[[], None]) -> None:
         """Do something after a delay."""
         heapq.heappush(self._events, (self.now + delay_s, next(self._numbers), action))
+
+    def start_copy(self, name: str) -> None:
+        """Start a task elsewhere, as a scheduler that lost sight of its host; the first copy may go on."""
+        older = self.tasks[name]
+        if older.ended or older.lost:
+            return
+        older.superseded = True
+        self.older.append(older)
+        self.training.superseded(older)
+        self.meetings.pop(name, None)  # others reach the new one
+        self.waiting.pop(name, None)
+        newer = self.tasks[name] = SimTask(self, older.task)
+        newer.cache, newer.skew_s = older.cache.elsewhere(), older.skew_s
+        self.log(name, "another copy started")
+        newer.start()
+        self._fence(older)
+
+    def _fence(self, older: SimTask) -> None:
+        """End an older copy as `lifecycle.run_agent` does: soon after its host goes on."""
+        wait_s = older.frozen_until - self.now
+
+        def end() -> None:
+            if older.frozen_until > self.now:
+                self._fence(older)
+            else:
+                self.fence(older)
+
+        self.at(max(wait_s, 0.0) + self.random.uniform(0, COPY_S), end)
+
+    def fence(self, older: SimTask) -> None:
+        """End an older copy now."""
+        older.kill(None)
 
     def is_cut(self, name: str) -> bool:
         """Whether a task's connection is cut."""
@@ -218,7 +264,7 @@ class World:
                 self.now, _, action = heapq.heappop(self._events)
                 action()
         finally:
-            for task in self.tasks.values():
+            for task in [*self.tasks.values(), *self.older]:
                 if task.alive:
                     task.alive = False
                     self.running = task

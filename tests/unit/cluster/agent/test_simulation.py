@@ -22,9 +22,9 @@ from cluster.recovery import attempts, ends, standby_cluster
 from cluster.recovery.policy import Recovery
 from cluster.spec import ClusterSpec
 from tests.simulation import machine
-from tests.simulation.gang import SimBoard
+from tests.simulation.gang import SimBoard, SimCopy
 from tests.simulation.schedule import Drawn, Schedule, explain
-from tests.simulation.world import Broken, Now
+from tests.simulation.world import Broken, Now, World
 
 ORDINARY = 1200
 SEEDS_OF_A_MUTATION = 600
@@ -60,6 +60,7 @@ def test_no_schedule_breaks_an_invariant(simulated: pytest.MonkeyPatch) -> None:
     assert {"state succeeded", "state stopped", "state failed"} <= counts.keys()
     faults = {
         "cut",
+        "second copy",
         "kill standby",
         "with standby processes",
         "stale caches",
@@ -100,6 +101,10 @@ def test_a_chief_that_goes_on_alone_restarts_with_its_standby_process(simulated:
     alone = list(islice(schedules(drawn=drawn), 20))
     assert {"succeeded"} == {schedule.run()["state"] for schedule in alone}
     assert any(standby_cluster.PORTS_KEY in each for schedule in alone for each in schedule.begun)
+
+
+def test_an_older_copy_whose_rendezvous_timed_out_fails_nothing(simulated: pytest.MonkeyPatch) -> None:
+    assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=HELD_UP), 50)}
 
 
 def test_a_schedule_can_be_repeated_exactly(simulated: pytest.MonkeyPatch) -> None:
@@ -242,6 +247,18 @@ def met_again(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     return schedules()
 
 
+def copies_go_on(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
+    """Nothing ends the older copy of a task."""
+    patch.setattr(World, "fence", lambda self, older: None)
+    return copies_claim(patch)
+
+
+def copies_claim(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
+    """An agent does not look for a newer copy of its task before it claims something."""
+    patch.setattr(SimCopy, "require_newest", lambda self: None)
+    return schedules(drawn=HELD_UP)
+
+
 def needs_everyone(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """An elastic run does not go on without a worker."""
     patch.setattr(elastic, "leave_out", lambda *_: None)
@@ -325,6 +342,10 @@ STALE = Drawn(
 """Hosts may not see for a minute what another one did when a program is killed."""
 
 
+HELD_UP = Drawn({"workers": 1}, scripted=True, steps=80, save_every=5, faults=[(1.0, "second copy", "worker-0", 70.0)])
+"""A host stands still in the rendezvous until that has timed out; another copy of its task has long come."""
+
+
 def schedules(
     change: Callable[[Schedule], object] = lambda schedule: None, drawn: Drawn | None = None
 ) -> Iterator[Schedule]:
@@ -357,6 +378,8 @@ def schedules(
         (met_again, "policy"),
         (no_patience, "policy"),
         (needs_everyone, "policy"),
+        (copies_claim, "policy"),
+        (copies_go_on, "copies"),
         (deaf_to_reports, "policy"),
         (same_ports, "ports"),
         (ready_or_not, "end"),
