@@ -24,7 +24,7 @@ from cluster.agent.program import Program, Script
 from cluster.errors import EXIT_FAILED
 from cluster.paths import ROOT
 from cluster.recovery import ends
-from cluster.recovery.attempts import LOST_CONTACT, OUTSIDE
+from cluster.recovery.attempts import LOST_CONTACT
 from cluster.recovery.ends import End
 from cluster.run.heartbeat import Heartbeat
 from cluster.spec import Role
@@ -77,10 +77,12 @@ class ScriptAgent(Agent):
         if self.run.outcome:
             return
         others_had_failed = self._others_failed(generation)
-        self.heartbeat.update(state="done" if code == 0 else "failed", exit_code=as_exit_code(code))
         end = self._end_of(program, code, generation)
         # TensorFlow aborts when it learns that another task failed.
         killed = code < 0 and not (code == -signal.SIGABRT and others_had_failed)
+        if killed and not self.restarts_alone:
+            ends.record(self.run, generation, end)  # first: nobody waits for a failed task whose host is lost meanwhile
+        self.heartbeat.update(state="done" if code == 0 else "failed", exit_code=as_exit_code(code))
         if self.run.stop_requested:
             self.run.end("stopped", task=self.task.name)
         elif code == 0:
@@ -98,7 +100,7 @@ class ScriptAgent(Agent):
             self.run.end("stopped", task=self.task.name)
         elif self.run.begun(generation + 1):  # by its name: a network file system may not list it yet
             return
-        elif self._another_was_killed(generation):
+        elif self._another_died(generation):
             self.recovery.restart_gang(generation, dataclasses.replace(end, kind=LOST_CONTACT))
         elif self._worker_restarted(generation):
             cause = f"{end.cause}, after a worker had died"
@@ -129,9 +131,10 @@ class ScriptAgent(Agent):
         mine = self.task.name
         return any(b["task"] != mine and b["generation"] == generation and b["state"] == "failed" for b in beats)
 
-    def _another_was_killed(self, generation: int) -> bool:
-        """Whether a task reported that it was killed, and has not begun the next generation yet."""
-        return any(end.kind == OUTSIDE for end in ends.recorded(self.run, generation) if end.task != self.task.name)
+    def _another_died(self, generation: int) -> bool:
+        """Whether a task reported that it was killed or crashed, and has not begun the next generation yet."""
+        others = [end for end in ends.recorded(self.run, generation) if end.task != self.task.name]
+        return any(not end.may_follow for end in others)
 
     def _worker_restarted(self, generation: int) -> bool:
         """Whether a worker was restarted alone shortly before: not every script continues without one.

@@ -257,8 +257,8 @@ class Schedule:
         self.world.start_copy(task.name)
 
         def ended() -> None:
-            if task.frozen_until > self.world.now - 2 * COPY_S:
-                self.world.at(task.frozen_until + 2 * COPY_S - self.world.now, ended)
+            if (since_s := self.world.now - task.frozen_until) < COPY_S:
+                self.world.at(2 * COPY_S - since_s, ended)
             elif task.superseded and (task.alive or any(each.code is None for each in task.programs)):
                 raise Broken(f"copies: the older copy of {task.name} goes on")
 

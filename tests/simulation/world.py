@@ -142,6 +142,8 @@ class World:
     """One schedule: tasks, their clock, what happens when."""
 
     LIMIT_S = 20_000.0
+    MOST_EVENTS = 2_000_000
+    """More of them mean that time stands still."""
 
     def __init__(self, spec: ClusterSpec, seed: int) -> None:
         self.spec, self.seed = spec, seed
@@ -257,9 +259,11 @@ class World:
         Raises:
             Broken: it is not over in time.
         """
+        done = 0
         try:
             while not over():
-                if not self._events or self.now > self.LIMIT_S:
+                done += 1
+                if not self._events or self.now > self.LIMIT_S or done > self.MOST_EVENTS:
                     raise Broken("end: the run does not end")
                 self.now, _, action = heapq.heappop(self._events)
                 action()

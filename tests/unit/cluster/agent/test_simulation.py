@@ -89,6 +89,14 @@ def test_a_script_outlives_a_peer_that_reports_its_death_slowly(simulated: pytes
     assert ["succeeded"] * 200 == outcomes
 
 
+def test_a_script_outlives_a_peer_that_crashed_and_whose_host_is_replaced_at_once(
+    simulated: pytest.MonkeyPatch,
+) -> None:
+    drawn = Drawn({"workers": 1}, scripted=True, steps=8, save_every=3, linked=True)
+    drawn.fails_at, drawn.faults = {2: ("chief", -11, 1)}, [(4.0, "second copy", "chief", 40.0)]
+    assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), 200)}
+
+
 def test_a_stop_while_a_script_waits_for_a_killed_peer_is_no_failure(simulated: pytest.MonkeyPatch) -> None:
     drawn = Drawn({"workers": 1}, scripted=True, steps=15, save_every=5)
     drawn.faults = [(8.0, "kill task", "worker-0", 20.0), (10.5, "stop", "", 0.0)]
@@ -267,7 +275,7 @@ def needs_everyone(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
 
 def deaf_to_reports(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """A script's agent does not look for a task that was killed and has reported only that so far."""
-    patch.setattr(ScriptAgent, "_another_was_killed", lambda self, generation: False)
+    patch.setattr(ScriptAgent, "_another_died", lambda self, generation: False)
 
     return slow_reports(patch)
 
