@@ -291,20 +291,25 @@ class Schedule:
         if whole and self.drawn.linked:
             patience_s += HEARD_S  # until then its agent counts as connected
         began = self.world.now
-        watchers = {other: other.thread for other in self.world.tasks.values() if other is not task and other.alive}
+        watchers = {other: self._as_watcher(other) for other in self.world.tasks.values() if other is not task}
         settled = program.state in ("training", "evaluating") and not self.drawn.scripted
 
         def seen() -> None:
             gone = program.code is not None or "outcome" in self.folder.records or "stop" in self.folder.records
             others = task.thread is not thread or (task.frozen_until > until if whole else task.frozen_until > 0)
             watched = any(
-                each.alive and each.thread is then and each.frozen_until <= began for each, then in watchers.items()
+                each.alive and each.frozen_until <= began and self._as_watcher(each) == then
+                for each, then in watchers.items()
             )
             if not gone and not others and (watched or not whole) and self.folder.newest_generation == generation:
                 raise Broken(f"seen: {task.name} is frozen in {generation}, and nobody does anything about it")
 
         if settled and not (whole and task.name == "evaluator") and patience_s < until - self.world.now:
             self.world.at(patience_s, seen)
+
+    def _as_watcher(self, task: SimTask) -> Any:
+        """Return what stays the same while an agent watches others: one that restarts alone begins to watch anew."""
+        return task.alive, task.thread, task.programs_in_use if self._is_alone(task.name) else None
 
     def _watch(self) -> None:
         """Look at what is recorded, all the time."""

@@ -64,6 +64,11 @@ class SimTask:
         """What its host remembers of the run folder."""
         self._waiting = 0
 
+    @property
+    def programs_in_use(self) -> list[Any]:
+        """Its programs that are alive and no standby processes."""
+        return [program for program in self.programs if program.code is None and not program.standby]
+
     def start(self) -> None:
         """Start the agent, as the engine does."""
         if self.lost or self.alive or self.ended or self.superseded:
