@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -320,7 +321,7 @@ class Schedule:
             self.first_outcome = outcome
         if (newest := self.folder.newest_generation) != self._newest:
             self._newest = newest
-            self._await_seen(newest)
+            self._once_seen(newest, 0.0, lambda: self._check_seen(newest))
             self._check_formed(newest)
         if self.stop_at is not None and outcome is None and self.world.now > self._last_fault() + STOP_S:
             raise Broken("stop: the run does not stop")
@@ -333,17 +334,16 @@ class Schedule:
         ends = [at + seconds for at, _, _, seconds in self.drawn.faults]
         return max([self.stop_at or 0.0, *ends]) + self.drawn.stale_s
 
-    def _await_seen(self, generation: int) -> None:
-        """Check later that a generation was seen; where who began it died before others heard of it, they list it."""
+    def _once_seen(self, generation: int, more_s: float, check: Callable[[], None]) -> None:
+        """Check something once a generation was seen; where who began it died before others heard, they list it."""
         began = self.world.now
         teller, thread = self.folder.created_by[f"generations/{generation}"]
 
-        def check() -> None:
+        def look() -> None:
             told = teller.alive and teller.thread is thread and teller.frozen_until <= began
-            later_s = 0.0 if told else self.drawn.stale_s
-            self.world.at(later_s, lambda: self._check_seen(generation))
+            self.world.at(more_s + (0.0 if told else self.drawn.stale_s), check)
 
-        self.world.at(self.seen_s, check)
+        self.world.at(self.seen_s, look)
 
     def _check_seen(self, generation: int) -> None:
         if "outcome" in self.folder.records:
@@ -372,7 +372,7 @@ class Schedule:
                 if watched and not has and not over:
                     raise Broken(f"seen: {task.name} begins nothing in {generation}, which waits for it")
 
-        self.world.at(self.seen_s + record.get("pause_s", 0.0), begun)
+        self._once_seen(generation, record.get("pause_s", 0.0), begun)
 
     def _check_end(self) -> None:
         self._watch_last()
