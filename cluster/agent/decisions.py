@@ -117,8 +117,10 @@ class Decisions:
         """Give another failed task time to begin the next generation; longer while one is silent.
 
         A task that was killed with its agent reports that once it is back. A task that stays silent is the one that
-        failed.
+        failed. A script's own error would end the run, so it counts only once all others are seen to be alive.
         """
+        if self.run.script:
+            self._watchdog.doubt_others()
         began = time.monotonic()
         deadline = began + patience_s
         while patience_s and not self._is_over(generation) and not self.run.stop_requested:
@@ -127,9 +129,9 @@ class Decisions:
                 end = self.recovery.end(generation, OUTSIDE, cause, task=name, at=time.time() - SILENT_S)
                 self.recovery.restart_gang(generation, end)
             if self._watchdog.silent_task(SILENT_HINT_S):
-                if self.run.script:  # its own error would end the run: a task that answers again gets as long to report
+                if self.run.script:  # a task that answers again gets as long to report
                     deadline = min(time.monotonic(), began + SILENT_S) + patience_s
-            elif time.monotonic() > deadline:
+            elif time.monotonic() > deadline and (not self.run.script or self._watchdog.all_are_alive):
                 break
             time.sleep(POLL_S)
         return self._is_over(generation)

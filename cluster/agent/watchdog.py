@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.gang.board import Board
+from cluster.gang.roster import HEARD_S
 from cluster.recovery import ends
 from cluster.run.folder import FINAL_STATES
 from cluster.spec import ClusterSpec, Role, Task
@@ -36,6 +37,8 @@ READ_AT_ONCE = 16
 """In a larger gang they are read less often, so that all agents together read as many a second for each task."""
 AWAY_S = 4.0
 """A longer time between two examinations means that this process was stopped and does not know what changed."""
+PROOF_S = HEARD_S + 2.0
+"""After so long the hub says of a task that is gone that it does not hear it, and every agent knows that."""
 START_STATES = frozenset({"starting", "waiting", "restarting", "compiling"})
 
 
@@ -63,6 +66,9 @@ class Watchdog:
         self._scripted = run.script is not None
         self._changed: dict[str, tuple[Any, float]] = {}
         self._newest: dict[str, dict[str, Any]] = {}
+        self._renewed: set[str] = set()
+        """What was seen to change since `doubt_others`."""
+        self._doubted = 0.0
         self._began = self._examined = time.monotonic()
         larger = max(1.0, len(spec.tasks) / READ_AT_ONCE)
         self._others_every_s = EXAMINE_S if task.role == Role.CHIEF else OTHERS_S * larger
@@ -89,15 +95,33 @@ class Watchdog:
         """Return another task that has written no heartbeat for this long; None if there is none.
 
         A program that has ended writes no heartbeat, but its agent reports the end. The folder counts here: this
-        is about a task that froze or died a moment ago, with its connection.
+        is about a task that froze or died a moment ago, with its connection. A network file system may hide a task's
+        first heartbeat for a minute; then it is silent unless the hub hears it.
         """
-        now = time.monotonic()
-        beside = {task.name for task in self._spec.tasks if task.role.beside}
-        known = {self._task.name, *beside, *ends.ended_tasks(self._run, self._generation)}
-        beats = self._read(self._run.recorded_heartbeat, self._names, now, EXAMINE_S).items()
-        ages = {n: now - self._since(n, beat["updated_at"], now) for n, beat in beats if _is_running(beat)}
-        silent = [n for n, age in ages.items() if age > patience_s and n not in known]
-        return silent[0] if silent else None
+        for name, (hidden, age_s) in self._others().items():
+            if age_s > patience_s and not (hidden and self._is_heard(name)):
+                return name
+        return None
+
+    def doubt_others(self) -> None:
+        """Take no other task for alive from now on that is not seen to write a heartbeat again."""
+        self._others_read_at = float("-inf")
+        self._doubted = time.monotonic()
+        self.silent_task(float("inf"))
+        self._renewed.clear()
+
+    @property
+    def all_are_alive(self) -> bool:
+        """Whether every other task was seen to write a heartbeat since `doubt_others`, or its agent reported its end.
+
+        A task whose heartbeat is hidden counts as alive if the hub hears it, once it would not hear one any more that
+        was gone by then.
+        """
+        proven = time.monotonic() - self._doubted > PROOF_S
+        return all(
+            name in self._renewed or (hidden and proven and self._is_heard(name))
+            for name, (hidden, _) in self._others().items()
+        )
 
     @property
     def hang_reported(self) -> bool:
@@ -132,6 +156,24 @@ class Watchdog:
                 self._newest.pop(name, None)
         return self._newest
 
+    def _others(self) -> dict[str, tuple[bool, float]]:
+        """Return, of each other member that is not known to have ended, whether no heartbeat was seen, and its age."""
+        now = time.monotonic()
+        known = {self._task.name, *ends.ended_tasks(self._run, self._generation)}
+        beats = self._read(self._run.recorded_heartbeat, self._names, now, EXAMINE_S)
+        found = {}
+        for name in (task.name for task in self._spec.members if task.name not in known):
+            beat = beats.get(name)
+            if beat is None or _is_running(beat):
+                since = self._since(name, beat and beat["updated_at"], now)
+                found[name] = beat is None, now - since
+        return found
+
+    def _is_heard(self, name: str) -> bool:
+        """Whether the hub hears a task."""
+        unlinked = self._run.unlinked
+        return unlinked is not None and name not in unlinked
+
     def _discount(self, gap_s: float) -> None:
         """Leave out time in which this process was stopped or its machine slept."""
         if gap_s > AWAY_S:
@@ -140,8 +182,11 @@ class Watchdog:
 
     def _since(self, key: str, value: Any, now: float) -> float:
         """Return when a value was first seen as it is now."""
-        if key not in self._changed or self._changed[key][0] != value:
+        before = self._changed.get(key)
+        if before is None or before[0] != value:
             self._changed[key] = (value, now)
+            if before is not None and before[0] is not None:
+                self._renewed.add(key)
         return self._changed[key][1]
 
     def _frozen(self, beats: dict[str, Any], ages: dict[str, float], now: float) -> Finding | None:

@@ -14,10 +14,11 @@ from itertools import islice
 
 import pytest
 
-from cluster.agent import agent, decisions, elastic, watchdog
+from cluster.agent import agent, decisions, elastic, script, watchdog
 from cluster.agent.agent import Agent
 from cluster.agent.decisions import Decisions
 from cluster.agent.script import ScriptAgent
+from cluster.agent.watchdog import Watchdog
 from cluster.recovery import attempts, ends, standby_cluster
 from cluster.recovery.policy import Recovery
 from cluster.spec import ClusterSpec
@@ -95,6 +96,12 @@ def test_a_script_outlives_a_peer_that_crashed_and_whose_host_is_replaced_at_onc
     drawn = Drawn({"workers": 1}, scripted=True, steps=8, save_every=3, linked=True)
     drawn.fails_at, drawn.faults = {2: ("chief", -11, 1)}, [(4.0, "second copy", "chief", 40.0)]
     assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), 200)}
+
+
+def test_a_script_outlives_a_peer_that_was_killed_while_its_agent_stood_still(
+    simulated: pytest.MonkeyPatch,
+) -> None:
+    assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(mute(simulated), 200)}
 
 
 def test_a_stop_while_a_script_waits_for_a_killed_peer_is_no_failure(simulated: pytest.MonkeyPatch) -> None:
@@ -293,6 +300,19 @@ def slow_reports(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     return schedules(drawn=killed)
 
 
+def taken_for_alive(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
+    """A script's agent takes the others for alive without a sign of life."""
+    patch.setattr(Watchdog, "all_are_alive", True)
+    return mute(patch)
+
+
+def mute(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
+    """A worker's program is killed while its agent stands still and cannot say so; the others wait too briefly."""
+    patch.setattr(script, "PEER_LOST_PATIENCE_S", 1.0)
+    faults = [(8.0, "freeze task", "worker-1", 20.0), (8.2, "kill program", "worker-1", 0.0)]
+    return schedules(drawn=Drawn({"workers": 2}, scripted=True, steps=15, save_every=5, linked=True, faults=faults))
+
+
 def no_patience(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """A script that lost contact does not wait for the task that was killed to report it."""
     patch.setattr(Agent, "_another_restarts_gang", lambda self, generation, patience_s: False)
@@ -384,6 +404,7 @@ def schedules(
         (failures_do_not_count, "policy"),
         (nobody_restarts_alone, "policy"),
         (met_again, "policy"),
+        (taken_for_alive, "policy"),
         (no_patience, "policy"),
         (needs_everyone, "policy"),
         (copies_claim, "policy"),

@@ -168,6 +168,44 @@ def test_a_task_whose_agent_reported_its_end_is_not_silent(make_run: Callable[..
     assert dog.silent_task(3.0) is None
 
 
+def test_a_task_is_alive_once_it_is_seen_to_write_a_heartbeat_again(
+    make_run: Callable[..., RunFolder], clock: Clock
+) -> None:
+    """Not by a heartbeat that this machine has only read for the first time: it may be old."""
+    run = make_run(workers=2, evaluator=True)
+    beats(run, worker_1={"state": "failed"})
+    dog = watch(run, "chief")
+    dog.doubt_others()
+    clock.now += 4 * watchdog.SILENT_S
+    assert not dog.all_are_alive
+    beats(run, worker_1={"state": "failed"})
+    clock.now += watchdog.EXAMINE_S
+    assert dog.all_are_alive
+    dog.doubt_others()
+    assert not dog.all_are_alive
+
+
+@pytest.mark.parametrize(
+    ("unlinked", "silent", "alive"),
+    [(None, "worker-0", False), (frozenset({"worker-0"}), "worker-0", False), (frozenset(), None, True)],
+)
+def test_where_the_folder_hides_a_first_heartbeat_the_hub_decides(
+    make_run: Callable[..., RunFolder],
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    unlinked: frozenset[str] | None,
+    silent: str | None,
+    alive: bool,
+) -> None:
+    monkeypatch.setattr(Board, "unlinked", unlinked)
+    dog = watch(make_run(workers=1), "chief")
+    dog.doubt_others()
+    clock.now += watchdog.HEARD_S  # the hub may still count a task as connected that is gone
+    assert not dog.all_are_alive
+    clock.now += watchdog.PROOF_S
+    assert (silent, alive) == (dog.silent_task(3.0), dog.all_are_alive)
+
+
 @pytest.mark.parametrize("state", ["done", "failed", "stopped"])
 def test_a_task_that_has_ended_may_be_silent(make_run: Callable[..., RunFolder], clock: Clock, state: str) -> None:
     run = make_run(workers=0)
