@@ -346,14 +346,19 @@ class Schedule:
         self.world.at(self.seen_s, look)
 
     def _check_seen(self, generation: int) -> None:
+        """Check that no agent keeps a program of an earlier generation, of those that had the time to end it."""
         if "outcome" in self.folder.records:
             return  # programs have time to save
+        soon = False
         for task in self.world.tasks.values():
             for program in task.programs:
                 old = program.code is None and 0 <= program.generation < generation
-                frozen = max(task.frozen_until, program.frozen_until) > self.world.now - self.seen_s
-                if old and task.alive and not frozen:
+                since = max(task.started_at, task.frozen_until, program.frozen_until)
+                if old and task.alive and since <= self.world.now - self.seen_s:
                     raise Broken(f"seen: {task.name} keeps its program of {program.generation} in {generation}")
+                soon = soon or (old and task.alive)
+        if soon:
+            self.world.at(self.seen_s, lambda: self._check_seen(generation))
 
     def _check_formed(self, generation: int) -> None:
         """Check that a generation that begins with standby processes gets one from every agent, or is over soon."""

@@ -50,6 +50,7 @@ class SimTask:
         self.alive = False
         self.ended = False
         """Whether its agent ended by itself: the engine does not start it again."""
+        self.started_at = 0.0
         self.frozen_until = 0.0
         self.lost = False
         """Whether the engine cannot start it again: its machine is gone."""
@@ -73,7 +74,7 @@ class SimTask:
         """Start the agent, as the engine does."""
         if self.lost or self.alive or self.ended or self.superseded:
             return
-        self.alive = True
+        self.alive, self.started_at = True, self.world.now
         self.baton = _held()
         self.thread = threading.Thread(target=self._main, args=(self.baton,), daemon=True)
         self.thread.start()
