@@ -15,6 +15,8 @@ SLOWER = 1.25
 """A straggler is busy at least so many times as long as the others."""
 EXCESS_MS = 1.0
 """And at least so much longer: very short steps differ by chance."""
+FEWEST = 20
+"""Of fewer timed steps nothing is reported: caches are cold, and one long step weighs too much."""
 STARVED = 0.1
 """A starved task waits for input for at least this share of its steps."""
 
@@ -49,8 +51,8 @@ def stragglers(paces: Mapping[str, Mapping[str, Any]]) -> list[Straggler]:
     """Return the stragglers, the slowest first.
 
     Args:
-        paces: for each task its `step_ms` (`mean`), `busy_share` and `input_share`, as in a heartbeat. Tasks without
-            these values are left out.
+        paces: for each task its `step_ms` (`mean`), `busy_share` and `input_share`, as in a heartbeat, whose `pace`
+            has the number of steps of the generation. Tasks without these values are left out.
     """
     known = {name: _busy_and_input(pace) for name, pace in paces.items() if _measured(pace)}
     slow = []
@@ -91,6 +93,9 @@ def lines(value: Mapping[str, list[dict[str, Any]]]) -> list[str]:
 
 def _measured(pace: Mapping[str, Any]) -> bool:
     mean_ms = (pace.get("step_ms") or {}).get("mean")
+    steps = pace.get("steps", (pace.get("pace") or {}).get("steps", 0))
+    if steps < FEWEST:
+        return False
     return None not in (mean_ms, pace.get("busy_share"), pace.get("input_share"))
 
 

@@ -14,6 +14,7 @@ from train.telemetry.timing import KEPT, RECENT, StepTiming, Times, from_marks
 def pace(busy_ms: float, input_ms: float = 0.0, step_ms: float = 200.0) -> dict[str, Any]:
     """Return what a heartbeat has of a task that is busy that long in each of its steps."""
     return {
+        "pace": {"steps": stragglers.FEWEST},
         "step_ms": {"mean": step_ms},
         "busy_share": busy_ms / step_ms,
         "input_share": input_ms / step_ms,
@@ -60,6 +61,11 @@ def test_the_others_are_judged_by_their_median() -> None:
 @pytest.mark.parametrize("silent", [{}, {"step_ms": None}, {"step_ms": {"mean": 900.0}, "busy_share": None}])
 def test_a_task_that_cannot_report_is_left_out(silent: dict[str, Any]) -> None:
     assert [] == lines(chief=pace(100), ps_0=silent)
+
+
+def test_of_a_few_steps_nobody_is_slower_or_starved() -> None:
+    few = {"pace": {"steps": stragglers.FEWEST - 1}}
+    assert [] == lines(chief=pace(100), worker_0=pace(190, 90) | few)
 
 
 def test_no_one_is_slower_than_nobody() -> None:

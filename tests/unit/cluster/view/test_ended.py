@@ -116,7 +116,7 @@ def test_the_summary_reports_where_the_time_went_and_who_was_slow(run: RunFolder
     seconds = {"input": 1.0, "compute": 5.0, "save": 0.5, "evaluate": 0.25}
     ledger = {"generation": 0, "began": started + 2, "first_step_at": started + 4, "updated_at": started + 11}
     write_json(run.ledger(0), ledger | {"first": 0, "step": 9, "timed_steps": 8, "seconds": seconds})
-    generation_record = {"steps": 8, "step_ms": {"mean": 100.0}, "busy_share": 0.5, "input_share": 0.01}
+    generation_record = {"steps": 20, "step_ms": {"mean": 100.0}, "busy_share": 0.5, "input_share": 0.01}
     beat(run, "chief", "done", pace=generation_record)
     beat(run, "worker-0", "done", pace=generation_record | {"busy_share": 0.75})
     write_json(run.control / "outcome.json", {"state": "succeeded", "time": started + 20})

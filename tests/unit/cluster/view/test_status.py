@@ -97,7 +97,7 @@ def test_a_table_has_a_row_for_every_task(run: RunFolder) -> None:
 
 def test_who_slows_the_others_down_is_reported_below_the_table(run: RunFolder) -> None:
     """Only of tasks that train: what another's heartbeat still says was before."""
-    slow = {"step_ms": {"mean": 100.0, "median": 99.0}, "busy_share": 0.9, "input_share": 0.5}
+    slow = {"step_ms": {"mean": 100.0, "median": 99.0}, "busy_share": 0.9, "input_share": 0.5, "pace": {"steps": 50}}
     beat(run, "chief", "training", **slow | {"busy_share": 0.5, "input_share": 0.05})
     beat(run, "worker-0", "training", **slow)
     assert "worker-0 is 1.8x slower, 100 % of it in input" == status_table(read_status(run))[-1]
