@@ -57,9 +57,9 @@ class Bench:
         """Return how many steps to do instead of so many."""
         return min(count, QUICK_STEPS) if self.quick else count
 
-    def turns(self) -> Iterator[int]:
-        """Yield the number of each round, counted from 0."""
-        for turn in range(1 if self.quick else self.rounds):
+    def turns(self, times: int = 1) -> Iterator[int]:
+        """Yield the number of each round, counted from 0; of so many times as many rounds as were requested."""
+        for turn in range(1 if self.quick else self.rounds * times):
             self.log(f"  round {turn + 1}")
             yield turn
 

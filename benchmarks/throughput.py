@@ -10,6 +10,8 @@ from benchmarks.figures import Figure, Goal, ratios
 from benchmarks.runs import Bench
 
 STEPS = 125
+TIMES = 3
+"""As many rounds as of other figures: these runs are short, and a machine's speed may change by a third between two."""
 OURS = "ours"
 GOAL = Goal(1.25, at_least=True)
 
@@ -34,7 +36,7 @@ def _compared(bench: Bench, name: str, who: str, tasks: int, others: list[Conten
         chosen.append((f"{other.title}: {setting.name}", other, setting))
         tried |= {f"{other.title}: {setting_name}": rates for setting_name, rates in trials.items()}
     rates: dict[str, list[float]] = {OURS: [], **{title: [] for title, *_ in chosen}}
-    for turn in bench.turns():
+    for turn in bench.turns(TIMES):
         rates[OURS].append(rate(bench.train(f"{name}-{turn}", f"--workers={tasks - 1}", steps=steps)))
         for title, other, setting in chosen:
             rates[title].append(other.rate(bench, tasks, steps, setting))
