@@ -22,7 +22,7 @@ from cluster.runtime.local import supervisor
 from cluster.runtime.local.runtime import processes_of
 from cluster.runtime.payload import Payload
 from cluster.system.journal import append_json
-from cluster.system.json_files import write_json
+from cluster.system.json_files import read_json, write_json
 from cluster.view.ended import ended_lines
 from cluster.view.status import read_status, status_table
 from tests.unit.gang import SIGKILLED, Gang, assert_ended
@@ -165,6 +165,26 @@ def test_an_error_before_a_death_is_heard_of_is_not_the_root_cause(start_scripts
     die()
     """
     summary = start_scripts(lines, workers=1).summary()
+    assert ("succeeded", ["worker-0"]) == (summary["state"], [r["task"] for r in summary["restarts"]])
+
+
+@pytest.mark.slow
+def test_a_script_killed_while_its_agent_stands_still_is_no_error_of_the_others(start_scripts: StartScripts) -> None:
+    lines = """
+    if GENERATION: sys.exit()
+    if NAME == 'chief': until(lambda: (RUN / 'killed').exists()); sys.exit('UnavailableError: worker-0 is gone')
+    until(lambda: False)
+    """
+    gang = start_scripts(lines, workers=1)
+    script, recorded = script_pid(gang, "worker-0"), gang.run.programs("worker-0")
+    wait_for(recorded.exists, "the record of the agent")
+    agent = read_json(recorded)["agent"]["pid"]
+    os.kill(agent, signal.SIGSTOP)
+    os.kill(script, signal.SIGKILL)
+    (gang.run.path / "killed").touch()
+    wait_for(lambda: gang.run.generation or gang.run.outcome, "what the chief's agent decides")
+    os.kill(agent, signal.SIGCONT)
+    summary = gang.summary()
     assert ("succeeded", ["worker-0"]) == (summary["state"], [r["task"] for r in summary["restarts"]])
 
 
