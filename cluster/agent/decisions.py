@@ -119,7 +119,7 @@ class Decisions:
         A task that was killed with its agent reports that once it is back. A task that stays silent is the one that
         failed. A script's own error would end the run, so it counts only once all others are seen to be alive.
         """
-        if self.run.script:
+        if scripted := self.run.script is not None:
             self._watchdog.doubt_others()
         began = time.monotonic()
         deadline = began + patience_s
@@ -129,9 +129,9 @@ class Decisions:
                 end = self.recovery.end(generation, OUTSIDE, cause, task=name, at=time.time() - SILENT_S)
                 self.recovery.restart_gang(generation, end)
             if self._watchdog.silent_task(SILENT_HINT_S):
-                if self.run.script:  # a task that answers again gets as long to report
+                if scripted:  # a task that answers again gets as long to report
                     deadline = min(time.monotonic(), began + SILENT_S) + patience_s
-            elif time.monotonic() > deadline and (not self.run.script or self._watchdog.all_are_alive):
+            elif time.monotonic() > deadline and (not scripted or self._watchdog.all_are_alive):
                 break
             time.sleep(POLL_S)
         return self._is_over(generation)

@@ -96,10 +96,10 @@ class Watchdog:
 
         A program that has ended writes no heartbeat, but its agent reports the end. The folder counts here: this
         is about a task that froze or died a moment ago, with its connection. A network file system may hide a task's
-        first heartbeat for a minute; then it is silent unless the hub hears it.
+        first heartbeat for a minute; then a script's task is silent unless the hub hears it.
         """
         for name, (hidden, age_s) in self._others().items():
-            if age_s > patience_s and not (hidden and self._is_heard(name)):
+            if age_s > patience_s and not (hidden and self._run.hears(name)):
                 return name
         return None
 
@@ -107,7 +107,7 @@ class Watchdog:
         """Take no other task for alive from now on that is not seen to write a heartbeat again."""
         self._others_read_at = float("-inf")
         self._doubted = time.monotonic()
-        self.silent_task(float("inf"))
+        self._others()
         self._renewed.clear()
 
     @property
@@ -119,7 +119,7 @@ class Watchdog:
         """
         proven = time.monotonic() - self._doubted > PROOF_S
         return all(
-            name in self._renewed or (hidden and proven and self._is_heard(name))
+            name in self._renewed or (hidden and proven and self._run.hears(name))
             for name, (hidden, _) in self._others().items()
         )
 
@@ -157,22 +157,21 @@ class Watchdog:
         return self._newest
 
     def _others(self) -> dict[str, tuple[bool, float]]:
-        """Return, of each other member that is not known to have ended, whether no heartbeat was seen, and its age."""
+        """Return, of each other member that is not known to have ended, whether no heartbeat was seen, and its age.
+
+        A script starts only once all have written one. Another program may end while some tasks are not even there:
+        these are left out.
+        """
         now = time.monotonic()
         known = {self._task.name, *ends.ended_tasks(self._run, self._generation)}
         beats = self._read(self._run.recorded_heartbeat, self._names, now, EXAMINE_S)
         found = {}
         for name in (task.name for task in self._spec.members if task.name not in known):
             beat = beats.get(name)
-            if beat is None or _is_running(beat):
+            if self._scripted if beat is None else _is_running(beat):
                 since = self._since(name, beat and beat["updated_at"], now)
                 found[name] = beat is None, now - since
         return found
-
-    def _is_heard(self, name: str) -> bool:
-        """Whether the hub hears a task."""
-        unlinked = self._run.unlinked
-        return unlinked is not None and name not in unlinked
 
     def _discount(self, gap_s: float) -> None:
         """Leave out time in which this process was stopped or its machine slept."""

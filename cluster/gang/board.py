@@ -178,6 +178,11 @@ class Board(RunFolder):
         """The tasks that the hub does not hear, so that their heartbeats in the folder count; None for all."""
         return self._news().unlinked if self.relieved else None
 
+    def hears(self, task: str) -> bool:
+        """Return whether the hub hears a task, as far as this agent knows; the hub's own agent knows it as well."""
+        unlinked = self._news().unlinked
+        return unlinked is not None and task not in unlinked
+
     # The rendezvous
 
     def come(self, number: int) -> None:

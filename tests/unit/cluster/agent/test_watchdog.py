@@ -14,6 +14,7 @@ import pytest
 
 from cluster.agent import watchdog
 from cluster.gang.board import Board
+from cluster.gang.roster import News
 from cluster.recovery import ends
 from cluster.run.folder import RunFolder
 from cluster.run.heartbeat import Heartbeat
@@ -197,13 +198,22 @@ def test_where_the_folder_hides_a_first_heartbeat_the_hub_decides(
     silent: str | None,
     alive: bool,
 ) -> None:
-    monkeypatch.setattr(Board, "unlinked", unlinked)
+    monkeypatch.setattr(Board, "script", {"script": "train.py"})
+    monkeypatch.setattr(Board, "_news", lambda self: News(unlinked=unlinked))
     dog = watch(make_run(workers=1), "chief")
     dog.doubt_others()
     clock.now += watchdog.HEARD_S  # the hub may still count a task as connected that is gone
     assert not dog.all_are_alive
     clock.now += watchdog.PROOF_S
     assert (silent, alive) == (dog.silent_task(3.0), dog.all_are_alive)
+
+
+def test_a_task_that_has_not_come_yet_is_not_silent(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+    """A program may end in the rendezvous: its own failure must not wait for whoever is not even there."""
+    dog = watch(make_run(workers=1), "chief")
+    assert dog.silent_task(3.0) is None
+    clock.now += watchdog.SILENT_S + 1
+    assert dog.silent_task(3.0) is None
 
 
 @pytest.mark.parametrize("state", ["done", "failed", "stopped"])
