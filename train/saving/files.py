@@ -244,9 +244,10 @@ def clean(folder: Path, generation: int) -> None:
         if not (match := _DATA.fullmatch(path.name)):
             continue
         saved = recorded.get(int(match[1]))
-        with contextlib.suppress(ValueError):  # of a damaged record nobody knows
+        # Of a record that is damaged, or that an older copy of the writer has just deleted, nobody knows.
+        with contextlib.suppress(OSError, ValueError):
             if saved is None or path.name not in saved.files:
-                path.unlink(missing_ok=True)
+                path.unlink()
 
 
 def set_aside(folder: Path, after: int) -> None:

@@ -160,7 +160,13 @@ def train(own_parts: types.ModuleType, make_run: Callable[..., RunFolder], tmp_p
             heartbeat=Heartbeat(run, spec.task("chief"), 0),
             stop=threading.Event(),
         )
-        (fit if config.loop == "fit" else custom).Training(context).run()
+        try:
+            (fit if config.loop == "fit" else custom).Training(context).run()
+        except Killed:
+            for thread in threading.enumerate():
+                if thread.name == "checkpoint":
+                    thread.join()  # a process that is killed writes nothing more
+            raise
         return Trained(run, recorder)
 
     return do

@@ -249,6 +249,21 @@ def test_what_killed_saves_left_is_deleted_but_nothing_else(tmp_path: Path) -> N
     assert (tmp_path / ".ckpt-3-mine").is_dir()
 
 
+def test_one_that_an_older_copy_of_the_writer_deletes_meanwhile_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 4, 5)
+
+    def listed(folder: Path) -> list[Saved]:
+        found = finished(folder)
+        Saved(folder, 4).record.unlink()  # first of its files
+        return found
+
+    monkeypatch.setattr(checkpoint_files, "finished", listed)
+    clean(tmp_path, 3)
+    assert [5] == steps_of(tmp_path)
+
+
 def test_what_a_restore_passed_over_is_set_aside_and_never_wins_again(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3, 4)
     cut(tmp_path, 4)
