@@ -1,4 +1,4 @@
-"""Schedules: a cluster, its training and the faults that befall it, all drawn from one seed; and what must hold.
+"""Schedules: what is drawn from a seed runs in a simulated world; and what must hold there.
 
 Invariants, each checked while a schedule runs or at its end:
 
@@ -12,16 +12,15 @@ Invariants, each checked while a schedule runs or at its end:
     stop         a run that is requested to stop ends soon
     seen         once a generation begins, no agent keeps a program of an earlier one; a killed program is noticed;
                  where it begins with standby processes, it has one of every task or is over soon
-    policy       kills and freezes never fail a run; a program that fails by itself again and again does; an evaluator
-                 never does; a worker of parameter servers that was killed restarts alone
+    policy       kills and freezes never fail a run, unless too few tasks are there when a rendezvous times out; a
+                 program that fails by itself again and again does; an evaluator never does; a worker of parameter
+                 servers that was killed restarts alone
 """
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from cluster import spec
@@ -33,6 +32,7 @@ from cluster.recovery import standby_cluster
 from cluster.run.membership import LEFT_OUT
 from cluster.spec import Role
 from tests.simulation import machine
+from tests.simulation.drawn import STOPPING, Drawn, draw
 from tests.simulation.folder import Cache, SimFolder
 from tests.simulation.training import Training
 from tests.simulation.world import Broken, Now, SimTask, World
@@ -44,113 +44,8 @@ SEEN_S = 6.0
 STOP_S = 200.0
 STOP_TRAINING_S = 8.0
 """How long after a stop request, and after the last fault, the last step may be done."""
-LONGEST_STALE_S = 60.0
-"""As long as an NFS client keeps the attributes of a folder by default."""
 FOR_GOOD_S = 110.0
 """A task that would be lost for longer does not come back."""
-STOPPING = ("freeze task", "second copy")
-"""What makes a task's host stand still, the agent and the programs."""
-TOPOLOGIES: tuple[tuple[int, dict[str, Any]], ...] = (
-    (2, {"workers": 0}),
-    (6, {"workers": 1}),
-    (8, {"workers": 2}),
-    (3, {"workers": 4}),
-    (3, {"workers": 1, "evaluator": True}),
-    (4, {"workers": 2, "ps": 1}),
-    (2, {"workers": 1, "ps": 1, "evaluator": True}),
-)
-
-
-@dataclass
-class Drawn:
-    """A schedule before it runs."""
-
-    topology: dict[str, Any]
-    scripted: bool
-    steps: int
-    save_every: int
-    faults: list[tuple[float, str, str, float]] = field(default_factory=list)
-    """When, what, to which task, for how long."""
-    fails_at: dict[int, tuple[str, int, int]] = field(default_factory=dict)
-    crash_at: dict[str, set[int]] = field(default_factory=dict)
-    torn_share: float = 0.0
-    skewed: bool = False
-    linked: bool = False
-    """Whether the agents have connections."""
-    stale_s: float = 0.0
-    """For how long hosts may remember that a file of the run folder does not exist; where agents have connections."""
-    min_workers: int | None = None
-    """With how many workers the run goes on; None: it needs all."""
-    grow: bool = False
-    standby_s: float | None = None
-    """After how much training standby processes start; None: there are none."""
-
-    @property
-    def connected(self) -> bool:
-        """Whether all agents are connected all the time, but for those that start again or are frozen themselves."""
-        hub = any(name == "chief" and kind in ("kill task", *STOPPING) for _, kind, name, _ in self.faults)
-        return self.linked and not hub and "chief" not in self.crash_at and "cut" not in self.kinds
-
-    @property
-    def kinds(self) -> list[str]:
-        """What happens, one entry for each fault."""
-        own = ["own failure" if times == 1 else "fails for good" for _, _, times in self.fails_at.values()]
-        return [kind for _, kind, _, _ in self.faults] + own + ["crash"] * sum(map(len, self.crash_at.values()))
-
-
-def draw(seed: int) -> Drawn:
-    """Draw a schedule."""
-    dice = random.Random(f"schedule {seed}")
-    weights, topologies = zip(*TOPOLOGIES, strict=True)
-    topology = dice.choices(topologies, weights)[0]
-    names = [task.name for task in spec.build(**topology).tasks]
-    scripted = not topology.get("ps") and not topology.get("evaluator") and dice.random() < 0.25
-    drawn = Drawn(topology, scripted, dice.randint(3, 15), dice.randint(2, 5))
-    for _ in range(dice.choice((0, 1, 1, 2, 2, 3, 4))):
-        # A script writes no heartbeat: that it was frozen until the others lost contact is not noticed.
-        weights = (5, 4, 2, 0 if scripted else 2)
-        kind = dice.choices(("kill program", "kill task", "freeze task", "freeze program"), weights)[0]
-        longest_s = 6 if scripted and kind == "freeze task" else 30
-        drawn.faults.append((dice.uniform(0, 40), kind, dice.choice(names), dice.uniform(0.2, longest_s)))
-    if dice.random() < 0.2:
-        drawn.faults.append((dice.uniform(0, 30), "stop", "", 0))
-    if dice.random() < 0.15:
-        members = [name for name in names if not (name == "evaluator" or (topology.get("ps") and "worker" in name))]
-        code = dice.choice((-11, 70))
-        times = 99 if scripted and code > 0 else dice.choice((1, 1, 99))
-        drawn.fails_at[dice.randint(1, drawn.steps)] = (dice.choice(members), code, times)
-    if dice.random() < 0.4:
-        for _ in range(dice.randint(1, 3)):
-            drawn.crash_at.setdefault(dice.choice(names), set()).add(int(dice.lognormvariate(4, 1.2)) + 1)
-        drawn.torn_share = dice.choice((0, 0, 0.02))
-    drawn.skewed = dice.random() < 0.2
-    if set(topology) == {"workers"} and topology["workers"] > 1 and not scripted and dice.random() < 0.3:
-        drawn.fails_at = {at: who for at, who in drawn.fails_at.items() if who[0] == "chief"}  # others may be left out
-        drawn.min_workers, drawn.grow = topology["workers"] - dice.randint(1, 2), dice.random() < 0.6
-        for name in dice.sample(names[1:], topology["workers"] - drawn.min_workers):
-            drawn.faults.append((dice.uniform(0, 25), "lose task", name, dice.uniform(30, 150)))
-    if not scripted and dice.random() < 0.5:
-        drawn.standby_s = dice.choice((0.0, 0.0, dice.uniform(0, 3)))
-        drawn.steps += dice.randint(3, 12)  # it takes some until they are ready
-        for _ in range(dice.choice((0, 1, 2))):
-            drawn.faults.append((dice.uniform(6, 30), "kill program", dice.choice(names), 0.2))
-        for _ in range(dice.choice((0, 0, 1, 2))):
-            drawn.faults.append((dice.uniform(3, 30), "kill standby", dice.choice(names), 0.2))
-    _draw_network(dice, drawn, names)
-    return drawn
-
-
-def _draw_network(dice: random.Random, drawn: Drawn, names: list[str]) -> None:
-    """Draw how connections of agents break, how their hosts see the run folder, and which of them the engine loses."""
-    drawn.linked = dice.random() < 0.75
-    if drawn.linked and dice.random() < 0.4:
-        for _ in range(dice.randint(1, 3)):
-            drawn.faults.append((dice.uniform(0, 40), "cut", dice.choice(names), dice.uniform(0.2, 20)))
-    if drawn.linked and dice.random() < 0.3:
-        drawn.stale_s = dice.uniform(3, LONGEST_STALE_S)
-    if len(names) > 1 and not drawn.topology.get("ps") and dice.random() < 0.2:
-        for _ in range(dice.choice((1, 1, 2))):
-            drawn.faults.append((dice.uniform(0, 30), "second copy", dice.choice(names), dice.uniform(2, 60)))
 
 
 class Schedule:
@@ -318,6 +213,8 @@ class Schedule:
         if isinstance(outcome, dict):
             if self.first_outcome not in (None, outcome):
                 raise Broken(f"outcome: {self.first_outcome} became {outcome}")
+            if self.first_outcome is None and outcome.get("exit_code") == EXIT_TIMEOUT:
+                self._check_missing(outcome)
             self.first_outcome = outcome
         if (newest := self.folder.newest_generation) != self._newest:
             self._newest = newest
@@ -329,6 +226,15 @@ class Schedule:
             raise Broken("stop: training goes on")
         if not all(task.ended or task.lost for task in self.world.tasks.values()):
             self.world.at(0.5, self._watch)
+
+    def _check_missing(self, outcome: dict[str, Any]) -> None:
+        """Check that a run which misses tasks does not end while as many as it needs are there, and have been."""
+        since = self.world.now - self.seen_s
+        needed = 1 + self.drawn.min_workers if self.drawn.min_workers is not None else len(self.world.spec.members)
+        members = [self.world.tasks[member.name] for member in self.world.spec.members]
+        there = [each.name for each in members if each.alive and max(each.started_at, each.frozen_until) <= since]
+        if len(there) >= needed:
+            raise Broken(f"policy: the cluster was not complete, although {there} were there: {outcome}")
 
     def _last_fault(self) -> float:
         ends = [at + seconds for at, _, _, seconds in self.drawn.faults]
@@ -413,7 +319,8 @@ class Schedule:
         del kinds["cut"]  # by which nothing may change
         if state == "stopped" and self.stop_at is None:
             raise Broken("policy: nobody requested the stop")
-        if state == "failed" and not kinds["fails for good"]:
+        missed = outcome.get("exit_code") == EXIT_TIMEOUT  # see `_check_missing`
+        if state == "failed" and not kinds["fails for good"] and not missed:
             raise Broken(f"policy: the run failed: {outcome}")
         if state == "succeeded" and kinds["fails for good"]:
             raise Broken("policy: the run cannot have succeeded")
@@ -428,8 +335,6 @@ class Schedule:
             raise Broken("policy: the gang restarted for tasks that restart alone")
         if outcome.get("task") == Role.EVALUATOR and state == "failed":
             raise Broken("policy: the evaluator failed the run")
-        if outcome.get("exit_code") == EXIT_TIMEOUT:
-            raise Broken("policy: the cluster was not complete, although enough tasks came back")
 
 
 def explain(schedule: Schedule, last: int = 60) -> str:

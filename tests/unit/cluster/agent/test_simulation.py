@@ -19,12 +19,14 @@ from cluster.agent.agent import Agent
 from cluster.agent.decisions import Decisions
 from cluster.agent.script import ScriptAgent
 from cluster.agent.watchdog import Watchdog
+from cluster.errors import EXIT_TIMEOUT
 from cluster.recovery import attempts, ends, standby_cluster
 from cluster.recovery.policy import Recovery
 from cluster.spec import ClusterSpec
 from tests.simulation import machine
+from tests.simulation.drawn import Drawn
 from tests.simulation.gang import SimBoard, SimCopy
-from tests.simulation.schedule import Drawn, Schedule, explain
+from tests.simulation.schedule import Schedule, explain
 from tests.simulation.world import Broken, Now, World
 
 ORDINARY = 1200
@@ -116,6 +118,13 @@ def test_a_chief_that_goes_on_alone_restarts_with_its_standby_process(simulated:
     alone = list(islice(schedules(drawn=drawn), 20))
     assert {"succeeded"} == {schedule.run()["state"] for schedule in alone}
     assert any(standby_cluster.PORTS_KEY in each for schedule in alone for each in schedule.begun)
+
+
+def test_a_run_that_too_few_tasks_come_back_to_in_time_fails(simulated: pytest.MonkeyPatch) -> None:
+    away = [(8.0, "lose task", "worker-0", 100.0), (8.0, "freeze task", "worker-1", 90.0)]
+    drawn = Drawn({"workers": 2}, scripted=False, steps=40, save_every=5, min_workers=1, faults=away)
+    outcomes = [schedule.run() for schedule in islice(schedules(drawn=drawn), 20)]
+    assert {("failed", EXIT_TIMEOUT)} == {(each["state"], each["exit_code"]) for each in outcomes}
 
 
 def test_an_older_copy_whose_rendezvous_timed_out_fails_nothing(simulated: pytest.MonkeyPatch) -> None:
