@@ -124,11 +124,12 @@ class Decisions:
         began = time.monotonic()
         deadline = began + patience_s
         while patience_s and not self._is_over(generation) and not self.run.stop_requested:
-            if name := self._watchdog.silent_task(SILENT_S):
+            name, silent_s = self._watchdog.longest_silent()
+            if silent_s > SILENT_S:
                 cause = f"no heartbeat for {SILENT_S:.0f} s"
                 end = self.recovery.end(generation, OUTSIDE, cause, task=name, at=time.time() - SILENT_S)
                 self.recovery.restart_gang(generation, end)
-            if self._watchdog.silent_task(SILENT_HINT_S):
+            if silent_s > SILENT_HINT_S:
                 if scripted:  # a task that answers again gets as long to report
                     deadline = min(time.monotonic(), began + SILENT_S) + patience_s
             elif time.monotonic() > deadline and (not scripted or self._watchdog.all_are_alive):

@@ -91,17 +91,17 @@ class Watchdog:
         ages = {name: now - self._since(name, beat["updated_at"], now) for name, beat in beats.items()}
         return self._frozen(beats, ages, now) or self._hanging(beats, ages, now)
 
-    def silent_task(self, patience_s: float) -> str | None:
-        """Return another task that has written no heartbeat for this long; None if there is none.
+    def longest_silent(self) -> tuple[str, float]:
+        """Return which other task has written no heartbeat for longest, and for how many seconds; no name if none runs.
 
         A program that has ended writes no heartbeat, but its agent reports the end. The folder counts here: this
         is about a task that froze or died a moment ago, with its connection. A network file system may hide a task's
         first heartbeat for a minute; then a script's task is silent unless the hub hears it.
         """
-        for name, (hidden, age_s) in self._others().items():
-            if age_s > patience_s and not (hidden and self._run.hears(name)):
-                return name
-        return None
+        ages = {
+            name: age_s for name, (hidden, age_s) in self._others().items() if not (hidden and self._run.hears(name))
+        }
+        return max(ages.items(), key=lambda each: each[1], default=("", 0.0))
 
     def doubt_others(self) -> None:
         """Take no other task for alive from now on that is not seen to write a heartbeat again."""

@@ -159,14 +159,14 @@ def test_a_task_whose_agent_reported_its_end_is_not_silent(make_run: Callable[..
     run = make_run(workers=2)
     beats(run)
     dog = watch(run, "chief")
-    assert dog.silent_task(3.0) is None
+    assert 0.0 == dog.longest_silent()[1]
     clock.now += 4.0
-    assert "worker-0" == dog.silent_task(3.0)
+    assert ("worker-0", 4.0) == dog.longest_silent()
     lost = ends.End("worker-0", ends.LOST_CONTACT, "lost contact", None, 0.0, may_follow=True)
     ends.record(run, 0, lost)
-    assert "worker-1" == dog.silent_task(3.0)
+    assert ("worker-1", 4.0) == dog.longest_silent()
     ends.record(run, 0, dataclasses.replace(lost, task="worker-1"))
-    assert dog.silent_task(3.0) is None
+    assert ("", 0.0) == dog.longest_silent()
 
 
 def test_a_task_is_alive_once_it_is_seen_to_write_a_heartbeat_again(
@@ -188,14 +188,14 @@ def test_a_task_is_alive_once_it_is_seen_to_write_a_heartbeat_again(
 
 @pytest.mark.parametrize(
     ("unlinked", "silent", "alive"),
-    [(None, "worker-0", False), (frozenset({"worker-0"}), "worker-0", False), (frozenset(), None, True)],
+    [(None, "worker-0", False), (frozenset({"worker-0"}), "worker-0", False), (frozenset(), "", True)],
 )
 def test_where_the_folder_hides_a_first_heartbeat_the_hub_decides(
     make_run: Callable[..., RunFolder],
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
     unlinked: frozenset[str] | None,
-    silent: str | None,
+    silent: str,
     alive: bool,
 ) -> None:
     monkeypatch.setattr(Board, "script", {"script": "train.py"})
@@ -205,15 +205,15 @@ def test_where_the_folder_hides_a_first_heartbeat_the_hub_decides(
     clock.now += watchdog.HEARD_S  # the hub may still count a task as connected that is gone
     assert not dog.all_are_alive
     clock.now += watchdog.PROOF_S
-    assert (silent, alive) == (dog.silent_task(3.0), dog.all_are_alive)
+    assert (silent, alive) == (dog.longest_silent()[0], dog.all_are_alive)
 
 
 def test_a_task_that_has_not_come_yet_is_not_silent(make_run: Callable[..., RunFolder], clock: Clock) -> None:
     """A program may end in the rendezvous: its own failure must not wait for whoever is not even there."""
     dog = watch(make_run(workers=1), "chief")
-    assert dog.silent_task(3.0) is None
+    assert ("", 0.0) == dog.longest_silent()
     clock.now += watchdog.SILENT_S + 1
-    assert dog.silent_task(3.0) is None
+    assert ("", 0.0) == dog.longest_silent()
 
 
 @pytest.mark.parametrize("state", ["done", "failed", "stopped"])
