@@ -9,29 +9,20 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from itertools import islice
 
 import pytest
 
-from cluster.agent import agent, decisions, elastic, script, watchdog
-from cluster.agent.agent import Agent
-from cluster.agent.decisions import Decisions
-from cluster.agent.script import ScriptAgent
-from cluster.agent.watchdog import Watchdog
+from cluster.agent import decisions
 from cluster.errors import EXIT_TIMEOUT
-from cluster.recovery import attempts, ends, standby_cluster
-from cluster.recovery.policy import Recovery
-from cluster.spec import ClusterSpec
-from tests.simulation import machine
+from cluster.recovery import standby_cluster
+from tests.simulation import machine, mutations
 from tests.simulation.drawn import Drawn
-from tests.simulation.gang import SimBoard, SimCopy
+from tests.simulation.mutations import HELD_UP, mute, schedules, slow_reports
 from tests.simulation.schedule import Schedule, explain
-from tests.simulation.world import Broken, Now, World
+from tests.simulation.world import Broken
 
 ORDINARY = 1200
-SEEDS_OF_A_MUTATION = 600
-"""Within so many schedules a missing protection has to show."""
 
 
 @pytest.fixture
@@ -141,288 +132,35 @@ def test_a_schedule_can_be_repeated_exactly(simulated: pytest.MonkeyPatch) -> No
         assert trace(seed) == trace(seed)
 
 
-# Each protection is taken out, and the invariant that needs it breaks
-
-
-def ignore_generations(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """Agents look at the outcome only."""
-    patch.setattr(Decisions, "_is_over", lambda self, generation: self.run.outcome is not None)
-    return schedules()
-
-
-def claim_twice(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """Whoever records the outcome replaces it."""
-    return schedules(lambda schedule: schedule.folder.__dict__.update(exclusive=False))
-
-
-def keep_programs(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """An attempt's program is not ended with it."""
-    patch.setattr(machine.SimProgram, "end", lambda self, grace_s: self.code or 0)
-    return schedules()
-
-
-def token_without_generation(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """Tasks of different generations hold one rendezvous, without a hub."""
-    whole = machine.hold_rendezvous
-
-    def hold(*words: object, token: str, **options: object) -> None:
-        whole(*words, token="run", **options)
-
-    patch.setattr(agent.rendezvous, "wait", hold)
-    return schedules(lambda schedule: setattr(schedule.world, "linked", False))
-
-
-def news_of_earlier_generations(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """What the hub says of an earlier generation counts."""
-    patch.setattr(SimBoard, "gathers", property(lambda self: self._side is not None and self._side.fresh))
-    patch.setattr(SimBoard, "absent", lambda self, number: self._news().absent)
-    return schedules()
-
-
-def stale_caches_without_connections(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """Agents learn what others did from the folder only, which their hosts show late."""
-    return schedules(lambda schedule: setattr(schedule.world, "linked", False), drawn=STALE)
-
-
-def listed_generations_only(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """An agent that comes back takes the listing's word for which generation is the newest."""
-    report = Agent._report_own_death
-
-    def report_as_listed(self: Agent) -> None:
-        beat = self.run.heartbeat(self.task.name)
-        if beat and beat["generation"] == self.run.generation:
-            report(self)
-
-    patch.setattr(Agent, "_report_own_death", report_as_listed)
-    later = (26.0, "kill task", "worker-1", 0.0)
-    return schedules(drawn=replace(STALE, scripted=True, faults=[*STALE.faults, later]))
-
-
-def unfinished_checkpoints(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """A checkpoint counts before it is complete."""
-    return schedules(lambda schedule: setattr(schedule.training, "saves_whole", False))
-
-
-def no_word_of_a_death(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """An agent that comes back does not report that its task was killed."""
-    patch.setattr(Agent, "_report_own_death", lambda self: None)
-    return schedules()
-
-
-def nobody_misses_the_silent(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """Silent and frozen tasks are not noticed."""
-    patch.setattr(watchdog.Watchdog, "_frozen", lambda *_: None)
-    return schedules()
-
-
-def stops_unheard(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """No program is ended for a stop request."""
-    patch.setattr(Agent, "_watch", deaf(Agent._watch))
-    return schedules()
-
-
-def deaf(watch: Callable[..., None]) -> Callable[..., None]:
-    """Return a `_watch` whose agent takes every task for one that is not asked to stop."""
-
-    def watch_on(self: Agent, *arguments: object) -> None:
-        self.serves = True
-        try:
-            watch(self, *arguments)
-        finally:
-            self.serves = self.spec.serves(self.task)
-
-    return watch_on
-
-
-def damaged_records_stay(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """A record that a crash left empty counts as one that another agent has created."""
-
-    def change(schedule: Schedule) -> None:
-        schedule.world.LIMIT_S = 120.0
-        schedule.drawn.torn_share = 0.3
-        schedule.folder.__dict__["replaces_damaged"] = False
-
-    return schedules(change)
-
-
-def kills_count(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """A program that was killed counts as one that failed by itself, and no failure is forgiven."""
-    patch.setattr(ends, "kind_of", lambda code, *, out_of_memory: attempts.OWN)
-    patch.setattr(attempts, "max_restarts", lambda run: 0)
-    return schedules()
-
-
-def failures_do_not_count(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """A program that fails by itself starts again for ever."""
-    patch.setattr(attempts, "too_many", lambda tried, most: 0)
-    patch.setattr(attempts, "pause_s", lambda tried: 0.0)
-    return schedules()
-
-
-def nobody_restarts_alone(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """Every task takes the gang with it."""
-    patch.setattr(ClusterSpec, "restarts_alone", lambda self, task: False)
-    return schedules()
-
-
-def met_again(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """A task that restarts alone waits for those that have met its previous attempt."""
-    patch.setattr(Agent, "_passed_rendezvous", lambda self, generation: frozenset())
-    return schedules()
-
-
-def copies_go_on(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """Nothing ends the older copy of a task."""
-    patch.setattr(World, "fence", lambda self, older: None)
-    return copies_claim(patch)
-
-
-def copies_claim(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """An agent does not look for a newer copy of its task before it claims something."""
-    patch.setattr(SimCopy, "require_newest", lambda self: None)
-    return schedules(drawn=HELD_UP)
-
-
-def needs_everyone(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """An elastic run does not go on without a worker."""
-    patch.setattr(elastic, "leave_out", lambda *_: None)
-    return schedules()
-
-
-def deaf_to_reports(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """A script's agent does not look for a task that was killed and has reported only that so far."""
-    patch.setattr(ScriptAgent, "_another_died", lambda self, generation: False)
-
-    return slow_reports(patch)
-
-
-def slow_reports(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """A worker's task is killed; the disk is slow between its report and the generation that it begins."""
-    restart = Recovery.restart_gang
-
-    def restart_late(self: Recovery, generation: int, own: ends.End) -> None:
-        Now.world.sleep(2.0)
-        restart(self, generation, own)
-
-    patch.setattr(Recovery, "restart_gang", restart_late)
-    killed = Drawn({"workers": 2}, scripted=True, steps=15, save_every=5, faults=[(8.0, "kill task", "worker-0", 20.0)])
-    return schedules(drawn=killed)
-
-
-def taken_for_alive(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """A script's agent takes the others for alive without a sign of life."""
-    patch.setattr(Watchdog, "all_are_alive", True)
-    return mute(patch)
-
-
-def mute(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """A worker's program is killed while its agent stands still and cannot say so; the others wait too briefly."""
-    patch.setattr(script, "PEER_LOST_PATIENCE_S", 1.0)
-    faults = [(8.0, "freeze task", "worker-1", 20.0), (8.2, "kill program", "worker-1", 0.0)]
-    return schedules(drawn=Drawn({"workers": 2}, scripted=True, steps=15, save_every=5, linked=True, faults=faults))
-
-
-def no_patience(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """A script that lost contact does not wait for the task that was killed to report it."""
-    patch.setattr(Agent, "_another_restarts_gang", lambda self, generation, patience_s: False)
-    return schedules()
-
-
-def same_ports(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """Standby processes form their cluster on the ports of the programs that train."""
-    patch.setattr(standby_cluster, "_other", lambda port: port)
-    return schedules(drawn=FORMED)
-
-
-def ready_or_not(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """A generation begins with standby processes whether or not they are ready."""
-    patch.setattr(standby_cluster, "complete", lambda *_: True)
-    return schedules(hasty, drawn=replace(FORMED, standby_s=None))
-
-
-def each_for_itself(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """Each agent decides by itself whether its generation begins with standby processes: if it has had one."""
-    patch.setattr(standby_cluster, "begins", lambda run, task, generation: generation > 0)
-    return schedules(hasty, drawn=replace(FORMED, faults=[*FORMED.faults, (12.0, "kill standby", "worker-0", 0.0)]))
-
-
-def hasty(schedule: Schedule) -> None:
-    """Bound a schedule in which one generation follows the other."""
-    schedule.world.LIMIT_S = 30.0
-
-
-def dead_ones_are_waited_for(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """An agent whose standby process has died leaves it to others to begin another generation."""
-    restart = Recovery.restart_gang
-
-    def restart_others(self: Recovery, generation: int, own: ends.End) -> None:
-        if own.cause == "its standby process had ended":
-            Now.world.sleep(0.5)
-        else:
-            restart(self, generation, own)
-
-    patch.setattr(Recovery, "restart_gang", restart_others)
-    patch.setattr(standby_cluster, "withdraw", lambda *_: None)  # as if it had died a moment ago
-    return schedules(drawn=replace(FORMED, faults=[(12.0, "kill standby", "worker-0", 0.0), *FORMED.faults]))
-
-
-FORMED = Drawn(
-    {"workers": 1}, scripted=False, steps=25, save_every=5, faults=[(15.0, "kill program", "chief", 0.0)], standby_s=0.0
-)
-"""Standby processes have formed a cluster when a program is killed."""
-
-
-STALE = Drawn(
-    {"workers": 2}, scripted=False, steps=25, save_every=5, faults=[(15.0, "kill program", "worker-0", 0.0)],
-    linked=True, stale_s=60.0,
-)  # fmt: skip
-"""Hosts may not see for a minute what another one did when a program is killed."""
-
-
-HELD_UP = Drawn({"workers": 1}, scripted=True, steps=80, save_every=5, faults=[(1.0, "second copy", "worker-0", 70.0)])
-"""A host stands still in the rendezvous until that has timed out; another copy of its task has long come."""
-
-
-def schedules(
-    change: Callable[[Schedule], object] = lambda schedule: None, drawn: Drawn | None = None
-) -> Iterator[Schedule]:
-    """Yield schedules, each changed before it runs."""
-    for seed in range(SEEDS_OF_A_MUTATION):
-        schedule = Schedule(seed, drawn)
-        schedule.world.LIMIT_S = 2_000.0
-        change(schedule)
-        yield schedule
-
-
 @pytest.mark.parametrize(
     ("mutation", "invariant"),
     [
-        (claim_twice, "outcome"),
-        (token_without_generation, "generations"),
-        (news_of_earlier_generations, "generations"),
-        (stale_caches_without_connections, "seen"),
-        (listed_generations_only, "policy"),
-        (keep_programs, "programs"),
-        (unfinished_checkpoints, "checkpoint"),
-        (no_word_of_a_death, "policy"),
-        (nobody_misses_the_silent, "seen"),
-        (damaged_records_stay, "end"),
-        (stops_unheard, "stop"),
-        (ignore_generations, "seen"),
-        (kills_count, "policy"),
-        (failures_do_not_count, "policy"),
-        (nobody_restarts_alone, "policy"),
-        (met_again, "policy"),
-        (taken_for_alive, "policy"),
-        (no_patience, "policy"),
-        (needs_everyone, "policy"),
-        (copies_claim, "policy"),
-        (copies_go_on, "copies"),
-        (deaf_to_reports, "policy"),
-        (same_ports, "ports"),
-        (ready_or_not, "end"),
-        (each_for_itself, "end"),
-        (dead_ones_are_waited_for, "seen"),
+        (mutations.claim_twice, "outcome"),
+        (mutations.token_without_generation, "generations"),
+        (mutations.news_of_earlier_generations, "generations"),
+        (mutations.stale_caches_without_connections, "seen"),
+        (mutations.listed_generations_only, "policy"),
+        (mutations.keep_programs, "programs"),
+        (mutations.unfinished_checkpoints, "checkpoint"),
+        (mutations.no_word_of_a_death, "policy"),
+        (mutations.nobody_misses_the_silent, "seen"),
+        (mutations.damaged_records_stay, "end"),
+        (mutations.stops_unheard, "stop"),
+        (mutations.ignore_generations, "seen"),
+        (mutations.kills_count, "policy"),
+        (mutations.failures_do_not_count, "policy"),
+        (mutations.nobody_restarts_alone, "policy"),
+        (mutations.met_again, "policy"),
+        (mutations.taken_for_alive, "policy"),
+        (mutations.no_patience, "policy"),
+        (mutations.needs_everyone, "policy"),
+        (mutations.copies_claim, "policy"),
+        (mutations.copies_go_on, "copies"),
+        (mutations.deaf_to_reports, "policy"),
+        (mutations.same_ports, "ports"),
+        (mutations.ready_or_not, "end"),
+        (mutations.each_for_itself, "end"),
+        (mutations.dead_ones_are_waited_for, "seen"),
     ],
 )
 def test_without_its_protection_an_invariant_breaks(

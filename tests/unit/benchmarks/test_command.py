@@ -1,0 +1,139 @@
+"""`invoke bench`: what is chosen, kept and refused. Nothing here is timed."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from invoke import Exit, MockContext, Result
+
+import tasks
+from benchmarks import command, results
+from benchmarks import images as weighing
+from benchmarks.figures import Figure
+from benchmarks.runs import Bench
+from cluster.errors import (
+    EXIT_FAILED,
+    EXIT_PREREQUISITE,
+    EXIT_USAGE,
+    PrerequisiteError,
+    RunFailed,
+    UsageError,
+)
+from cluster.image import engine
+from tests.unit.benchmarks.sampled import COST, SCALING, START, rows
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Benchmarks that measure nothing and find made-up figures; what was asked of them."""
+    requested: list[str] = []
+
+    def measure(name: str, runs: Bench) -> list[Figure]:
+        requested.append(name)
+        return {"start": [START], "telemetry": [COST]}.get(name, [])
+
+    monkeypatch.setattr(command, "_measure", measure)
+    monkeypatch.setattr(command, "_draw", lambda found, quick, log: requested.append("plots"))
+    monkeypatch.setattr(Bench, "invoke", lambda *words, **environment: None)
+    monkeypatch.setattr(results, "RESULTS", tmp_path / "results.json")
+    monkeypatch.setattr(results.read, "__defaults__", (tmp_path / "results.json",))
+    monkeypatch.setattr(results.write, "__defaults__", (tmp_path / "results.json",))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    return requested
+
+
+def invoked(**options: Any) -> tuple[int, str]:
+    """Run the task; return its exit code and its message."""
+    with pytest.raises(Exit) as ended:
+        tasks.ns["bench"](MockContext(run=Result(), repeat=True), runtime="local", **options)
+    return ended.value.code, ended.value.message or ""
+
+
+def test_every_benchmark_must_be_there() -> None:
+    for name in (*command.NAMES, *command.ON_REQUEST):
+        assert callable(importlib.import_module(f"benchmarks.{name}").measure)
+
+
+def test_an_unknown_benchmark_must_be_refused_with_the_nearest(measured: list[str]) -> None:
+    assert (EXIT_USAGE, "error: --only 'throughptu' is no benchmark; did you mean 'throughput'?") == invoked(
+        only="start,throughptu"
+    )
+    assert [] == measured
+
+
+def test_all_must_be_chosen_where_none_is_named_and_none_twice() -> None:
+    assert list(command.NAMES) == command.chosen("")
+    assert ["telemetry", "elastic"] == command.chosen("telemetry,elastic,telemetry")
+    with pytest.raises(UsageError, match="known: "):
+        command.chosen("xyz")
+
+
+def test_a_missing_matplotlib_must_be_reported_in_one_line(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    code, message = invoked(only="start")
+    assert EXIT_PREREQUISITE == code
+    assert message.startswith("error: matplotlib, which draws the plots, is not installed here; run `make bench`")
+    assert "\n" not in message
+    assert [] == measured
+
+
+def test_what_is_found_must_be_kept_and_a_missed_goal_is_exit_code_1(
+    measured: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (0, "") == invoked(only="start", json=True)
+    printed = json.loads(capsys.readouterr().out)["figures"]
+    assert ["start"] == [row["name"] for row in printed] == [row["name"] for row in results.read()]
+    assert EXIT_FAILED == invoked(only="telemetry")[0]
+    assert ["start", "telemetry"] == [row["name"] for row in results.read()]
+    assert ["start", "plots", "telemetry", "plots"] == measured
+
+
+def test_a_benchmark_that_fails_must_not_cost_the_others(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measure = command._measure
+
+    def fails(name: str, runs: Bench) -> list[Figure]:
+        if name == "scaling":
+            raise RunFailed("no port is free")
+        return measure(name, runs)
+
+    monkeypatch.setattr(command, "_measure", fails)
+    earlier = rows(dataclasses.replace(SCALING, name="scaling"), commit="earlier")
+    results.write(earlier)
+    assert EXIT_FAILED == invoked(only="scaling,start")[0]
+    assert {"scaling": "earlier"} == {row["name"]: row["commit"] for row in results.read() if row["name"] != "start"}
+    assert ["scaling", "start"] == [row["name"] for row in results.read()]
+    assert "scaling failed: no port is free" in capsys.readouterr().err
+    assert EXIT_FAILED == invoked(only="scaling,start", quick=True)[0]
+
+
+def test_a_quick_try_must_keep_nothing(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "renew", lambda found: pytest.fail("it renews the table"))
+    assert 0 == invoked(only="telemetry", quick=True, write=True)[0]
+    assert [] == results.read()
+
+
+def test_without_an_engine_what_needs_one_must_be_left_out_unless_it_is_named(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    invoked(quick=True)
+    assert [name for name in command.NAMES if name != "images"] == measured[:-1]
+    assert "images: left out" in capsys.readouterr().err
+    monkeypatch.setattr(engine, "probe", lambda: engine.Answer(False, "no Docker Engine answers (none)"))
+    with pytest.raises(PrerequisiteError, match="benchmark images: no Docker Engine answers"):
+        weighing.measure(Bench(Path()))
+
+
+def test_steps_and_rounds_must_be_few_in_a_quick_try() -> None:
+    quick, whole = Bench(Path(), quick=True), Bench(Path(), rounds=3)
+    assert (75, 150) == (quick.steps(150), whole.steps(150))
+    assert ([0], [0, 1, 2]) == (list(quick.turns()), list(whole.turns()))

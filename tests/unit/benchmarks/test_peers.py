@@ -1,0 +1,106 @@
+"""What a benchmark compares with: the environments of others, and the setting that suits each best."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import contenders, peers, throughput
+from benchmarks.contenders import Contender, Setting, fastest
+from benchmarks.runs import GLOBAL_BATCH, Bench
+from cluster.errors import (
+    PrerequisiteError,
+    RunFailed,
+)
+
+
+def test_only_a_peer_without_an_environment_must_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(peers, "ENVIRONMENTS", tmp_path)
+    monkeypatch.setattr(peers, "_make", lambda peer: made.append(peer.module))
+    monkeypatch.setattr(Bench, "call", lambda *words: "2.13.0\n")
+    monkeypatch.setenv("TORCH_PYTHON", "/some/python")
+    monkeypatch.delenv("RAY_PYTHON", raising=False)
+    peers.prepare(lambda line: None)
+    assert ["ray"] == made
+    assert ["torchrun DDP 2.13.0"] == [each.title for each in peers.chosen(Bench(Path(), peers=True))]
+    assert [] == peers.chosen(Bench(Path()))
+    monkeypatch.setenv("TORCH_PYTHON", "")
+    monkeypatch.setenv("RAY_PYTHON", "")
+    peers.prepare(made.append)
+    assert ["ray"] == made
+    assert [] == peers.chosen(Bench(Path(), peers=True))
+
+
+def test_an_environment_that_cannot_be_made_must_be_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "ENVIRONMENTS", tmp_path)
+    monkeypatch.setattr(peers.subprocess, "run", lambda command, **options: SimpleNamespace(returncode=1))
+    monkeypatch.delenv("TORCH_PYTHON", raising=False)
+    with pytest.raises(PrerequisiteError, match="set TORCH_PYTHON to a Python with torch"):
+        peers.prepare(lambda line: None)
+    assert not peers.PEERS[0].python
+
+
+# Settings
+
+
+def contender(rates: dict[str, list[float]]) -> Contender:
+    """Return a program that runs as fast as these say, one run of each setting after the other."""
+
+    def run(_bench: Bench, _tasks: int, _steps: int, setting: Setting) -> list[dict[str, Any]]:
+        seconds = GLOBAL_BATCH / rates[setting.name].pop(0)
+        return [{"step": step, "time": step * seconds} for step in (25, 50, 75)]
+
+    return Contender("other", lambda tasks: [Setting(name) for name in rates], run)
+
+
+def test_the_setting_of_the_fastest_run_must_be_measured() -> None:
+    rates = {"plain": [100.0], "tuned": [300.0, 90.0], "other": [200.0, 250.0]}
+    setting, tried = fastest(Bench(Path(), log=lambda line: None), contender(rates), tasks=2)
+    assert "tuned" == setting.name
+    assert {"plain": [100.0], "tuned": [300.0, 90.0], "other": [200.0, 250.0]} == {
+        name: [pytest.approx(each) for each in samples] for name, samples in tried.items()
+    }
+
+
+def test_a_program_that_fails_must_be_tried_again_once() -> None:
+    outcomes: list[Any] = [RunFailed("address in use"), [{"step": step, "time": step} for step in (25, 50, 75)]]
+
+    def run(*_words: Any) -> list[dict[str, Any]]:
+        if isinstance(outcome := outcomes.pop(0), RunFailed):
+            raise outcome
+        return list(outcome)
+
+    flaky, bench = Contender("flaky", lambda tasks: [], run), Bench(Path(), log=lambda line: None)
+    assert GLOBAL_BATCH == flaky.rate(bench, 2, 75, Setting("as is"))
+    outcomes += [RunFailed("address in use")] * 2
+    with pytest.raises(RunFailed):
+        flaky.rate(bench, 2, 75, Setting("as is"))
+
+
+def test_ours_must_stand_against_the_fastest_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, fast = contender({"as is": [10.0] * 9}), contender({"one": [30.0] * 9, "two": [50.0] * 9})
+    steps = [{"step": step, "time": step * GLOBAL_BATCH / 100.0} for step in (25, 50, 75)]
+    monkeypatch.setattr(Bench, "train", lambda *words, **options: steps)
+    others = [dataclasses.replace(slow, title="slow"), dataclasses.replace(fast, title="fast")]
+    bench = Bench(Path(), rounds=2, log=lambda line: None)
+    figure = throughput._compared(bench, "throughput-alone", "chief alone", 1, others)
+    assert ["ours", "fast: two", "slow: as is"] == list(figure.variants)
+    assert [2.0] * 2 * throughput.TIMES == pytest.approx(figure.ratios)
+    assert {"fast: one", "fast: two", "slow: as is"} == set(figure.to_json()["tried"])
+
+
+def test_every_setting_must_be_tried_on_a_task_s_share_of_the_cores_and_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contenders, "cores", lambda: 4)
+    assert [2, 4] == contenders.threads(2)
+    assert [4] == contenders.threads(1)
+    assert [1, 4] == contenders.threads(8)
+    for settings in (contenders.LOOP.settings, contenders.FIT.settings, *(peer.settings for peer in peers.PEERS)):
+        found = settings(2)
+        assert () == found[0].words
+        assert {"--threads=2", "--threads=4"} <= {word for setting in found for word in setting.words}
+        assert len(found) == len({setting.name for setting in found})
