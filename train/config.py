@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster import spec, strategies
+from cluster import compatibility, strategies
 from cluster.errors import UsageError
 from train.data.arrays import WINDOW
 from train.pipeline.partition import PARTITIONS
@@ -284,7 +284,7 @@ class TrainConfig:
             raise UsageError(
                 f"--bitwise-elastic {self.bitwise_elastic} with --no-deterministic: it needs --deterministic"
             )
-        spec.check_micro_batches(self.global_batch, self.bitwise_elastic, self.micro_batches, "virtual shards")
+        compatibility.check_micro_batches(self.global_batch, self.bitwise_elastic, self.micro_batches, "virtual shards")
 
     def pin(self, cores: int = 0) -> TrainConfig:
         """Return this configuration with what depends on the machine written down, where bits depend on it.
@@ -330,7 +330,9 @@ class TrainConfig:
     def learning_rate(self) -> float:
         """The step size at this global batch, after the warm-up."""
         settings = self.optimizer
-        return spec.scale_rate(settings.learning_rate, settings.scaling, self.global_batch, settings.base_batch)
+        return compatibility.scale_rate(
+            settings.learning_rate, settings.scaling, self.global_batch, settings.base_batch
+        )
 
     @property
     def sinks(self) -> list[str]:

@@ -10,13 +10,14 @@ from pathlib import Path
 import tensorflow as tf
 from tensorflow import keras
 
+from cluster.compatibility import precision_of
 from cluster.errors import ClusterError, PrerequisiteError, RunFailed
 from cluster.messages import system_error
 from cluster.recovery import standby_cluster
 from cluster.run import membership
 from cluster.run.folder import RunFolder
 from cluster.run.heartbeat import Heartbeat
-from cluster.spec import Role, Task, precision_of
+from cluster.spec import Role, Task
 from cluster.system.json_files import DISK_FULL, read_json
 from train import evaluator, strategy
 from train.config import TrainConfig

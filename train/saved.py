@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster.compatibility import precision_of
 from cluster.errors import ClusterError, PrerequisiteError
 from cluster.messages import plain
 from cluster.run.folder import RunFolder
-from cluster.spec import precision_of
 from cluster.system.json_files import read_json
 from train import prediction
 from train.config import TrainConfig

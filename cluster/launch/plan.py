@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster import spec, tf_config
+from cluster import compatibility, spec, tf_config
 from cluster.launch import configuration, folders
 from cluster.messages import counted
 from cluster.options import elastic
@@ -166,9 +166,9 @@ class Plan(Workload):
         rule, base_batch = settings.get("scaling", "none"), settings.get("base_batch", batch)
         rate, schedule = settings["learning_rate"], settings.get("schedule", "constant")
         return {
-            "precision": spec.precision_of(self.cluster.strategy, self.config.get("precision", "fp32")),
+            "precision": compatibility.precision_of(self.cluster.strategy, self.config.get("precision", "fp32")),
             "optimizer": settings["name"],
-            "learning_rate": spec.scale_rate(rate, rule, batch, base_batch),
+            "learning_rate": compatibility.scale_rate(rate, rule, batch, base_batch),
             "scaling": rule,
             "base_learning_rate": rate,
             "base_batch": None if rule == "none" else base_batch,

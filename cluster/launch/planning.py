@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from cluster import settings, spec
+from cluster import compatibility, settings, spec
 from cluster.errors import UsageError
 from cluster.gpu import devices, placement
 from cluster.gpu.placement import Placement
@@ -286,13 +286,13 @@ def check_sharing(config: dict[str, Any], cluster: ClusterSpec, previous: Mappin
     Raises:
         UsageError: they cannot.
     """
-    spec.check_precision(cluster, config.get("precision", "fp32"))
-    spec.check_data_workers(cluster, config)
-    spec.check_stages(cluster, config, previous)
+    compatibility.check_precision(cluster, config.get("precision", "fp32"))
+    compatibility.check_data_workers(cluster, config)
+    compatibility.check_stages(cluster, config, previous)
     if shards := config.get("bitwise_elastic", 0):  # the training program has checked that they cut the batch evenly
-        spec.check_shards(cluster, shards)
+        compatibility.check_shards(cluster, shards)
     else:
-        spec.check_micro_batches(config["global_batch"], cluster.batch_divisor, config.get("micro_batches", 1))
+        compatibility.check_micro_batches(config["global_batch"], cluster.batch_divisor, config.get("micro_batches", 1))
 
 
 def _run_folder(request: Request, *, stops_first: bool) -> RunFolder:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster import spec
+from cluster import compatibility
 from cluster.errors import UsageError
 from train.settings.field_types import check_choice, check_number, check_range
 
@@ -111,7 +111,7 @@ class Optimizer:
         if not self.own:
             check_choice("optimizer.name", self.name, OPTIMIZERS)
         check_choice("optimizer.schedule", self.schedule, SCHEDULES)
-        check_choice("optimizer.scaling", self.scaling, spec.SCALINGS)
+        check_choice("optimizer.scaling", self.scaling, compatibility.SCALINGS)
         for name, low, high in (("warmup_steps", 0, 10**9), ("decay_steps", 0, 10**12), ("base_batch", 1, 2**31 - 1)):
             check_range(f"optimizer.{name}", getattr(self, name), low, high)
         for name in ("learning_rate", "power"):

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cluster.spec import precision_of
+from cluster.compatibility import precision_of
 from cluster.system import user_code
 from train.config import TrainConfig
 from train.model import variables

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster.compatibility import precision_of
 from cluster.errors import ClusterError, UsageError, nearest
 from cluster.messages import described
 from cluster.run import launch_records, records
-from cluster.spec import precision_of
 from cluster.system import user_code
 from train import named
 from train.config import TrainConfig

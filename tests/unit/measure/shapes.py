@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster import spec
+from cluster import compatibility, spec
 from cluster.errors import ClusterError
 from train import strategy as strategies
 
@@ -136,7 +136,7 @@ def compiled(source: sources.Source) -> dict[str, Any]:
 def in_bfloat16(source: sources.Source) -> dict[str, Any]:
     """Return the types in which a TPU's model keeps its weights, computes, and gives its logits."""
     strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
-    with strategies.policy(spec.precision_of("tpu", "fp32")):
+    with strategies.policy(compatibility.precision_of("tpu", "fp32")):
         train_step = new_step(strategy)
     feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, 7)
     losses = steps.synchronous(strategy, train_step, feed, 2)(0, 2, False).losses

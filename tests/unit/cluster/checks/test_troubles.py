@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 from invoke import Config, Context
 
-from cluster import spec
+from cluster import compatibility, spec
 from cluster.agent import diagnosis, ports, rendezvous
 from cluster.checks import documents, troubles
 from cluster.checks.troubles import TROUBLES, Trouble
@@ -152,7 +152,7 @@ def _(make_run: Callable[..., RunFolder]) -> Provoked:
 
 @provokes("batch that does not divide")
 def _() -> Provoked:
-    return refused(lambda: spec.check_global_batch(192, 5))
+    return refused(lambda: compatibility.check_global_batch(192, 5))
 
 
 @provokes("unknown option of the training")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster import spec
+from cluster import compatibility, spec
 from cluster.errors import UsageError
 from cluster.gpu.placement import Placement
 from cluster.launch.plan import Plan
@@ -49,11 +49,11 @@ def test_as_many_tasks_as_several_pipelines_have_are_those(workers: str, stages:
     again = spec.build(**topology(Request(resume="run"), built))
     assert (built.stages, pipelines) == (again.stages, again.pipelines)
     with pytest.raises(UsageError):
-        spec.check_stages(built, CONFIG | {"pipeline": {"schedule": "pipedream"}})
+        compatibility.check_stages(built, CONFIG | {"pipeline": {"schedule": "pipedream"}})
 
 
 def test_callbacks_need_a_task_that_has_the_whole_model() -> None:
-    spec.check_stages(cluster(stages="2", workers="0"), CONFIG | {"callbacks": "tutorial"})
+    compatibility.check_stages(cluster(stages="2", workers="0"), CONFIG | {"callbacks": "tutorial"})
 
 
 def test_a_run_that_goes_on_may_have_another_number_of_stages() -> None:
@@ -95,14 +95,14 @@ def test_stages_that_the_topology_has_not_are_refused(request_: Request) -> None
     ],
 )
 def test_what_a_pipeline_has_not_is_refused(config: dict[str, Any]) -> None:
-    spec.check_stages(cluster(stages="2"), CONFIG)
+    compatibility.check_stages(cluster(stages="2"), CONFIG)
     with pytest.raises(UsageError):
-        spec.check_stages(cluster(stages="2"), CONFIG | config)
+        compatibility.check_stages(cluster(stages="2"), CONFIG | config)
 
 
 def test_what_each_stage_does_by_itself_is_accepted() -> None:
     apart = {"init_from": "before", "freeze": "embedding", "metrics": "mine:metrics", "best": {"metric": "eval_loss"}}
-    spec.check_stages(cluster(stages="2"), CONFIG | apart | {"optimizer": {"name": "adam", "ema": 0.99}})
+    compatibility.check_stages(cluster(stages="2"), CONFIG | apart | {"optimizer": {"name": "adam", "ema": 0.99}})
 
 
 @pytest.mark.parametrize(
@@ -111,10 +111,10 @@ def test_what_each_stage_does_by_itself_is_accepted() -> None:
 )
 def test_what_only_a_pipeline_has_is_refused_without(config: dict[str, Any]) -> None:
     alone = spec.build(workers=0)
-    spec.check_stages(alone, {"global_batch": 192})
+    compatibility.check_stages(alone, {"global_batch": 192})
     with pytest.raises(UsageError):
-        spec.check_stages(alone, {"global_batch": 192} | config)
-    spec.check_stages(alone, {"global_batch": 192} | config, previous=config)  # it goes on without stages
+        compatibility.check_stages(alone, {"global_batch": 192} | config)
+    compatibility.check_stages(alone, {"global_batch": 192} | config, previous=config)  # it goes on without stages
 
 
 def test_options_of_a_pipeline_reach_the_training() -> None:
