@@ -1,4 +1,4 @@
-"""From SIGKILL of a task to the next new step: with standby processes that are ready, without, and in containers."""
+"""From SIGKILL of a task to the next new step: with standby processes that are ready and without; as containers too."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ ROUNDS = 3
 
 
 def measure(bench: Bench) -> list[Figure]:
-    """Kill one task after the other of a run with standby processes and of one without; in containers of one with."""
+    """Kill one task after the other of a run with standby processes and of one without."""
     victims = VICTIMS[:1] if bench.quick else VICTIMS
     processes: dict[str, list[float]] = {how: [] for how in STANDBY}
-    containers: list[float] = []
+    containers: dict[str, list[float]] = {how: [] for how in STANDBY}
     for number in bench.turns():
         if number % ROUNDS:
             continue
         for how in STANDBY:
             processes[how] += _recoveries(bench, number, how, victims)
-        if bench.engine and not containers:  # these start slowly: one round
-            containers += _recoveries(bench, number, READY, victims, "docker")
+            if bench.engine and not containers[how]:  # these start slowly: one round
+                containers[how] += _recoveries(bench, number, how, victims, "docker")
     title = "SIGKILL of a task to the next new step, chief and 2 workers, with standby processes"
     found = [Figure("recovery", title, "s", processes, ratios(processes[READY], processes[WITHOUT]))]
-    if containers:
-        found.append(Figure("recovery-containers", f"{title}, containers", "s", {READY: containers}))
+    if bench.engine:
+        compared = ratios(containers[READY], containers[WITHOUT])
+        found.append(Figure("recovery-containers", f"{title}, containers", "s", containers, compared))
     return found
 
 

@@ -35,7 +35,7 @@ SECONDS = {
     "PRESET_TIMEOUT_S": Seconds(120.0, 0.1, 86_400),
     "DATA_TIMEOUT_S": Seconds(3_600.0, 0.1, 10_000_000),
 }
-SWITCHES = {"WARM_SPARE": True, "SHARED_IMPORT": False}
+SWITCHES = {"WARM_SPARE": True, "SHARED_IMPORT": True}
 """Those that are on unless they are 0, and whether tasks read them, too."""
 
 SECRET_FILES = "SECRET_FILES"  # noqa: S105  # no secret, but where they are

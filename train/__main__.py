@@ -25,12 +25,12 @@ from cluster.messages import described, plain
 from cluster.recovery import standby_cluster
 from cluster.run import membership
 from cluster.run.folder import RunFolder
-from cluster.system import user_code
+from cluster.system import quiet, user_code
 from cluster.system.json_files import read_json
 from train.config import TrainConfig
 from train.data import ready
 from train.settings import overrides
-from train.startup import debugger, preload, quiet
+from train.startup import debugger, preload
 
 if TYPE_CHECKING:  # it imports TensorFlow
     from train.program import Program

@@ -27,9 +27,9 @@ import numpy as np
 from cluster.errors import ClusterError, PrerequisiteError
 from cluster.messages import plain
 from cluster.run.folder import RunFolder
+from cluster.system import quiet
 from cluster.system.json_files import read_json
 from train.config import TrainConfig
-from train.startup import quiet
 
 BATCH = 500
 SHOWN_EXAMPLES = 24

@@ -9,9 +9,9 @@ from typing import Any
 
 from cluster.errors import PrerequisiteError, UsageError
 from cluster.run.folder import RunFolder
+from cluster.system import quiet
 from cluster.system.json_files import read_json
 from train import named
-from train.startup import quiet
 
 SHOWN_CLASSES = 3
 

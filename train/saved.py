@@ -22,12 +22,12 @@ from cluster.compatibility import precision_of
 from cluster.errors import ClusterError, PrerequisiteError
 from cluster.messages import plain
 from cluster.run.folder import RunFolder
+from cluster.system import quiet
 from cluster.system.json_files import read_json
 from train import prediction
 from train.config import TrainConfig
 from train.model import variables
 from train.pipeline import timeline
-from train.startup import quiet
 
 if TYPE_CHECKING:
     from tensorflow import keras

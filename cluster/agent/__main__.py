@@ -13,6 +13,7 @@ from pathlib import Path
 
 from cluster import settings, tf_config
 from cluster.agent.agent import Agent
+from cluster.agent.program import IMPORTS
 from cluster.agent.script import ScriptAgent
 from cluster.errors import ClusterError, PrerequisiteError, UsageError
 from cluster.gang.board import Board
@@ -35,8 +36,10 @@ def main(arguments: list[str]) -> int:
         run = Board(Path(run_dir), Copy.given(RunFolder(Path(run_dir)), task))
         if arguments[:1] == ["--script"]:
             return ScriptAgent(run, task, [sys.executable, *arguments[1:]], timeout_s).main()
-        command = arguments[1:] if arguments[:1] == ["--"] else [sys.executable, "-m", "train", "--run-dir", run_dir]
-        return Agent(run, task, command, timeout_s).main()
+        if arguments[:1] == ["--"]:
+            return Agent(run, task, arguments[1:], timeout_s).main()
+        trainer = [sys.executable, "-m", "train", "--run-dir", run_dir]
+        return Agent(run, task, trainer, timeout_s, imports=IMPORTS).main()
     except ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -1,7 +1,8 @@
 """The agent of a task: starts the task's program, watches it and the other tasks, and applies the failure policy.
 
-The agent starts the program at once, so that its imports run during the rendezvous of the agents. The program waits at
-its gate, the pipe whose descriptor is `GATE_FD`, until the cluster is complete. What fails, and what happens then:
+The agent imports once what its training programs need and forks them; one that cannot be forked it starts at once, so
+that its imports run during the rendezvous of the agents. The program waits at its gate, the pipe whose descriptor is
+`GATE_FD`, until the cluster is complete. What fails, and what happens then:
 
     chief, worker (synchronous), ps      a new generation: every agent ends its program and starts it again
     worker (parameter server), evaluator only that program starts again
@@ -25,7 +26,7 @@ import subprocess
 import time
 from functools import partial
 
-from cluster import tf_config
+from cluster import settings, tf_config
 from cluster.agent import ports, rendezvous
 from cluster.agent.decisions import POLL_S, Decisions
 from cluster.agent.diagnosis import MemoryKills, explain_missing
@@ -39,6 +40,7 @@ from cluster.recovery.attempts import OUTSIDE, OWN
 from cluster.run.folder import REQUEUE, TASK_LOST
 from cluster.run.heartbeat import Heartbeat
 from cluster.spec import Role, Task
+from cluster.system import fork_server, quiet
 from cluster.system.json_files import write_json
 from cluster.system.processes import as_exit_code, identity, is_stopped
 
@@ -54,9 +56,21 @@ STACKS_S = 1.0
 class Agent(Decisions):
     """Runs one task from its start to the run's outcome."""
 
-    def __init__(self, run: Board, task_name: str, command: list[str], rendezvous_timeout_s: float) -> None:
+    def __init__(
+        self, run: Board, task_name: str, command: list[str], rendezvous_timeout_s: float, *, imports: str = ""
+    ) -> None:
+        """Do nothing yet.
+
+        Args:
+            run: the run.
+            task_name: this task's.
+            command: the program.
+            rendezvous_timeout_s: how long to wait for the other tasks.
+            imports: a module whose `load` imports what the program needs, see cluster/system/fork_server.py.
+        """
         super().__init__(run, task_name)
         self.command = command
+        self._imports = imports
         self.rendezvous_timeout_s = rendezvous_timeout_s
         self.standby = Standby(self._program, self.spec.tasks.index(self.task), len(self.spec.tasks))
         self._last_generation = -1
@@ -72,6 +86,7 @@ class Agent(Decisions):
         standby_cluster.withdraw(self.run, self.task.name)  # an agent that died had a standby process
         self.run.join(self.spec, self.task, self._listener.host)
         self._report_own_death()
+        self._import()
         while not self.run.outcome:
             self.run.require_newest()
             generation = self.run.generation
@@ -118,6 +133,24 @@ class Agent(Decisions):
             else:
                 ends.record(self.run, generation, end)
                 self.recovery.restart_gang(generation, end)
+
+    def _import(self) -> None:
+        """Import once what every attempt's program needs. Only what runs Python on a CPU can be forked after that.
+
+        If that fails or kills this process, each program does it by itself, and reports what happens to it.
+        """
+        accelerated = "GPUS_GIVEN" in os.environ or self.spec.kind.hardware
+        if not self._imports or accelerated or not settings.is_on("SHARED_IMPORT") or fork_server.has_preloaded():
+            return
+        beat = self.run.heartbeat(self.task.name)
+        if beat and beat["generation"] == self.run.generation and "importing" in beat:
+            return
+        heartbeat = Heartbeat(self.run, self.task, self.run.generation, attempts.restarts(self.run, self.task.name))
+        heartbeat.values["importing"] = True
+        heartbeat.start()
+        with contextlib.suppress(Exception), quiet.imports():
+            fork_server.preload(self._imports, self.run)
+        heartbeat.stop()
 
     def _attempt(self, generation: int) -> None:
         """Run the program once in this generation, and act on its end."""

@@ -17,6 +17,9 @@ from cluster.recovery import ends
 from cluster.run import logs
 from cluster.system import fork_server, processes
 
+IMPORTS = "train.startup.preload"
+"""The module whose `load` imports what the training program needs."""
+
 
 class Program(ABC):
     """One attempt of the task's program: its process and the last lines of its output."""

@@ -1,9 +1,9 @@
 """Starts Python processes by forking this one, with everything that it has imported.
 
-Most of the time and memory that a local task needs to start goes into importing TensorFlow. So the supervisor imports
-it once: agents are forked from the supervisor and programs from their agents. A fork takes a hundredth of a second and
-shares all memory that is not written to. A process that forks must not have used TensorFlow: its threads would be
-missing in the child.
+Most of the time and memory that a task's program needs to start goes into importing TensorFlow. So it is imported once:
+by the supervisor of local tasks, from which agents are forked and programs from these; elsewhere by each agent. A fork
+takes a hundredth of a second and shares all memory that is not written to. A process that forks must not have used
+TensorFlow: its threads would be missing in the child.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ def preload(module: str, *arguments: object) -> None:
     global _preloaded  # noqa: PLW0603  # it is a fact about this process
     importlib.import_module(module).load(*arguments)
     _preloaded = True
+
+
+def has_preloaded() -> bool:
+    """Whether `start` forks Python processes."""
+    return _preloaded
 
 
 def start(command: list[str], **how: Any) -> subprocess.Popen[bytes] | ForkedProcess:

@@ -66,9 +66,9 @@ def start_gang(make_run: Callable[..., RunFolder], start_run: Callable[[RunFolde
     """Starts a cluster whose every task runs the given lines of Python.
 
     `imports` goes before the lines; `absent` tasks are in the cluster but never started; `stopped` asks the run to stop
-    before it starts; `preload` names a module with whose `load` the supervisor begins; `network` is `private` or
-    `host`; `elastic` is what `started.json` says of `--min-workers`, `away` tasks are kept away until the test removes
-    the file; `config` is added to the configuration; the other options are `spec.build`'s.
+    before it starts; `preload` names a module with whose `load` the supervisor begins, or with `apart` each agent;
+    `network` is `private` or `host`; `elastic` is what `started.json` says of `--min-workers`, `away` tasks are kept
+    away until the test removes the file; `config` is added to the configuration; the other options are `spec.build`'s.
     """
 
     def start(
@@ -79,6 +79,7 @@ def start_gang(make_run: Callable[..., RunFolder], start_run: Callable[[RunFolde
         hang_timeout_s: float = 60,
         max_restarts: int = 3,
         preload: str = "",
+        apart: bool = False,
         network: str = HOST,
         elastic: Mapping[str, Any] = MappingProxyType({}),
         away: tuple[str, ...] = (),
@@ -90,7 +91,10 @@ def start_gang(make_run: Callable[..., RunFolder], start_run: Callable[[RunFolde
         program = [sys.executable, "-c", f"{imports}\n{lines}"]
         how = processes_of(run.load_cluster(), run.path, tmp_path / "data", ["--", *program], network=network)
         how |= {"tasks": {n: task for n, task in how["tasks"].items() if n not in absent}}
-        write_json(run.compose, how | ({"preload": preload} if preload else {}))
+        if apart:
+            agent = [sys.executable, "-m", "tests.unit.importing_agent", preload, *program]
+            how["tasks"] = {name: task | {"command": agent} for name, task in how["tasks"].items()}
+        write_json(run.compose, how | ({"preload": preload} if preload and not apart else {}))
         limits = {"hang_timeout_s": hang_timeout_s, "max_restarts": max_restarts, **elastic}
         for name in away:
             run.away(name).parent.mkdir(exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 from cluster.run.folder import RunFolder
 from tests.waiting import wait_for
@@ -12,8 +13,10 @@ loaded_by: list[int] = []
 
 
 def load(run: RunFolder) -> None:
-    """Take as long as the test wants, and fail where it wants."""
+    """Take as long as the test wants, and fail or die where it wants."""
     wait_for(lambda: not (run.path / "import-lasts").exists(), "the end of the import")
     if (run.path / "import-fails").exists():
         raise ImportError("no such library")
+    if (run.path / "import-kills").exists():
+        os.kill(os.getpid(), signal.SIGKILL)
     loaded_by.append(os.getpid())

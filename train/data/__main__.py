@@ -14,11 +14,10 @@ from typing import NoReturn
 
 from cluster.errors import EXIT_DONE, EXIT_INTERRUPTED, ClusterError, PrerequisiteError, UsageError
 from cluster.messages import plain
-from cluster.system import user_code
+from cluster.system import quiet, user_code
 from train.data import arrays, shards
 from train.data.prepare.arrays import prepare, say
 from train.data.ready import in_words
-from train.startup import quiet
 
 
 class _Parser(argparse.ArgumentParser):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster import settings, tf_config
+from cluster.agent.program import IMPORTS
 from cluster.errors import ClusterError
 from cluster.findings import Finding
 from cluster.gpu.placement import NO_DEVICE, Placement
@@ -22,9 +23,6 @@ from cluster.runtime.network import HOST, PRIVATE, Network
 from cluster.spec import ClusterSpec
 from cluster.system import process_table
 from cluster.system.ports import free_ports
-
-PRELOAD = "train.startup.preload"
-"""The module that imports what the tasks of the built-in trainer share."""
 
 
 class LocalProcesses(Runtime):
@@ -143,7 +141,7 @@ def processes_of(
     # An accelerator's library must be new in the process that uses it.
     accelerated = bool(spec.kind.hardware) or any(gpus.of(task.name) for task in spec.tasks)
     shared = settings.is_on("SHARED_IMPORT")
-    return found | {"preload": PRELOAD} if shared and not command and not accelerated else found
+    return found | {"preload": IMPORTS} if shared and not command and not accelerated else found
 
 
 def visible(gpus: Placement, task: str) -> dict[str, str]:

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.errors import PrerequisiteError, RunFailed
+from cluster.system import quiet
 from cluster.system.files import sha256
 from train import named
 from train.data import arrays
 from train.data.prepare import debian, download, store
 from train.data.prepare.download import SourceFile
-from train.startup import quiet
 
 if TYPE_CHECKING:
     import numpy as np

@@ -21,6 +21,7 @@ from cluster.run.folder import RunFolder
 from cluster.runtime.local import supervisor
 from cluster.runtime.local.runtime import processes_of
 from cluster.system import processes
+from cluster.system.json_files import read_json, write_json
 from tests.unit.gang import Gang, StartGang
 from tests.waiting import wait_for
 
@@ -143,6 +144,90 @@ def test_only_tasks_of_the_training_program_without_accelerator_are_forked(monke
     assert plan([], strategy="tpu") is None
     monkeypatch.setenv("SHARED_IMPORT", "0")
     assert plan([]) is None
+
+
+# Agents that import by themselves, as in containers
+
+KILLED_ONCE = f"{LOADED}\ntrain(3)\nif not GENERATION: work()\ntrain(4), meet(), finish()"
+
+
+@pytest.fixture
+def start_apart(start: StartGang) -> StartGang:
+    return partial(start, apart=True)
+
+
+def agents(gang: Gang) -> dict[str, str]:
+    """Return, as `loaded_by` does, the process of each task's agent."""
+    return {name: f"[{gang.pid(name, 'agent')}]" for name in ("chief", "worker-0")}
+
+
+def test_an_agent_forks_every_program_from_itself(start_apart: StartGang) -> None:
+    gang = start_apart(KILLED_ONCE, workers=1)
+    gang.await_step("worker-0", 3)
+    importers = agents(gang)
+    os.kill(gang.pid("worker-0"), signal.SIGKILL)
+    summary = gang.summary()
+    assert ("succeeded", 1) == (summary["state"], len(summary["restarts"]))
+    assert importers == loaded_by(gang) == loaded_by(gang, generation=1)
+
+
+def test_an_agent_that_comes_back_reports_its_death_before_it_imports(start_apart: StartGang) -> None:
+    gang = start_apart(KILLED_ONCE, workers=1)
+    gang.await_step("worker-0", 3)
+    before = agents(gang)
+    (gang.run.path / "import-lasts").touch()
+    os.kill(gang.pid("worker-0", "agent"), signal.SIGKILL)
+    wait_for(lambda: gang.run.generation == 1, "the next generation")
+    wait_for(lambda: gang.beat("worker-0").get("generation") == 1, "a heartbeat of the agent that imports")
+    (gang.run.path / "import-lasts").unlink()
+    summary = gang.summary()
+    assert ["the whole task was killed"] == [restart["cause"] for restart in summary["restarts"]]
+    after = loaded_by(gang, generation=1)
+    assert before["chief"] == after["chief"]
+    assert before["worker-0"] != after["worker-0"] != "[]"
+
+
+def test_a_run_whose_agents_import_can_be_stopped(start_apart: StartGang, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = supervisor.start
+
+    def begin_slowly(run: RunFolder) -> None:
+        (run.path / "import-lasts").touch()
+        begin(run)
+
+    monkeypatch.setattr(supervisor, "start", begin_slowly)
+    gang = start_apart("train(2), finish()", workers=1)
+    wait_for(lambda: len(gang.run.heartbeats()) == 2, "the heartbeats of both tasks")
+    gang.run.request_stop("a test")
+    (gang.run.path / "import-lasts").unlink()
+    assert ("stopped", []) == (gang.summary()["state"], gang.summary()["restarts"])
+
+
+@pytest.mark.parametrize(
+    ("how", "variables"),
+    [
+        ("disabled", {"SHARED_IMPORT": "0"}),
+        ("with GPUs", {"GPUS_GIVEN": "1"}),
+        ("import-fails", {}),
+        ("import-kills", {}),
+    ],
+)
+def test_where_an_agent_cannot_import_each_program_does(
+    start_apart: StartGang, monkeypatch: pytest.MonkeyPatch, how: str, variables: dict[str, str]
+) -> None:
+    begin = supervisor.start
+
+    def begin_badly(run: RunFolder) -> None:
+        started = read_json(run.compose)
+        for task in started["tasks"].values():
+            task["environment"] |= variables
+        write_json(run.compose, started)
+        (run.path / how).touch()
+        begin(run)
+
+    monkeypatch.setattr(supervisor, "start", begin_badly)
+    gang = start_apart(f"{LOADED}\ntrain(2), meet(), finish()", workers=1)
+    assert ("succeeded", []) == (gang.summary()["state"], gang.summary()["restarts"])
+    assert {"chief": "[]", "worker-0": "[]"} == loaded_by(gang)
 
 
 # A forked process by itself. Its parent is a new process: the one that runs the tests has threads.

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from cluster.messages import NOISE
-from train.startup import quiet
+from cluster.system import quiet
 
 
 def test_the_noise_is_left_out_and_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:

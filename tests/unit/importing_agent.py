@@ -1,0 +1,14 @@
+"""An agent that imports what its programs need, as one in a container: its arguments are the module and the program."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from cluster.agent.agent import Agent
+from cluster.gang.board import Board
+
+if __name__ == "__main__":
+    module, *program = sys.argv[1:]
+    sys.exit(Agent(Board(Path(os.environ["RUN_DIR"])), os.environ["TASK"], program, 60.0, imports=module).main())
