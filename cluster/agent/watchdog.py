@@ -25,7 +25,7 @@ FROZEN_S = 8.0
 SILENT_S = 12.0
 """If its agent did not do that either, the task is gone, and another agent acts."""
 IMPORT_S = 120.0
-"""Longest time from the rendezvous to a program's own first heartbeat."""
+"""Longest time from the rendezvous to a program's own first heartbeat, and between two of an agent that imports."""
 HANG_TIMEOUT_S = 60.0
 """Longest time without a new step while a task trains."""
 SLOW_FACTOR = 10
@@ -192,6 +192,8 @@ class Watchdog:
         for name, age in ages.items():
             mine = name == self._task.name
             quiet_s, patience_s = age, FROZEN_S if mine else SILENT_S
+            if "importing" in beats[name]:  # while a library is loaded from a slow disk no thread runs
+                patience_s = IMPORT_S
             if mine and beats[name]["state"] == "waiting":  # until its program's own first heartbeat, the agent's
                 quiet_s, patience_s = now - self._began, IMPORT_S
             if not _is_running(beats[name]) or quiet_s < patience_s:

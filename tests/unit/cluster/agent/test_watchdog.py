@@ -154,6 +154,21 @@ def test_a_silent_task_is_found_by_the_others(make_run: Callable[..., RunFolder]
     assert ("worker-0", "silent") == (found.task, found.kind)
 
 
+def test_a_task_that_imports_may_be_silent_for_longer(
+    make_run: Callable[..., RunFolder], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "IMPORT_S", 2 * watchdog.SILENT_S)
+    run = make_run(workers=2, ps=1)
+    beats(run, worker_1={"state": "starting", "importing": True})
+    dog = watch(run, "chief")
+    assert dog.examine() is None
+    others = ("chief", "worker-0", "ps-0")
+    assert elapse_alive(dog, run, clock, watchdog.SILENT_S + 1, *others) is None
+    found = elapse_alive(dog, run, clock, watchdog.IMPORT_S, *others)
+    assert found is not None
+    assert ("worker-1", "silent") == (found.task, found.kind)
+
+
 def test_a_task_whose_agent_reported_its_end_is_not_silent(make_run: Callable[..., RunFolder], clock: Clock) -> None:
     """All lose contact when one is cut off: none of those that wait for the culprit to speak up is it."""
     run = make_run(workers=2)
