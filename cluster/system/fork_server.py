@@ -153,8 +153,9 @@ def _set_files(streams: tuple[int, int, int], others: tuple[int, ...]) -> None:
     os.closerange(low, os.sysconf("SC_OPEN_MAX"))
     # The parent's objects may hold a lock. `closefd` keeps an object that is collected from closing the file.
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+    # By lines: a log shows each of them at once, and a kill loses none.
+    by_lines: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "buffering": 1, "closefd": False}
+    sys.stdout, sys.stderr = open(1, "w", **by_lines), open(2, "w", **by_lines)  # noqa: SIM115
 
 
 def _run(command: list[str]) -> NoReturn:

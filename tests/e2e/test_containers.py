@@ -106,7 +106,8 @@ def test_a_task_must_hold_no_privilege(training: RunFolder, task: str) -> None:
 
 @pytest.mark.parametrize("task", ["chief", "worker-0"])
 def test_a_secret_must_be_known_to_a_task_and_shown_nowhere(training: RunFolder, task: str) -> None:
-    assert "a key of 2 words" in training.log(task).read_text()
+    log = training.log(task)
+    wait_for(lambda: log.exists() and "a key of 2 words" in log.read_text(), f"the secret to be known to {task}")
     assert SECRET not in json.dumps(containers(training)[task])
     written = [*training.path.glob("*.json*"), *training.path.glob("logs/*.log")]  # what is not deleted meanwhile
     assert {training.compose, training.log(task)} <= {*written}

@@ -292,6 +292,13 @@ def test_a_forked_process_ends_as_a_new_one_would(parent: Callable[[str], Any], 
     assert ended == parent(f"print(begin({code!r}).wait(10))")
 
 
+def test_what_a_forked_process_prints_is_not_lost_when_it_is_killed(parent: Callable[[str], Any]) -> None:
+    assert "a line\n" == parent("""
+forked = begin("import os, signal; print('a line'); os.kill(os.getpid(), signal.SIGKILL)")
+print(json.dumps(forked.stdout.read().decode()))
+""")
+
+
 def test_a_forked_process_uses_the_temporary_folder_that_it_is_given(
     parent: Callable[[str], Any], tmp_path: Path
 ) -> None:
