@@ -143,8 +143,8 @@ class Agent(Decisions):
         if not self._imports or accelerated or not settings.is_on("SHARED_IMPORT") or fork_server.has_preloaded():
             return
         beat = self.run.heartbeat(self.task.name)
-        if beat and beat["generation"] == self.run.generation and "importing" in beat:
-            return
+        if self.run.outcome or (beat and beat["generation"] == self.run.generation and "importing" in beat):
+            return  # nothing is left to run, or the import has killed this agent before
         heartbeat = Heartbeat(self.run, self.task, self.run.generation, attempts.restarts(self.run, self.task.name))
         heartbeat.values["importing"] = True
         heartbeat.start()

@@ -36,6 +36,25 @@ def start(start_gang: StartGang) -> StartGang:
     return partial(start_gang, preload="tests.unit.preloaded")
 
 
+BeforeStart = Callable[[Callable[[RunFolder], object]], None]
+
+
+@pytest.fixture
+def before_start(monkeypatch: pytest.MonkeyPatch) -> BeforeStart:
+    """Takes what is done to a run's folder before its supervisor starts."""
+
+    def prepare(change: Callable[[RunFolder], object]) -> None:
+        begin = supervisor.start
+
+        def changed(run: RunFolder) -> None:
+            change(run)
+            begin(run)
+
+        monkeypatch.setattr(supervisor, "start", changed)
+
+    return prepare
+
+
 def supervisor_of(gang: Gang) -> int:
     """Return the one child of the run's first process, which does nothing else than wait for it."""
     keeper = gang.keeper["pid"]
@@ -99,16 +118,8 @@ def test_an_unknown_error_ends_a_forked_process_with_its_traceback(start: StartG
     assert "Traceback (most recent call last)" in gang.run.log("chief").read_text()
 
 
-def test_a_run_is_under_way_while_it_imports_and_can_be_stopped(
-    start: StartGang, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begin = supervisor.start
-
-    def begin_slowly(run: RunFolder) -> None:
-        (run.path / "import-lasts").touch()
-        begin(run)
-
-    monkeypatch.setattr(supervisor, "start", begin_slowly)
+def test_a_run_is_under_way_while_it_imports_and_can_be_stopped(start: StartGang, before_start: BeforeStart) -> None:
+    before_start(lambda run: (run.path / "import-lasts").touch())
     gang = start("train(2), finish()", workers=1)
     wait_for(lambda: len(gang.run.heartbeats()) == 2, "the heartbeats of both tasks")
     assert {"starting"} == {beat["state"] for beat in gang.run.heartbeats().values()}
@@ -119,14 +130,8 @@ def test_a_run_is_under_way_while_it_imports_and_can_be_stopped(
     assert ("stopped", []) == (gang.summary()["state"], gang.summary()["restarts"])
 
 
-def test_if_the_import_fails_each_task_reports_it(start: StartGang, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = supervisor.start
-
-    def begin_badly(run: RunFolder) -> None:
-        (run.path / "import-fails").touch()
-        begin(run)
-
-    monkeypatch.setattr(supervisor, "start", begin_badly)
+def test_if_the_import_fails_each_task_reports_it(start: StartGang, before_start: BeforeStart) -> None:
+    before_start(lambda run: (run.path / "import-fails").touch())
     gang = start(f"{LOADED}\ntrain(2), meet(), finish()", workers=1)
     assert "succeeded" == gang.summary()["state"]
     assert {"chief": "[]", "worker-0": "[]"} == loaded_by(gang)
@@ -187,14 +192,21 @@ def test_an_agent_that_comes_back_reports_its_death_before_it_imports(start_apar
     assert before["worker-0"] != after["worker-0"] != "[]"
 
 
-def test_a_run_whose_agents_import_can_be_stopped(start_apart: StartGang, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = supervisor.start
+def test_an_agent_that_comes_back_to_do_nothing_imports_nothing(start_apart: StartGang) -> None:
+    gang = start_apart("train(2)\nif NAME == 'chief': work()\nfinish()", workers=1)
+    wait_for(lambda: gang.beat("worker-0")["state"] == "done", "the end of worker-0's work")
+    (gang.run.path / "import-fails").touch()
+    before = gang.pid("worker-0", "agent")
+    os.kill(before, signal.SIGKILL)
+    gang.run.request_stop("a test")
+    assert "stopped" == gang.summary()["state"]
+    beat = gang.beat("worker-0")
+    assert 2 == beat["step"]
+    assert "importing" not in beat
 
-    def begin_slowly(run: RunFolder) -> None:
-        (run.path / "import-lasts").touch()
-        begin(run)
 
-    monkeypatch.setattr(supervisor, "start", begin_slowly)
+def test_a_run_whose_agents_import_can_be_stopped(start_apart: StartGang, before_start: BeforeStart) -> None:
+    before_start(lambda run: (run.path / "import-lasts").touch())
     gang = start_apart("train(2), finish()", workers=1)
     wait_for(lambda: len(gang.run.heartbeats()) == 2, "the heartbeats of both tasks")
     gang.run.request_stop("a test")
@@ -212,19 +224,16 @@ def test_a_run_whose_agents_import_can_be_stopped(start_apart: StartGang, monkey
     ],
 )
 def test_where_an_agent_cannot_import_each_program_does(
-    start_apart: StartGang, monkeypatch: pytest.MonkeyPatch, how: str, variables: dict[str, str]
+    start_apart: StartGang, before_start: BeforeStart, how: str, variables: dict[str, str]
 ) -> None:
-    begin = supervisor.start
-
-    def begin_badly(run: RunFolder) -> None:
+    def spoil(run: RunFolder) -> None:
         started = read_json(run.compose)
         for task in started["tasks"].values():
             task["environment"] |= variables
         write_json(run.compose, started)
         (run.path / how).touch()
-        begin(run)
 
-    monkeypatch.setattr(supervisor, "start", begin_badly)
+    before_start(spoil)
     gang = start_apart(f"{LOADED}\ntrain(2), meet(), finish()", workers=1)
     assert ("succeeded", []) == (gang.summary()["state"], gang.summary()["restarts"])
     assert {"chief": "[]", "worker-0": "[]"} == loaded_by(gang)
