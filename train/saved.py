@@ -9,12 +9,10 @@ python -m train.saved timeline --run-dir runs/RUN --output FILE
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +33,9 @@ if TYPE_CHECKING:
     from train.data.sources import Source
 
 RESTORE_TRIES = 5
+
+TO_STDERR = {1: 2}
+"""What a user's model prints goes there: programs read stdout."""
 
 
 def main(arguments: list[str]) -> int:
@@ -61,40 +62,26 @@ def main(arguments: list[str]) -> int:
     try:
         run = RunFolder(options.run_dir)
         if options.command == "predict":
-            with _stdout_kept_free():
+            with quiet.redirected(TO_STDERR):
                 lines = prediction.predict(run, options.image, options.features)
             print("\n".join(lines))
         elif options.command == "timeline":
             step = timeline.save(run, options.output)
             print(f"drew step {step} to {options.output}")
         elif options.command == "evaluate":
-            with _stdout_kept_free():
+            with quiet.redirected(TO_STDERR):
                 results = evaluate(run, options.data_dir, best=options.best)
             shown = "  ".join(f"{name} {value:.4f}" for name, value in results.items() if name.startswith("eval_"))
             words = f"step {results['step']}: {shown} over {results['examples']} examples"
             print(json.dumps(results, indent=2) if options.json else words)
         else:
-            with _stdout_kept_free():
+            with quiet.redirected(TO_STDERR):
                 step = export(run, options.data_dir, best=options.best)
             print(f"exported the model after step {step} to {run.export}")
     except ClusterError as error:
         print(f"error: {plain(str(error))}", file=sys.stderr)
         return error.exit_code
     return 0
-
-
-@contextlib.contextmanager
-def _stdout_kept_free() -> Iterator[None]:
-    """Redirect what a user's model prints to stderr: programs read stdout."""
-    sys.stdout.flush()
-    own = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(own, 1)
-        os.close(own)
 
 
 def evaluate(run: RunFolder, data_dir: Path, *, best: bool = False) -> dict[str, Any]:

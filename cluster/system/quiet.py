@@ -6,24 +6,41 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from cluster.messages import NOISE
 
 
 @contextlib.contextmanager
+def redirected(targets: Mapping[int, int]) -> Iterator[None]:
+    """Have standard output, 1, or error, 2, go to other descriptors meanwhile, also what is printed below Python."""
+
+    def flush() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+
+    flush()
+    own = {number: os.dup(number) for number in targets}
+    for number, target in targets.items():
+        os.dup2(target, number)
+    try:
+        yield
+    finally:
+        flush()
+        for number, kept in own.items():
+            os.dup2(kept, number)
+            os.close(kept)
+
+
+@contextlib.contextmanager
 def imports() -> Iterator[None]:
     """Hold back what is printed on stderr, and print all but the noise at the end."""
-    sys.stderr.flush()
-    own = os.dup(2)
     with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
         try:
-            yield
+            with redirected({2: held.fileno()}):
+                yield
         finally:
-            sys.stderr.flush()
-            os.dup2(own, 2)
-            os.close(own)
             held.seek(0)
             for line in held:
                 if not any(part in line for part in NOISE):
@@ -33,16 +50,5 @@ def imports() -> Iterator[None]:
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
     """Throw away what this process prints, below Python, too."""
-    own = [os.dup(number) for number in (1, 2)]
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for number in (1, 2):
-        os.dup2(nowhere, number)
-    os.close(nowhere)
-    try:
+    with Path(os.devnull).open("wb") as nowhere, redirected({1: nowhere.fileno(), 2: nowhere.fileno()}):
         yield
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        for number, kept in zip((1, 2), own, strict=True):
-            os.dup2(kept, number)
-            os.close(kept)
