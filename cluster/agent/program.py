@@ -74,7 +74,7 @@ class Program(ABC):
     @property
     def ended(self) -> bool:
         """Whether it was started and has ended."""
-        return self._process is not None and self._process.poll() is not None
+        return self._process is not None and processes.reap(self._process) is not None
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Return the code that it ended with, negative for a signal.
@@ -88,8 +88,7 @@ class Program(ABC):
     def _signal(self, number: int) -> None:
         """Send a signal to the program and whatever it started."""
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
+            processes.signal_group(self._process, number)
 
     def request_end(self) -> None:
         """Send SIGTERM once: a second one would interrupt what the program does about the first."""
@@ -109,7 +108,7 @@ class Program(ABC):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.wait(grace_s)
         self._signal(signal.SIGKILL)
-        code = self._process.wait()
+        code = self.wait()
         self._await_log(5.0)
         self._scratch.cleanup()
         return code
@@ -145,7 +144,7 @@ class Trainer(Program):
 
     def show_stacks(self) -> None:
         """Make the program print every thread's Python stack, once it has installed the handler for that."""
-        if not self._stacks_shown and processes.handles(self.pid, signal.SIGUSR1):
+        if not self._stacks_shown and not self.ended and processes.handles(self.pid, signal.SIGUSR1):
             assert self._process is not None
             self._stacks_shown = True
             self._process.send_signal(signal.SIGUSR1)

@@ -104,7 +104,7 @@ class Standby:
 
     def _set_kill_score(self, score: int) -> None:
         """Set how readily the kernel kills the process when memory runs out."""
-        if self._program:
+        if self._program and not self._program.ended:  # its id may be another process's by now
             with contextlib.suppress(OSError):  # it ended meanwhile
                 Path(f"/proc/{self._program.pid}/oom_score_adj").write_text(str(score))
 

@@ -7,7 +7,6 @@ when a command takes too long: the engine's client behind it would run on and ho
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 from collections.abc import Callable
@@ -16,6 +15,8 @@ from typing import Any
 from invoke import Context, Result
 from invoke.exceptions import UnexpectedExit
 from invoke.runners import Local
+
+from cluster.system import processes
 
 INTERRUPTED_S = 5.0
 """How long a command may take to end once it is interrupted before anybody waits for it."""
@@ -36,7 +37,7 @@ class Runner(Local):  # type: ignore[misc]  # invoke has no types
             if self.process is not None and not self._interrupts:  # invoke passes on only what comes while it waits
                 self._signal(signal.SIGINT)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.process.wait(INTERRUPTED_S)
+                    processes.wait(self.process, INTERRUPTED_S)
                 self.kill()
             raise
 
@@ -62,8 +63,20 @@ class Runner(Local):  # type: ignore[misc]  # invoke has no types
 
     def _signal(self, number: int) -> None:
         assert self.process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+        processes.signal_group(self.process, number)
+
+    @property
+    def process_is_finished(self) -> bool:
+        """Whether the command has ended; it is not reaped before `returncode`, so that its group can be killed."""
+        assert self.process is not None
+        return processes.has_ended(self.process)
+
+    def returncode(self) -> int:
+        """Reap the command and whatever it left behind in its process group; return its exit code."""
+        assert self.process is not None
+        if self._interrupts:
+            self.kill()  # whatever ignores the interrupt
+        return self.process.wait()
 
     def _thread_join_timeout(self, target: Callable[..., Any]) -> int | None:
         """Return how many seconds to wait for its output, which a process that left the group may keep open."""
@@ -81,5 +94,4 @@ class Runner(Local):  # type: ignore[misc]  # invoke has no types
 
     def _end_if_interrupted(self) -> None:
         if self._interrupts:
-            self.kill()  # whatever ignores the interrupt
             raise KeyboardInterrupt

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import signal
 import subprocess
@@ -15,7 +14,7 @@ from cluster.messages import short_path
 from cluster.run import provenance
 from cluster.run.folder import RunFolder
 from cluster.runtime import registry
-from cluster.system import interrupts
+from cluster.system import interrupts, processes
 from cluster.system.files import remove
 from cluster.system.json_files import write_json
 from cluster.view.ended import ended_lines
@@ -65,14 +64,12 @@ def _compose(command: str, run: RunFolder) -> int:
     """Run Compose until it ends or the run does, and return its exit code."""
     compose = subprocess.Popen(shlex.split(command), stdin=subprocess.DEVNULL, process_group=0)
     try:
-        while compose.poll() is None and not run.ended and not run.stop_requested:
+        while processes.reap(compose) is None and not run.ended and not run.stop_requested:
             time.sleep(POLL_S)
     finally:
-        with interrupts.ignored("ending `docker compose watch`"), contextlib.suppress(ProcessLookupError):
-            os.killpg(compose.pid, signal.SIGINT)
-            try:
-                compose.wait(INTERRUPTED_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(compose.pid, signal.SIGKILL)
-        compose.wait()
-    return compose.returncode
+        with interrupts.ignored("ending `docker compose watch`"):
+            processes.signal_group(compose, signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                processes.wait(compose, INTERRUPTED_S)
+            processes.signal_group(compose, signal.SIGKILL)
+    return processes.wait(compose)

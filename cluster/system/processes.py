@@ -55,8 +55,7 @@ def run(command: Sequence[str], timeout_s: float, name: str = "", *, cwd: Path |
             try:
                 output, errors = process.communicate(timeout=timeout_s)
             except BaseException:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                signal_group(process, signal.SIGKILL)
                 raise
     except FileNotFoundError:
         return 127, "", f"{command[0]} is not installed"
@@ -103,13 +102,43 @@ class Child(Protocol):
 
     pid: int
     args: Any
+    returncode: int | None
+    """The code that it ended with, once `poll` has seen that."""
 
     def poll(self) -> int | None:
         """Return the code that it ended with; None while it runs."""
 
 
+def has_ended(child: Child) -> bool:
+    """Return whether a child has ended, without reaping it."""
+    if child.returncode is not None:
+        return True
+    try:
+        return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # somebody else has reaped it
+        return True
+
+
+def signal_group(child: Child, number: int) -> None:
+    """Send a signal to the process group that a child leads, unless the child has been reaped.
+
+    The kernel may give the id of a reaped process to another one, and with it the group. Until then even an ended child
+    keeps its id, so `reap` ends the rest of its group first.
+    """
+    if child.returncode is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter: a setuid program
+            os.killpg(child.pid, number)
+
+
+def reap(child: Child) -> int | None:
+    """Return the code that a child ended with, after killing what is left of its process group; None while it runs."""
+    if child.returncode is None and has_ended(child):
+        signal_group(child, signal.SIGKILL)
+    return child.poll() if child.returncode is None else child.returncode
+
+
 def wait(child: Child, timeout_s: float | None = None) -> int:
-    """Return the code that a child ended with, negative for a signal.
+    """Reap a child; return the code that it ended with, negative for a signal.
 
     Waits on a process descriptor: `subprocess` polls every few milliseconds, and an agent waits for its program all day
     on the cores that the program trains on.
@@ -118,7 +147,7 @@ def wait(child: Child, timeout_s: float | None = None) -> int:
         subprocess.TimeoutExpired: it still runs.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    while (code := child.poll()) is None:
+    while (code := reap(child)) is None:
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
             assert timeout_s is not None

@@ -60,8 +60,7 @@ def run(command: Sequence[str], what: str, setting: str, *, cwd: Path, environme
         try:
             code = _wait(process, timeout_s)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            processes.signal_group(process, signal.SIGKILL)
             process.wait()
             printer.join(1.0)  # a process that left the group may still hold the pipe
         if code is None:

@@ -66,7 +66,10 @@ class ProcessFaults(FaultInjector):
 
     def oom(self, task: str) -> None:
         """Allow the program no more memory than it has: its next allocation fails."""
-        program = self.processes(task)["program"]["pid"]
+        recorded = self.processes(task)["program"]
+        if not processes.alive(recorded):
+            return
+        program = recorded["pid"]
         pages = int(Path(f"/proc/{program}/statm").read_text().split()[0])
         size = pages * resource.getpagesize()
         resource.prlimit(program, resource.RLIMIT_AS, (size, size))

@@ -111,6 +111,33 @@ def test_an_ended_process_that_nobody_waited_for_is_not_alive(child: subprocess.
     assert not processes.alive(recorded)
 
 
+LEAVES_A_CHILD = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True)"
+
+
+def test_what_an_ended_child_left_in_its_group_is_killed() -> None:
+    command = [sys.executable, "-c", LEAVES_A_CHILD]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as leader:
+        assert leader.stdout
+        left = processes.identity(int(leader.stdout.readline()))
+        assert processes.alive(left)
+        assert 0 == processes.wait(leader)
+    wait_for(lambda: not processes.alive(left), "the end of what it left")
+
+
+def test_the_group_of_a_reaped_child_is_not_signalled(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its id may be another process's by now."""
+    signalled: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "killpg", lambda group, number: signalled.append((group, number)))
+    processes.signal_group(child, signal.SIGTERM)
+    child.kill()
+    assert -signal.SIGKILL == processes.wait(child)
+    assert [(child.pid, signal.SIGTERM), (child.pid, signal.SIGKILL)] == signalled
+    processes.signal_group(child, signal.SIGKILL)
+    assert 2 == len(signalled)
+
+
 def test_nothing_recorded_is_not_alive() -> None:
     assert not processes.alive(None)
     assert not processes.kill(None, signal.SIGKILL)
