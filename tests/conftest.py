@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import shlex
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -18,8 +20,10 @@ from cluster import spec
 from cluster.checks.gpu import host as gpu_host
 from cluster.gpu import devices
 from cluster.image import engine
+from cluster.paths import ROOT
 from cluster.run import provenance
 from cluster.run.folder import RunFolder
+from cluster.system import processes
 from cluster.system.json_files import write_json
 from cluster.system.ports import PORTS, free_ports
 
@@ -155,9 +159,44 @@ def require_engine() -> engine.Answer:
     return _engine()
 
 
+@pytest.fixture
+def mount_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a disk of the given size, to be filled."""
+    disk = tmp_path / "disk"
+
+    def mount(size: str) -> Path:
+        disk.mkdir()
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)], check=False).returncode:
+            pytest.skip("only root can mount a small disk, and not in every container")
+        return disk
+
+    yield mount
+    if disk.is_mount():
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.fixture(scope="session")
+def copy_checkout() -> Callable[..., None]:
+    """Copies the files that git tracks to a folder, except those whose paths begin with the remaining arguments."""
+
+    def copy(folder: Path, *left_out: str) -> None:
+        code, listed, complaint = processes.run(["git", "-C", str(ROOT), "ls-files", "-z"], 60)
+        if code:
+            _unavailable(f"git does not list the files of {ROOT}: {complaint.strip()}")
+        for name in filter(None, listed.split("\0")):
+            if (ROOT / name).is_file() and not name.startswith(left_out):
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / name, folder / name)
+
+    return copy
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Ask for the engine before any fixture of a test marked `docker` uses it."""
+    """Look for what a test needs before any of its fixtures uses it."""
+    for program in [name for marker in item.iter_markers("needs") for name in marker.args]:
+        if shutil.which(program) is None:
+            _unavailable(f"{program} is not installed")
     if item.get_closest_marker("docker") and not _engine().ready:
         _unavailable(_engine().detail)
 

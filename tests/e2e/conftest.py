@@ -6,7 +6,7 @@ import fcntl
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -41,15 +41,9 @@ def clusters(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
 
 
 @pytest.fixture
-def small(data: Path, tmp_path: Path) -> Iterator[Clusters]:
-    """Commands on a folder of runs that is a small disk of its own, to be filled."""
-    if os.getuid() != 0:
-        pytest.skip("only root can mount a small disk")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=560m", "tmpfs", str(disk)], check=True)
-    yield Clusters(disk)
-    subprocess.run(["umount", str(disk)], check=True)
+def small(data: Path, mount_disk: Callable[[str], Path]) -> Clusters:
+    """Commands on a folder of runs that is a small disk, to be filled."""
+    return Clusters(mount_disk("560m"))
 
 
 @pytest.fixture(scope="session")

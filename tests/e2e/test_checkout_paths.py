@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,14 +20,10 @@ OWN_IMAGES = "tf-cluster-tests-paths"
 
 
 @pytest.fixture
-def checkout(tmp_path: Path, data: Path) -> Path:
+def checkout(tmp_path: Path, data: Path, copy_checkout: Callable[..., None]) -> Path:
     """A copy of the checkout, with its data."""
     folder = tmp_path / NAME
-    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, check=True, text=True)
-    for name in filter(None, listed.stdout.split("\0")):
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
+    copy_checkout(folder)
     shutil.copytree(DATA / "arrays", folder / "data" / "arrays")
     return folder
 

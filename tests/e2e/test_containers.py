@@ -251,6 +251,7 @@ def answers(address: str, *where: str) -> bool:
     return 0 == subprocess.run([*where, sys.executable, "-c", code], capture_output=True).returncode
 
 
+@pytest.mark.needs("ip")
 def test_a_neighbour_must_not_reach_tensorboard(
     training: RunFolder, port: int, neighbour: list[str], beside: Callable[..., str]
 ) -> None:

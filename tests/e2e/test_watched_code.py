@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from cluster.image import engine
-from tests.e2e.scenario import ENDLESS, ROOT, TRAINING, Clusters, step_of, summary
+from tests.e2e.scenario import ENDLESS, TRAINING, Clusters, step_of, summary
 from tests.waiting import wait_for
 
 OWN_IMAGES = "tf-cluster-tests-watched"
@@ -22,14 +21,10 @@ CHANGED = "this is the changed code"
 
 
 @pytest.fixture
-def edited(data: Path, tmp_path: Path) -> Iterator[Clusters]:
+def edited(data: Path, tmp_path: Path, copy_checkout: Callable[..., None]) -> Iterator[Clusters]:
     """Commands of a copy of the checkout, with images of its own."""
     folder = tmp_path / "checkout"
-    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, check=True, text=True)
-    for name in filter(None, listed.stdout.split("\0")):
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
+    copy_checkout(folder)
     clusters = Clusters(folder / "runs", {"IMAGE_NAMESPACE": OWN_IMAGES}, folder)
     yield clusters
     clusters.invoke("down")

@@ -10,8 +10,10 @@ from cluster.options.request import Request
 
 CONFIG = {"preset": "fashion_mnist", "dataset": "fashion_mnist", "global_batch": 192}
 
-WORKING_ENGINE = 'case "$1" in info) echo \'"26.1.5"\';; compose) echo 2.26.1;; *) exit 1;; esac'
-"""What `docker` does where an engine answers, as a shell script."""
+WORKING_ENGINE = (
+    'case "$1" in info) echo \'"26.1.5"\';; compose) echo 2.26.1;; buildx) echo sha256:0;; *) exit 1;; esac'
+)
+"""What `docker` does where an engine and a registry answer, as a shell script."""
 
 
 def refusal(requested: Request) -> ClusterError:

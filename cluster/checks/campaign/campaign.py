@@ -20,6 +20,7 @@ from cluster.checks.campaign.cases import CASES, Case
 from cluster.checks.campaign.injection import Injection
 from cluster.checks.campaign.record import Row
 from cluster.errors import RunFailed, UsageError, nearest
+from cluster.image import checkout
 from cluster.launch import folders
 from cluster.messages import counted
 from cluster.paths import ROOT
@@ -105,7 +106,7 @@ class _Campaign:
     def __init__(self, runs: Path) -> None:
         self._runs = runs
         self._undisturbed: dict[str, str] = {}
-        self._commit = _commit()
+        self._commit = checkout.commit()[:7]
         self.waited_s: dict[str, float] = {}
         """What was waited for during the newest run, and how long."""
         self._up: subprocess.Popen[bytes]
@@ -245,13 +246,6 @@ def _result(run: RunFolder, case: Case) -> str:
     if case.result:
         return hashlib.sha256((run.path / case.result).read_bytes()).hexdigest()
     return str((run.ended or {}).get("weights_sha256"))
-
-
-def _commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip()
 
 
 def _in_words(row: Row) -> str:

@@ -15,6 +15,7 @@ import pytest
 from tests import fast
 from tests.unit.measured import ENVIRONMENT, HANG_S, ROOT
 
+pytestmark = pytest.mark.needs("git")
 UPSTREAM = ROOT / "docs" / "upstream"
 MENDED = "import keras\nfrom train.keras3 import fit\nprint(keras.__file__, fit.apply())\n"
 

@@ -14,7 +14,7 @@ from invoke import MockContext, Result
 import tasks
 from cluster.control import watch
 from cluster.errors import EXIT_USAGE, TimedOut
-from cluster.image import engine, images, locks
+from cluster.image import base_packages, engine, images, locks
 from cluster.launch import folders, startup, teardown
 from cluster.run import owner
 from cluster.run.folder import RunFolder
@@ -106,6 +106,7 @@ def test_an_interrupted_test_run_goes_no_further() -> None:
 
 def test_tasks_run_the_commands_that_their_module_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "base_commands", lambda: ["make a base"])
+    monkeypatch.setattr(base_packages, "check", lambda: None)
     monkeypatch.setattr(locks, "lock_commands", lambda upgrade: [["lock", f"upgrade={upgrade}"]])
     for task, requested, expected in [
         ("image.base", {}, ["make a base"]),

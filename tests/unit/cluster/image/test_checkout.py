@@ -10,6 +10,7 @@ import pytest
 
 from cluster.image import checkout
 
+pytestmark = pytest.mark.needs("git")
 GIT = ["git", "-c", "user.name=a test", "-c", "user.email=test@example.invalid"]
 CODE = ("cluster", "train")
 

@@ -314,23 +314,13 @@ def test_a_disk_with_too_much_room_is_never_filled(unfillable: RunFolder, monkey
         ProcessFaults(unfillable).diskfull("chief")
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 4 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], check=True)
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
-
-
 def room(disk: Path) -> int:
     """Return how many bytes are free."""
     return os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a small disk")
-def test_a_small_disk_is_filled_to_the_last_byte_and_given_back(small_disk: Path) -> None:
+def test_a_small_disk_is_filled_to_the_last_byte_and_given_back(mount_disk: Callable[[str], Path]) -> None:
+    small_disk = mount_disk("4m")
     run = RunFolder(small_disk / "run")
     run.create()
     write_json(run.programs("worker-0"), dict.fromkeys(("agent", "program"), identity(os.getpid())))

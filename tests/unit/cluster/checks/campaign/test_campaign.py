@@ -11,6 +11,7 @@ from cluster.checks import documents
 from cluster.checks.campaign import campaign, record
 from cluster.checks.campaign.cases import CASES
 from cluster.errors import UsageError
+from cluster.image import checkout
 
 FAULT = {"kind": "kill", "task": "chief", "phase": "step", "step": 3}
 
@@ -55,7 +56,7 @@ def test_an_interrupted_campaign_ends_the_run_in_progress_before_its_folder_goes
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(campaign, "_commit", lambda: "abc")
+    monkeypatch.setattr(checkout, "commit", lambda: "abc")
     monkeypatch.setattr("subprocess.Popen", start)
     monkeypatch.setattr(campaign, "wait_until", interrupt)
     monkeypatch.setattr(campaign, "_kill", lambda run: ended.append((run.name, run.path.exists())))
