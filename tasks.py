@@ -11,6 +11,7 @@ import sys
 from invoke import Collection, Exit
 
 from cluster import spec
+from cluster.cli import options
 from cluster.cli.command_line import JSON_HELP, has_dry_run, in_checkout, shell, show, task
 from cluster.cli.tasks import checks, data, docs, image, k8s, machine, reports, runs, saved, tour
 from cluster.errors import UsageError
@@ -108,3 +109,4 @@ ns = Collection(
     k8s=Collection(k8s.render),
     requirements=Collection(image.lock),
 )
+options.COMMANDS.update(ns.task_names)

@@ -29,3 +29,15 @@ def normalise() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def has_closed_output() -> bool:
+    """Return whether nobody reads the output; the rest is then discarded, so that Python's own flush does not fail."""
+    closed = False
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            closed = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return closed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -71,7 +70,7 @@ def report_errors(body: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(body)
     def wrapped(c: Context, *arguments: Any, **options: Any) -> None:
         ended = _refuse_dry(body, c) or _ended(body, (c, *arguments), options)
-        if _unread() and not (ended and ended.message):
+        if caller.has_closed_output() and not (ended and ended.message):
             ended = Exit(code=EXIT_UNREAD)
         if ended:
             raise ended
@@ -124,18 +123,6 @@ def _explained(error: OSError) -> str:
             f"{where}, or a temporary folder: {error.strerror}; free space, or set RUNS_DIR or TMPDIR to another disk"
         )
     return f"{system_error(error)}; correct that and try again"
-
-
-def _unread() -> bool:
-    """Return whether nobody reads the output; the rest is then discarded, so that Python's own flush does not fail."""
-    unread = False
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except BrokenPipeError:
-            unread = True
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    return unread
 
 
 def show(value: Any, lines: Callable[[Any], Sequence[str]], *, as_json: bool) -> None:

@@ -23,6 +23,8 @@ from cluster.options.option import Group
 from cluster.options.request import OPTIONS, Request
 
 FILE_HELP = "read options from this run file, see docs/options.md; those given here win (default: none)"
+COMMANDS: set[str] = set()
+"""The names of all commands, which no new run may have; `tasks.py` sets them."""
 _GROUPED: set[str] = set()
 """The tasks whose help lists the options in groups."""
 
@@ -49,6 +51,8 @@ def takes_request(*left_out: str, **help_texts: str) -> Callable[[Callable[..., 
             settings = run_file.read(file).only(taken) if file else None
             request = settings.request(given, words) if settings else Request(**given, overrides=words)
             try:
+                if request.name in COMMANDS:
+                    raise UsageError(f"--name {request.name} is also a command; choose another name")
                 if request.asks_for_help:
                     print(configuration.options(request))
                 else:

@@ -19,6 +19,7 @@ _LIKENESS = 0.7
 """How much of a word must be there for another one to have been meant; `--epochs` is not `--ps`."""
 _handle, _complete_context = ParseMachine.handle, ParseMachine.complete_context
 _complete_flag, _check_ambiguity = ParseMachine.complete_flag, ParseMachine.check_ambiguity
+_switch_to_context = ParseMachine.switch_to_context
 
 
 class Misuse(ParseError, Exit):  # type: ignore[misc]  # invoke has no types
@@ -37,6 +38,7 @@ def install() -> None:
     """Have invoke read command lines so."""
     ParseMachine.handle, ParseMachine.complete_context = _handle_leniently, _complete_leniently
     ParseMachine.check_ambiguity = _check_ambiguity_of_core_options
+    ParseMachine.switch_to_context = _switch_to_only_context
     ParseMachine.complete_flag, ParseMachine.error = _complete_flag_strictly, _refuse
 
 
@@ -63,6 +65,13 @@ def _handle_leniently(machine: ParseMachine, token: str) -> None:
         if not error.text.startswith(_UNKNOWN):
             raise
         raise Misuse(_unknown(machine, token), machine.context) from None
+
+
+def _switch_to_only_context(machine: ParseMachine, name: str) -> None:
+    """Refuse a second command: a word too many would run as one, whatever it deletes."""
+    if task := machine.context.name:
+        raise Misuse(f"{name!r} after `{task}` is a command of its own; give one command on a line", machine.context)
+    _switch_to_context(machine, name)
 
 
 def _complete_flag_strictly(machine: ParseMachine) -> None:

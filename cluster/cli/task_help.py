@@ -6,18 +6,23 @@ import inspect
 import shutil
 import textwrap
 
-from invoke import Program
+from invoke import Exit, Program
 from invoke.parser import ParserContext
+
+from cluster.cli import caller
+from cluster.errors import EXIT_UNREAD
 
 MUST_BE_NAMED = "must be named"
 """What the help of a positional argument says that has no default."""
 
 _help_for = ParserContext.help_for
+_parse_cleanup = Program.parse_cleanup
 
 
 def install() -> None:
     """Have invoke show help so."""
     Program.print_task_help = _print
+    Program.parse_cleanup = _print_what_is_asked_for
     ParserContext.help_for = _always_with_value
 
 
@@ -29,6 +34,19 @@ def usage(context: ParserContext) -> str:
         words.append(name if MUST_BE_NAMED in (argument.help or "") else f"[{name}]")
     overrides = ["[-- OVERRIDES]"] if "--preset" in context.flags else []
     return " ".join(["invoke", context.name, *words, "[OPTIONS]", *overrides])
+
+
+def _print_what_is_asked_for(program: Program) -> None:
+    """Print the help or the list of tasks if either is requested, and end like any program if nobody reads it."""
+    ended: Exit | None = None
+    try:
+        _parse_cleanup(program)
+    except Exit as error:
+        ended = error
+    except BrokenPipeError:
+        ended = Exit(code=EXIT_UNREAD)
+    if ended:
+        raise Exit(code=EXIT_UNREAD) if caller.has_closed_output() else ended
 
 
 def _print(program: Program, name: str) -> None:

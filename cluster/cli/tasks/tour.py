@@ -11,6 +11,7 @@ from cluster.checks import environment
 from cluster.cli.command_line import task
 from cluster.control import tour as touring
 from cluster.errors import EXIT_FAILED, EXIT_INTERRUPTED
+from cluster.launch import folders
 from cluster.messages import counted
 from cluster.paths import ROOT
 from cluster.system.files import write_text
@@ -26,17 +27,19 @@ def tour(c, yes=False, write=False):
     """Walk from a first cluster to a killed worker and the same weights again; explains and shows every command."""
     asks = sys.stdin.isatty() and not yes
     print("\n".join(touring.paragraph(touring.HEAD)))
+    name = folders.free_folder(touring.RUN).name
+    steps = touring.steps(name)
     try:
-        ran = touring.take(touring.STEPS, _agreed if asks else lambda: True, lambda line: print(line, flush=True))
+        ran = touring.take(steps, _agreed if asks else lambda: True, lambda line: print(line, flush=True))
     except KeyboardInterrupt:
-        subprocess.run([sys.executable, "-m", "invoke", "down", touring.RUN], cwd=ROOT, check=False)
+        subprocess.run([sys.executable, "-m", "invoke", "down", name], cwd=ROOT, check=False)
         raise Exit("interrupted", code=EXIT_INTERRUPTED) from None
     if ran and ran[-1].code:
         message = f"error: {ran[-1].step.command} ended with exit code {ran[-1].code}; its last lines say why"
         raise Exit(message, code=ran[-1].code if ran[-1].code > 0 else EXIT_FAILED)
-    if len(ran) < len(touring.STEPS):
-        left = len(touring.STEPS) - len(ran)
-        print(f"stopped, {counted(left, 'step')} before its end; invoke down {touring.RUN} ends what runs")
+    if len(ran) < len(steps):
+        left = len(steps) - len(ran)
+        print(f"stopped, {counted(left, 'step')} before its end; invoke down {name} ends what runs")
         return
     print("\n" + "\n".join(touring.paragraph(touring.TAIL)))
     if write:

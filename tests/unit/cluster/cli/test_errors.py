@@ -53,6 +53,9 @@ def test_an_error_is_one_line_with_its_exit_code(tmp_path: Path, words: list[str
     [
         ("plan --runtime local --json", "", (141, 0)),
         ("plan --runtime local --json", "1", (141, 0)),
+        ("up --help", "", (141, 0)),
+        ("up --help", "1", (141, 0)),
+        ("--list", "", (141, 0)),
         ("status", "1", (2, 1)),  # what is wrong is reported all the same
     ],
 )

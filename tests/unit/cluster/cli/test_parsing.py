@@ -31,6 +31,12 @@ def ended(words: str) -> int | str | None:
         ("up --workers", "--workers"),
         ("status --json --run", "--run"),
         ("status --run --json", "--run"),
+        ("logs chief tour", "'tour'"),
+        ("status --json one stop", "'stop'"),
+        ("up tour", "'tour'"),
+        ("up --workers 1 status", "'status'"),
+        ("up --runtime local --dry --name tour", "--name tour"),
+        ("plan --name image.build", "--name image.build"),
     ],
 )
 def test_what_is_mistyped_is_refused_in_one_line_that_helps(

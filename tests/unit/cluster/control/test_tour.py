@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 from invoke import Exit, MockContext
@@ -11,6 +12,7 @@ import tasks
 from cluster.cli.tasks import tour as task
 from cluster.control import tour
 from cluster.control.tour import STEPS, Ran, Step
+from tests.unit.command_line import MakeRun
 
 
 @pytest.fixture
@@ -35,6 +37,19 @@ def test_each_command_is_explained_and_shown_in_80_columns(ran: list[str], capsy
     assert [f"$ {command}" for command in ran] == shown
     assert not [line for line in lines if len(line) > tour.WIDTH and not line.startswith("$ ")]
     assert "\x1b" not in "".join(lines)
+
+
+@pytest.mark.parametrize("there", ["a run", "a file"])
+def test_a_tour_leaves_what_has_its_run_s_name(ran: list[str], make_run: MakeRun, tmp_path: Path, there: str) -> None:
+    if there == "a run":
+        make_run(tour.RUN)
+    else:
+        (tmp_path / "runs").mkdir()
+        (tmp_path / "runs" / tour.RUN).touch()
+    tasks.ns["tour"](MockContext())
+    other = f"{tour.RUN}-2"
+    assert [step.command.replace(tour.RUN, other) for step in STEPS] == ran
+    assert not [command for command in ran if "--fresh" in command]
 
 
 def test_a_user_can_stop_before_any_command(
