@@ -45,7 +45,9 @@ def described(error: BaseException) -> str:
         what = f"{type(error).__name__}: {' '.join(said.split())}"
     ours = (" (<frozen", *(f" ({ROOT / package}{os.sep}" for package in ("cluster", "train")))
     places = [f" ({frame.filename}:{frame.lineno})" for frame in traceback.extract_tb(error.__traceback__)[-1:]]
-    return plain(what + "".join(place for place in places if not place.startswith(ours)))
+    place = "".join(place for place in places if not place.startswith(ours))
+    hint = "; install a package by --requirements FILE" if place and isinstance(error, ModuleNotFoundError) else ""
+    return plain(what + place + hint)
 
 
 def system_error(error: OSError, instead: str = "the system") -> str:

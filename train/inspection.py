@@ -77,10 +77,10 @@ def classify(run: RunFolder, data_dir: Path) -> dict[str, Any]:
     examples = memory.load(source.arrays.test)
     features_N, labels_N = examples.features.numpy(), examples.labels.numpy()
     serve = tf.saved_model.load(str(run.export)).signatures["serving_default"]
-    (name,) = serve.structured_input_signature[1]
+    ((name, spec),) = serve.structured_input_signature[1].items()
     shares_NK = np.concatenate(
         [
-            tf.nn.softmax(next(iter(serve(**{name: tf.constant(part, tf.float32)}).values()))).numpy()
+            tf.nn.softmax(next(iter(serve(**{name: tf.cast(part, spec.dtype)}).values()))).numpy()
             for part in (features_N[at : at + BATCH] for at in range(0, len(features_N), BATCH))
         ]
     )

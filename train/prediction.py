@@ -49,15 +49,21 @@ def predict(run: RunFolder, image: Path | None, features: Path | None = None) ->
     return [f"{head}:{line}" for head in names for line in _in_words(outputs[head][0], names[head])]
 
 
-def _in_words(outputs: Any, names: Sequence[str]) -> list[str]:
-    """Return the likeliest classes, where they have names or there are many outputs, otherwise the values."""
+def _in_words(outputs: Any, names: Sequence[str] | None) -> list[str]:
+    """Return the likeliest classes, or the values of an output that does not classify, whose `names` are None."""
     import numpy as np
     import tensorflow as tf
 
-    if outputs.shape.rank > 1:  # of a sequence, what it says of the last position
+    def row_by_row(values: Any) -> list[str]:
+        rows = np.atleast_1d(values).tolist()
+        return [f"  {row:.6g}" if isinstance(row, float) else f"  {json.dumps(row)}" for row in rows]
+
+    if names is None or not outputs.shape.rank or outputs.shape[-1] < max(len(names), 2):
+        return row_by_row(outputs.numpy())
+    if outputs.shape.rank > 2:  # an image, or the like: the class of each position
+        return row_by_row(tf.argmax(outputs, -1).numpy())
+    if outputs.shape.rank == 2:  # a sequence: its last position
         outputs = outputs[-1]
-    if not names and len(outputs) == 1:
-        return [f"  {value:.6g}" for value in outputs.numpy()]
     shares = tf.nn.softmax(outputs).numpy()
     best = np.argsort(-shares)[:SHOWN_CLASSES]
     return [f"{shares[k]:7.2%}  {names[k] if names else f'class {k}'}" for k in best]
@@ -81,6 +87,9 @@ def _read_features(path: Path, inputs: dict[str, Any]) -> dict[str, Any]:
     def tensor(name: str) -> tf.Tensor:
         spec = inputs[name]
         try:
+            array = np.asarray(value[name])[np.newaxis]
+            if not np.can_cast(array.dtype, spec.dtype.as_numpy_dtype, "same_kind"):
+                raise TypeError
             array = np.asarray(value[name], spec.dtype.as_numpy_dtype)[np.newaxis]
         except (TypeError, ValueError, OverflowError):
             array = np.zeros(0)

@@ -123,7 +123,7 @@ def export(run: RunFolder, data_dir: Path, *, best: bool = False) -> int:
     source, _, model, step = _restore(run, data_dir, best=best)
     from train.model import export as exporting
 
-    exporting.export(model, run.export, source.feature_shape, source.classes)
+    exporting.export(model, run.export, source.feature_shape, source.named_outputs)
     return step
 
 

@@ -6,7 +6,6 @@ finite numbers. Keys without a check are kept as they are.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any
@@ -54,8 +53,8 @@ def seconds(value: Any) -> float:
 
 
 def measured(value: Any) -> float | None:
-    """A number or null; null for a number that is not finite."""
-    if isinstance(value, float) and not math.isfinite(value):
+    """A number or null; null for one that is not finite or too large."""
+    if isinstance(value, float) and not abs(value) <= MAX_NUMBER:
         return None
     return None if value is None else number(value)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,9 +43,23 @@ VERSIONS = {
 WINDOW = 1024
 """Bytes of an example of a text as it is prepared: a training cuts it into contexts that divide it."""
 
+TEXTS = ("jargon_file", "tiny_shakespeare")
+"""Datasets that are the bytes of a text: labels are the bytes that follow."""
+
 INDEX = "arrays.json"
 DTYPES = {"features": ("uint8", "int32", "int64", "float32"), "labels": ("int64", "float32"), "weights": ("float32",)}
 """What each part of a split may consist of."""
+STORED = {
+    "bool": "uint8",
+    "int8": "int32",
+    "int16": "int32",
+    "uint16": "int32",
+    "uint32": "int64",
+    "float16": "float32",
+    "bfloat16": "float32",
+    "float64": "float32",
+}
+"""The type in which features of other types are stored: all but float64 keep every value."""
 ITEM_BYTES = {"uint8": 1, "int32": 4, "int64": 8, "float32": 4}
 
 
@@ -70,8 +84,8 @@ class ArrayFile:
 class Split:
     """Examples to train on or to test on.
 
-    Features are `[N, ...]` uint8, int32, int64 or float32; labels `[N]` or `[N, K]`, int64 (classes) or float32
-    (quantities); the weight of each example, if there is one, `[N] float32`. Several features, or labels, are
+    Features are `[N, ...]` uint8, int32, int64 or float32; labels `[N, ...]` int64 (classes) or float32 (quantities); the
+    weight of each example, if there is one, `[N] float32`. Several features, or labels, are
     dictionaries of such arrays, see `train/named.py`.
     """
 
@@ -115,10 +129,7 @@ class ArraySet:
     @property
     def is_text(self) -> bool:
         """Whether examples are bytes of a text, and labels the bytes that follow."""
-        features, labels = self.train.features, self.train.labels
-        if isinstance(features, Mapping) or isinstance(labels, Mapping):
-            return False
-        return bool(features.dtype == "uint8" and features.shape == labels.shape)
+        return self.name in TEXTS
 
     def cut(self, context: int) -> ArraySet:
         """Return a text in examples of `context` bytes, a divisor of `WINDOW`: the same bytes of the same files."""
@@ -128,6 +139,31 @@ class ArraySet:
 
         train, test = (Split(shaped(each.features), shaped(each.labels)) for each in (self.train, self.test))
         return dataclasses.replace(self, train=train, test=test)
+
+
+def stored_dtype(what: str, part: str, dtype: np.dtype[Any]) -> str:
+    """Return the type in which an array of a part of a split, a key of `DTYPES`, is stored.
+
+    Raises:
+        UsageError: there is none; `what` names the array.
+    """
+    if part == "labels" and dtype.kind in "iub":
+        return "int64"
+    name = "float32" if part == "weights" and dtype.kind in "iub" else STORED.get(dtype.name, dtype.name)
+    if name not in DTYPES[part]:
+        text = dtype.kind in "OSUT"
+        hint = "; turn text into whole numbers, see examples/text" if text else ""
+        given = "text or objects" if text else dtype.name
+        raise UsageError(f"{what} are {given}; expected {' or '.join(DTYPES[part])}{hint}")
+    return name
+
+
+def values_in(shape: Sequence[int]) -> int:
+    """Return how many values a model predicts for labels that are quantities, from the shape of one example's.
+
+    Of labels with several axes it predicts the last one, at every position of the others.
+    """
+    return shape[-1] if shape else 1
 
 
 def size_bytes(shape: tuple[int, ...], dtype: str) -> int:
@@ -245,7 +281,7 @@ def verify(array_set: ArraySet, say: Callable[[str], None] = print) -> None:
 
 def _num_outputs(classes: tuple[str, ...], *labels: np.ndarray) -> int:
     if labels[0].dtype.kind == "f":
-        return int(math.prod(labels[0].shape[1:]))
+        return values_in(labels[0].shape[1:])
     return len(classes) or 1 + max(int(array.max()) for array in labels)
 
 

@@ -3,8 +3,8 @@
     def my_data():
         return {"train": (features, labels), "test": (features, labels), "classes": ["cat", "dog"]}
 
-Features are `[N, ...]`; labels `[N]` or `[N, K]`, whole numbers from 0 (classes) or floats (quantities). A third array
-of a split, `[N]` floats, weighs its examples. "classes" may be left out.
+Features are `[N, ...]`; labels `[N, ...]`, whole numbers from 0 (classes) or floats (quantities). A third array of a
+split, `[N]` floats, weighs its examples. "classes" may be left out.
 
 Features for a model with several inputs are a dictionary of arrays, and so are labels for one with several heads; then
 "classes" is one, too, of those heads whose classes have names.
@@ -49,15 +49,13 @@ class OwnDataset:
 
 
 def read(name: str) -> OwnDataset:
-    """Call the function `package.module:function` and return what it returns, as types that can be trained on.
-
-    Floats of 64 bits become floats of 32, whole numbers that are labels become int64.
+    """Call the function `package.module:function` and return its arrays, in the types of `arrays.DTYPES`.
 
     Raises:
         UsageError: there is no such function, it fails, or what it returns is no dataset; says what was expected.
     """
     function = _function(name)
-    if _takes_two(function):
+    if _needs_two(function):
         raise UsageError(f"dataset {name} takes two arguments; add -- --source function where they are (split, shard)")
     try:
         returned = function()
@@ -73,12 +71,12 @@ def read(name: str) -> OwnDataset:
         raise UsageError(f"dataset {name} returns what no arrays can be made of: {described(error)}") from None
 
 
-def _takes_two(function: Callable[..., Any]) -> bool:
+def _needs_two(function: Callable[..., Any]) -> bool:
     try:
-        inspect.signature(function).bind("train", None)
-    except (TypeError, ValueError):
+        required = [each for each in inspect.signature(function).parameters.values() if each.default is each.empty]
+    except ValueError:  # it does not tell its signature
         return False
-    return True
+    return len([each for each in required if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]) == 2
 
 
 def _checked(name: str, returned: Any) -> OwnDataset:
@@ -142,8 +140,8 @@ def _split(what: str, returned: Any) -> tuple[Named, ...]:
             shape = list(array.shape)
             raise UsageError(f"{what} features{which} have the shape {shape}; expected at least one example")
     for which, array in named.in_words(labels).items():
-        if array.ndim > 2 or 0 in array.shape:
-            raise UsageError(f"{what} labels{which} have the shape {list(array.shape)}; expected [N] or [N, K]")
+        if 0 in array.shape:
+            raise UsageError(f"{what} labels{which} have the shape {list(array.shape)}; expected at least one value")
     if weights and weights[0].ndim != 1:
         raise UsageError(f"{what} weights have the shape {list(weights[0].shape)}; expected [N]")
     return split
@@ -174,13 +172,17 @@ def array_of(what: str, part: str, value: Any) -> np.ndarray:
     array = np.asarray(value)
     if array.ndim == 0:
         raise UsageError(f"{what} are no array, but {type(value).__name__}; expected a NumPy array")
-    if array.dtype == np.float64 or (part == "weights" and array.dtype.kind in "iu"):
-        array = array.astype(np.float32)
-    if part == "labels" and array.dtype.kind in "iub":
+    if array.dtype == np.uint64 and part != "weights":
+        if array.max(initial=0) > np.iinfo(np.int64).max:
+            raise UsageError(f"{what} go up to {array.max()}; expected whole numbers below 2**63")
         array = array.astype(np.int64)
-    if array.dtype.name not in arrays.DTYPES[part]:
-        raise UsageError(f"{what} are {array.dtype.name}; expected {' or '.join(arrays.DTYPES[part])}")
-    return np.ascontiguousarray(array)
+    stored = arrays.stored_dtype(what, part, array.dtype)
+    with np.errstate(over="ignore"):
+        array = np.ascontiguousarray(array, stored)
+    if part != "features" and array.dtype.kind == "f" and not (finite := np.isfinite(array)).all():
+        bad = np.argwhere(~finite)[0]
+        raise UsageError(f"{what} have {array[tuple(bad)]} at example {bad[0]}; expected finite numbers")
+    return array
 
 
 def _check(name: str, classes: Named, splits: Mapping[str, tuple[Named, ...]]) -> None:

@@ -78,6 +78,11 @@ class Source:
     again: str = ""
 
     @property
+    def named_outputs(self) -> Named:
+        """The names of the classes that outputs stand for; None for outputs that are values."""
+        return named.each(lambda classifies, names: names if classifies else None, self.classifies, self.classes)
+
+    @property
     def is_text(self) -> bool:
         """Whether examples are bytes of a text, and labels the bytes that follow."""
         return self.arrays is not None and self.arrays.is_text
@@ -124,12 +129,12 @@ def _streamed(found: shards.ShardSet) -> Source:
 
 def _called(found: functions.Record, data_dir: Path, seed: int, service: Service | None) -> Source:
     """Return what a dataset function returns; opens it where it returns a random-access source."""
-    labels = functions.leaves(found.example["labels"])
+    classifies = named.each(lambda dtype: dtype == "int64", functions.of_each(found.example["labels"], "dtype"))
     what: dict[str, Any] = {
         "version": found.version,
-        "classes": (),
+        "classes": named.each(lambda _: (), classifies),
         "num_outputs": found.num_outputs,
-        "classifies": all(leaf["dtype"] == "int64" for leaf in labels),
+        "classifies": classifies,
         "feature_shape": functions.of_each(found.example["features"], "shape"),
         "train_examples": found.counts["train"],
         "test_examples": found.counts["test"],

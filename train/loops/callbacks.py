@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -171,7 +172,7 @@ class Hooks:
 
     def end_epoch(self, step: int, results: dict[str, float]) -> None:
         """The epoch of `step` ends; `results` are the newest on the test split."""
-        logs = self._logs() | {name.replace("eval_", "val_"): value for name, value in results.items()}
+        logs = self._logs() | {re.sub("^eval_", "val_", name): value for name, value in results.items()}
         self._list.on_epoch_end(self._context.epoch_of(step - 1), logs)
         self._epoch_logs = logs
         self._note_stop()

@@ -235,4 +235,11 @@ def results(totals_NM: np.ndarray, objective: Objective, num_examples: int) -> d
     totals = totals_NM.astype(np.float64).cumsum(0)[-1].tolist()
     names = ("loss", objective.score_name, *objective.metrics)
     means = {f"eval_{name}": total / num_examples for name, total in zip(names, totals, strict=True)}
-    return means | ({"eval_perplexity": math.exp(means["eval_loss"])} if objective.predicts_text else {})
+    return means | ({"eval_perplexity": _exp(means["eval_loss"])} if objective.predicts_text else {})
+
+
+def _exp(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf

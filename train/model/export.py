@@ -20,7 +20,7 @@ CLASSES = Path("assets.extra", "classes.json")
 
 
 def export(model: keras.Model, directory: Path, feature_shape: Named, classes: Named) -> None:
-    """Write a SavedModel whose `serve` signature takes features `[B, ...] float32` and returns outputs.
+    """Write a SavedModel whose `serve` signature takes features `[B, ...]` in the model's types and returns outputs.
 
     Several inputs, and several outputs, have the names of the data in the signature.
 
@@ -29,7 +29,7 @@ def export(model: keras.Model, directory: Path, feature_shape: Named, classes: N
             only this task is needed to save it.
         directory: replaced whole.
         feature_shape: one example's shape, or a dictionary of them.
-        classes: their names, kept beside the model.
+        classes: their names, kept beside the model; None for outputs that are values.
     """
     scratch = directory.with_name(f".{directory.name}")
     shutil.rmtree(scratch, ignore_errors=True)
@@ -37,14 +37,13 @@ def export(model: keras.Model, directory: Path, feature_shape: Named, classes: N
         if isinstance(feature_shape, Mapping):
             archive = keras.export.ExportArchive()
             archive.track(model)
-            archive.add_endpoint(
-                "serve", lambda features: model(features, training=False), [inputs.signature(model, feature_shape)]
-            )
+            signature = inputs.signature(model, feature_shape)
+            archive.add_endpoint("serve", lambda features: model(features, training=False), [signature])
             archive.write_out(str(scratch))
         else:
             model.export(str(scratch))
     (scratch / CLASSES).parent.mkdir(exist_ok=True)
-    write_json(scratch / CLASSES, named.each(list, classes))
+    write_json(scratch / CLASSES, named.each(lambda names: None if names is None else list(names), classes))
     shutil.rmtree(directory, ignore_errors=True)
     scratch.replace(directory)
 

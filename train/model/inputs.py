@@ -12,10 +12,10 @@ from train.named import Named
 
 
 def dtypes(model: keras.Model, features: Named) -> Named:
-    """Return the type that a model takes its features in: `int32` for whole numbers, such as tokens, or `float32`.
+    """Return the type that a model takes its features in: that of its inputs if they are integers, or `float32`.
 
     Args:
-        model: which says so where it was made of `keras.Input`s.
+        model: its inputs are known if it was made of `keras.Input`s.
         features: with the names of the inputs, if there are several.
     """
     inputs = list(getattr(model, "inputs", None) or ())
@@ -41,4 +41,5 @@ def signature(model: keras.Model, feature_shape: Named) -> Named:
 
 
 def _dtype(tensor: Any) -> str:
-    return "int32" if "int" in str(tensor.dtype) else "float32"
+    dtype = tf.as_dtype(tensor.dtype)
+    return str(dtype.name) if dtype.is_integer or dtype.is_bool else "float32"

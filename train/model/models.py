@@ -80,12 +80,12 @@ def freeze(model: keras.Model, names: str) -> None:
     Raises:
         UsageError: there is no such layer, or none is left to train.
     """
-    layers = {layer.name: layer for layer in model._flatten_layers(include_self=False)}  # also those inside of others
+    layers = list(model._flatten_layers(include_self=False))  # nested ones too; several may have the same name
     for pattern in filter(None, (part.strip() for part in names.split(","))):
-        if not (matching := fnmatch.filter(layers, pattern)):
-            raise UsageError(f"--freeze {pattern!r}{nearest(pattern, list(layers))}")
-        for name in matching:
-            layers[name].trainable = False
+        if not (matching := [layer for layer in layers if fnmatch.fnmatch(layer.name, pattern)]):
+            raise UsageError(f"--freeze {pattern!r}{nearest(pattern, [layer.name for layer in layers])}")
+        for layer in matching:
+            layer.trainable = False
     if names and not model.trainable_variables:
         raise UsageError(f"--freeze {names!r}: no layer is left to train; leave some out")
 

@@ -213,7 +213,7 @@ class Report:
             saved_weights.use_averages(config, model, Saved(run.checkpoints, step).prefix)
         if config.best.export and (best := newest_good(run.checkpoints / BEST)):
             saved_weights.read(config, model, best.prefix)
-        export.export(model, run.export, self._context.source.feature_shape, self._context.source.classes)
+        export.export(model, run.export, self._context.source.feature_shape, self._context.source.named_outputs)
         self._event("exported", step)
         self.metrics.hparams(config, self.results)
         self._show_quality(step, model)

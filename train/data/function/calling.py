@@ -104,21 +104,6 @@ def each(function: Callable[..., Any], *parts: Any) -> Any:
     return function(*parts)
 
 
-def stored_dtype(what: str, part: str, dtype: np.dtype[Any]) -> str:
-    """Return the type with which an array of some type is trained on.
-
-    Raises:
-        UsageError: there is none.
-    """
-    if dtype == np.float64 or (part == "weights" and dtype.kind in "iu"):
-        return "float32"
-    if part == "labels" and dtype.kind in "iub":
-        return "int64"
-    if dtype.name not in arrays.DTYPES[part]:
-        raise UsageError(f"{what} are {dtype.name}; expected {' or '.join(arrays.DTYPES[part])}")
-    return dtype.name
-
-
 def describe(what: str, example: tuple[Any, ...]) -> dict[str, Any]:
     """Return what `Record.example` holds of an example: of NumPy arrays, or of a dataset's element specification.
 
@@ -133,7 +118,7 @@ def describe(what: str, example: tuple[Any, ...]) -> dict[str, Any]:
                 raise UsageError(f"{what}: {part} of the shape {shape}; expected sizes that are known: tf.ensure_shape")
             shape = shape.as_list()
         dtype = value.dtype.as_numpy_dtype if isinstance(value, tf.TensorSpec) else value.dtype
-        return {"shape": list(shape), "dtype": stored_dtype(f"{what}: {part}", part, np.dtype(dtype))}
+        return {"shape": list(shape), "dtype": arrays.stored_dtype(f"{what}: {part}", part, np.dtype(dtype))}
 
     described_parts = {}
     for part, values in zip(PARTS, example, strict=False):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import tensorflow as tf
 
 from cluster.errors import ClusterError, PrerequisiteError, RunFailed, UsageError
 from cluster.messages import described
+from train.data import arrays
 from train.data.batches import BatchSlice, Replicas
 from train.data.function import calling, epochs, random_access, record
 from train.data.function.calling import SPLITS, Shard
@@ -136,7 +136,7 @@ def _outputs(name: str, labels: Mapping[str, Any], num_outputs: str) -> Any:
     for head, leaf in heads.items():
         of_head = f" of {head!r}" if head else ""
         if leaf["dtype"] == "float32":
-            found[head] = math.prod(leaf["shape"])
+            found[head] = arrays.values_in(leaf["shape"])
             continue
         if not given.get(head, "").isdecimal() or int(given[head]) < 1:
             example = "10" if not head else ",".join(f"{key}=10" for key in heads)

@@ -56,6 +56,55 @@ def test_types_become_ones_that_can_be_trained_on(returns: Callable[[Any], str])
         assert (np.uint8, np.int64) == tuple(array.dtype for array in dataset.splits["train"])
 
 
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int8", "int16", "uint16", "uint32", "uint64", "int64", "float16", "float32", "float64"]
+)
+def test_features_of_any_numeric_type_keep_their_values(dtype: str, returns: Callable[[Any], str]) -> None:
+    limits = np.iinfo(dtype) if np.dtype(dtype).kind in "iu" else None
+    most = min(limits.max, 2**63 - 1) if limits else 1
+    features = np.array([[limits.min if limits else 0], [most]], dtype)
+    dataset = own_dataset.read(returns({split: (features, [0, 1]) for split in ("train", "test")}))
+    stored = dataset.splits["train"][0]
+    assert stored.dtype.name in arrays.DTYPES["features"]
+    assert features.tolist() == stored.tolist()
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int64"])
+def test_bytes_with_labels_of_their_shape_are_no_text(
+    dtype: str, returns: Callable[[Any], str], tmp_path: Path
+) -> None:
+    """Only the datasets that are called so are texts, which are cut into contexts."""
+    features = np.arange(2 * 1024, dtype=dtype).reshape(2, 1024) % 7
+    found = prepare.prepare(returns({split: (features, features) for split in ("train", "test")}), tmp_path)
+    assert not found.is_text
+
+
+def test_a_function_may_have_optional_arguments(
+    returns: Callable[[Any], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = returns(GOOD)
+    for function in (
+        lambda size=3: GOOD,
+        lambda size=3, seed=0: GOOD,
+        lambda *sizes, seed=0: GOOD,
+    ):
+        monkeypatch.setattr("own_module.data", function)
+        assert own_dataset.read(name).version == own_dataset.read(returns(GOOD)).version
+    monkeypatch.setattr("own_module.data", lambda split, shard: GOOD)
+    with pytest.raises(UsageError, match="--source function"):
+        own_dataset.read(name)
+
+
+def test_a_package_that_is_missing_names_the_option_that_installs_it(
+    returns: Callable[[Any], str], tmp_path: Path
+) -> None:
+    (tmp_path / "modules" / "needs_package.py").write_text("import no_such_package\n")
+    (tmp_path / "modules" / "needs_later.py").write_text("def data():\n    import no_such_package\n")
+    for name in ("needs_package:data", "needs_later:data"):
+        with pytest.raises(UsageError, match="--requirements"):
+            own_dataset.read(name)
+
+
 def test_the_version_follows_the_contents(returns: Callable[[Any], str]) -> None:
     variants = [
         GOOD,
@@ -81,13 +130,15 @@ def test_the_version_follows_the_contents(returns: Callable[[Any], str]) -> None
         ({**GOOD, "test": (IMAGES, None)}, "test labels are no array, but NoneType; expected a NumPy array"),
         ({**GOOD, "train": (IMAGES, LABELS[:2])}, "train has 3 and 2 examples; expected as many of each"),
         ({**GOOD, "train": (IMAGES[:0], LABELS[:0])}, "features have the shape [0, 4, 4, 1]; expected at least one"),
-        (
-            {**GOOD, "train": (IMAGES, LABELS.reshape(3, 1, 1))},
-            "labels have the shape [3, 1, 1]; expected [N] or [N, K]",
-        ),
+        ({**GOOD, "train": (IMAGES, LABELS.reshape(3, 1)[:, :0])}, "labels have the shape [3, 0]; expected at least"),
+        ({**GOOD, "train": (IMAGES, [0.5, np.nan, 1])}, "train labels have nan at example 1; expected finite"),
+        ({**GOOD, "train": (IMAGES, [0.5, 1e300, 1])}, "train labels have inf at example 1; expected finite"),
+        ({**GOOD, "train": (IMAGES, LABELS, [1, 1, -np.inf])}, "train weights have -inf at example 2; expected finite"),
         ({**GOOD, "train": (IMAGES, LABELS, FLOATS)}, "train weights have the shape [3, 2]; expected [N]"),
-        ({**GOOD, "train": (IMAGES.astype(np.float16), LABELS)}, "features are float16; expected uint8 or int32 or"),
-        ({**GOOD, "train": (IMAGES, list("abc"))}, "train labels are str32; expected int64 or float32"),
+        ({**GOOD, "train": (IMAGES.astype(complex), LABELS)}, "features are complex128; expected uint8 or int32 or"),
+        ({**GOOD, "train": (IMAGES + np.uint64(2**63), LABELS)}, "features go up to 9223372036854775855; expected"),
+        ({**GOOD, "train": (list("abc"), LABELS)}, "turn text into whole numbers, see examples/text"),
+        ({**GOOD, "train": (IMAGES, np.array(list("abc"), object))}, "labels are text or objects; expected int64 or"),
         (
             {**GOOD, "test": (IMAGES[:, :2], LABELS)},
             "features of train and test are uint8 [N, 4, 4, 1] and uint8 [N, 2, 4, 1]; expected the same",

@@ -153,7 +153,10 @@ def train(own_parts: types.ModuleType, make_run: Callable[..., RunFolder], tmp_p
             spec=spec,
             config=config,
             source=source,
-            objective=objectives.build(config.loss, classifies=source.classifies),
+            objective=dataclasses.replace(
+                objectives.build(config.loss, classifies=source.classifies),
+                metrics={"retrieval_at_1": lambda labels, outputs: outputs[:, 0]},
+            ),
             strategy=strategy,
             model=model,
             new_model=new_model,
@@ -194,7 +197,7 @@ def test_a_training_is_reported_from_its_beginning_to_its_end(train: Train) -> N
     ends = trained.recorder.logs("epoch ends")
     np.testing.assert_allclose([logs["loss"] for logs in ends], [epoch.mean() for epoch in losses], rtol=1e-6)
     assert trained.evaluations == [{name: logs[name] for name in ("val_loss", "val_absolute_error")} for logs in ends]
-    assert {"loss", "absolute_error", "val_loss", "val_absolute_error"} == set(ends[0])
+    assert {"loss", "absolute_error", "val_loss", "val_absolute_error", "val_retrieval_at_1"} == set(ends[0])
     assert [ends[-1]] == trained.recorder.logs("train ends")
     running = [logs["loss"] for logs in trained.recorder.logs("batch ends")]
     expected_means = [epoch[:count].mean() for epoch, counts in zip(losses, ((1, 3, 5), (2, 4), (2, 4)), strict=True)

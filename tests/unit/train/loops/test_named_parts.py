@@ -116,7 +116,7 @@ def test_it_is_tried_trained_evaluated_and_exported_by_name(source: sources.Sour
     } == set(results)
     assert results["eval_loss"] == pytest.approx(results["eval_kind_loss"] + results["eval_size_loss"])
     assert results["eval_kind_accuracy"] == 1.0
-    export.export(built, tmp_path / "export", source.feature_shape, source.classes)
+    export.export(built, tmp_path / "export", source.feature_shape, source.named_outputs)
     serve = tf.saved_model.load(str(tmp_path / "export")).signatures["serving_default"]
     features, labels = data()["test"]
     given = {"image": tf.constant(features["image"], tf.float32), "tokens": tf.constant(features["tokens"])}

@@ -98,6 +98,14 @@ def test_frozen_layers_are_named_or_begin_alike() -> None:
     assert 4 == len(model.trainable_variables)
 
 
+def test_all_layers_of_a_name_are_frozen() -> None:
+    layers = keras.layers
+    parts = [keras.Sequential([keras.Input((2,)), layers.Dense(2, name="dense")], name=name) for name in "ab"]
+    model = keras.Sequential([keras.Input((2,)), *parts, layers.Dense(1, name="head")])
+    models.freeze(model, "dense")
+    assert ["head", "head"] == [variable.path.split("/")[-2] for variable in model.trainable_variables]
+
+
 @pytest.mark.parametrize("names", ["hea", "wide,*missing", "*"])
 def test_a_layer_that_is_not_there_or_the_last_one_is_refused(names: str) -> None:
     with pytest.raises(UsageError, match="--freeze "):
