@@ -65,11 +65,11 @@ FIRST_HOUR = (
     ),
     Trouble(
         "port taken",
-        "port 127.0.0.1:... is in use by another program (...); end it, or choose another port: "
-        "--tensorboard-port 6007",
-        "something else, or another checkout's TensorBoard, listens there",
-        "`invoke up --tensorboard-port 6007`, or 0 for none",
-        "--tensorboard-port 6007",
+        "port 127.0.0.1:... is in use by another program (...); end it, or choose another port: --port 6007, or "
+        "leave it out",
+        "something else, or another checkout's TensorBoard, listens there; `up` takes a free port",
+        "`invoke tensorboard --port 6007`, or without --port",
+        "--port 6007",
         EXIT_PREREQUISITE,
     ),
     Trouble(

@@ -131,7 +131,7 @@ def up(plan: Plan, sh: Shell, *, began: float) -> int:
         raise
 
 
-def attend(run: RunFolder, board: str, port: int, detach: bool, sh: Shell) -> int:
+def attend(run: RunFolder, board: str, port: int | None, detach: bool, sh: Shell) -> int:
     """Show a run that was started until it ends or, detached, until it trains; return the exit code.
 
     However this ends, it reports what happens to the run.
@@ -162,7 +162,7 @@ def attend(run: RunFolder, board: str, port: int, detach: bool, sh: Shell) -> in
     return exit_code(ended)
 
 
-def _watch(run: RunFolder, board: str, port: int, detach: bool, sh: Shell, live: Live) -> dict[str, Any] | None:
+def _watch(run: RunFolder, board: str, port: int | None, detach: bool, sh: Shell, live: Live) -> dict[str, Any] | None:
     """Show a run until it ends; return its summary, or None if it continues as intended."""
 
     def show(value: dict[str, Any]) -> None:
@@ -173,7 +173,9 @@ def _watch(run: RunFolder, board: str, port: int, detach: bool, sh: Shell, live:
     print(f"run folder {short_path(run.path)}; Ctrl-C {stops}, a second one kills", flush=True)
     if until_training(run, show):
         live.clear()
-        if port:
+        if port == 0:
+            write_json(run.board, {"port": 0})
+        else:
             print(_start_tensorboard(run, port, board, sh), flush=True)
         if detach:
             what = "every script runs" if run.script else "training"
@@ -182,15 +184,18 @@ def _watch(run: RunFolder, board: str, port: int, detach: bool, sh: Shell, live:
     return follow(run, show)
 
 
-def _start_tensorboard(run: RunFolder, port: int, board: str, sh: Shell) -> str:
-    """Start TensorBoard; return its address, or why there is none: the run continues without it."""
+def _start_tensorboard(run: RunFolder, port: int | None, board: str, sh: Shell) -> str:
+    """Start TensorBoard; return its address, or why there is none: the run continues in any case."""
+    runs_dir, taken = run.path.parent, ""
+    if port and (problem := tensorboard.port_problem(runs_dir, port)):
+        port, taken = None, f" ({problem[0]})"
     try:
-        tensorboard.start(run.path.parent, port, board, sh)
+        port = tensorboard.start(runs_dir, port, board, sh, preferred=run.board_port)
+        write_json(run.board, {"port": port})
     except Exception as error:
         why = " ".join(str(error).split())
-        again = f"invoke tensorboard{'' if port == tensorboard.PORT else f' --port {port}'}"
-        return f"TensorBoard is not up, the run goes on without it; `{again}` starts it: {why}"
-    return f"TensorBoard {tensorboard.address(port)}"
+        return f"TensorBoard is not up, and the run continues without it; `invoke tensorboard` starts it: {why}"
+    return f"TensorBoard {tensorboard.address(port)}{taken}"
 
 
 def kill(run: RunFolder, sh: Shell) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def _manifest(request: Request, place: Place) -> Manifest:
     planning.check_sharing(config, cluster)
     elastic_run = elastic.parse(request, cluster, {})
     elastic.check_batch(elastic_run, cluster, config)
-    board = request.number("tensorboard_port")
+    board = request.board_port != 0
     hosts = jobs.jobset_hosts if place.kind == "jobset" else jobs.tfjob_hosts
     return Manifest(
         name=name,

@@ -30,7 +30,7 @@ class Plan(Workload):
     config: dict[str, Any]
     data: str
     """In words what is prepared of its data; empty where something must be."""
-    tensorboard_port: int
+    tensorboard_port: int | None
     hang_timeout_s: int
     max_restarts: int
     replaces: bool
@@ -82,6 +82,11 @@ class Plan(Workload):
             "TF_USE_LEGACY_KERAS=0 keeps Keras 3"
         ]
 
+    def _tensorboard(self) -> str | None:
+        if self.tensorboard_port is None:
+            return tensorboard.AUTO
+        return tensorboard.address(self.tensorboard_port) if self.tensorboard_port else None
+
     def to_json(self) -> dict[str, Any]:
         """Return the plan for `invoke plan --json`."""
         batch = self.config.get("global_batch")
@@ -100,7 +105,7 @@ class Plan(Workload):
             "micro_batch": batch and batch // shards // micro_batches,
             "training": self._training(),
             "pipeline": self._pipeline(),
-            "tensorboard": tensorboard.address(self.tensorboard_port) if self.tensorboard_port else None,
+            "tensorboard": self._tensorboard(),
             "tasks": [
                 {
                     "task": task.name,

@@ -65,9 +65,8 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
     topology = topology_of(request, previous.cluster) | {"separate_chief": _separate_chief(request, previous)}
     check_hardware(topology["strategy"])
     cluster = spec.build(**topology)
-    port, hang_timeout_s, max_restarts = map(
-        _kept(request, previous).number, ("tensorboard_port", "hang_timeout", "max_restarts")
-    )
+    kept = _kept(request, previous)
+    port, hang_timeout_s, max_restarts = kept.board_port, kept.number("hang_timeout"), kept.number("max_restarts")
     run = _run_folder(request, stops_first=stops_first)
 
     runtime, why_runtime = registry.choose(request.runtime or _queue(previous) or registry.AUTO, cluster.kind)
@@ -151,6 +150,8 @@ def _kept(request: Request, previous: _Previous) -> Request:
         value = previous.started.get(key)
         if value is not None and (name, value) != ("hang_timeout", 0):  # 0: a task was debugged, and is not any more
             kept[name] = getattr(request, name) or str(int(value))
+    if previous.run and not request.tensorboard_port and previous.run.board_port == 0:
+        kept["tensorboard_port"] = "0"
     return replace(request, **kept)
 
 

@@ -114,7 +114,7 @@ def announce(plan: Plan) -> None:
 def commands(plan: Plan) -> list[str]:
     """Return the commands that `start` runs, to be shown or pasted. The run folder must exist for the last ones."""
     found = _package_commands(plan) + _data_commands(plan) + plan.runtime.commands(plan, plan.compose)
-    if plan.tensorboard_port:
+    if plan.tensorboard_port != 0:
         found += tensorboard.commands(runs_dir(), plan.tensorboard_port, plan.runtime.board)
     return found
 
@@ -127,7 +127,7 @@ def check_machine(plan: Plan, ending: int = 0) -> None:
         ending: tasks that end before.
 
     Raises:
-        PrerequisiteError: memory, disk space, a port, the key, or what hands GPUs to the tasks is missing.
+        PrerequisiteError: memory, disk space, the key, or what hands GPUs to the tasks is missing.
     """
     plan.runtime.preflight(plan, ending)
     provenance.prepare()
@@ -141,8 +141,6 @@ def check_machine(plan: Plan, ending: int = 0) -> None:
             f"{free / 2**20:.0f} MiB are free for {short_path(runs_dir())}, a run needs {MIN_FREE_BYTES / 2**20:.0f}; "
             "free space, or set RUNS_DIR to another disk"
         )
-    if plan.tensorboard_port:
-        tensorboard.check_port(runs_dir(), plan.tensorboard_port)
 
 
 def data_command(verb: str, name: str, *words: str, path: Sequence[str] = ()) -> str:
@@ -174,11 +172,11 @@ def _data_commands(plan: Plan) -> list[str]:
     return [data_command(verb, plan.config["dataset"], *words, path=plan.payload.local_path())]
 
 
-def start_tensorboard(port: int, requested: str, sh: Shell) -> None:
-    """Start TensorBoard over all runs, unless it runs.
+def start_tensorboard(port: int | None, requested: str, sh: Shell) -> int:
+    """Start TensorBoard over all runs, unless it runs; return its port.
 
     Args:
-        port: of 127.0.0.1.
+        port: of 127.0.0.1; None: any.
         requested: `--runtime`, beside whose tasks it would run.
         sh: runs commands.
 
@@ -189,7 +187,7 @@ def start_tensorboard(port: int, requested: str, sh: Shell) -> None:
     runtime, _ = registry.choose(requested)
     tensorboard.prepare(runs_dir(), runtime.board, sh)
     runs_dir().mkdir(parents=True, exist_ok=True)
-    tensorboard.start(runs_dir(), port, runtime.board, sh)
+    return tensorboard.start(runs_dir(), port, runtime.board, sh)
 
 
 def _write_folder(plan: Plan, began: float, stages: dict[str, Any] | None) -> None:

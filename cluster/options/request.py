@@ -266,7 +266,12 @@ class Request:
         is_override=True,
     )
     tensorboard_port: str = option(
-        Group.WATCHED, "port of TensorBoard on 127.0.0.1; 0: none", tensorboard.PORT, kinds=(int,), bounds=(0, 65535)
+        Group.WATCHED,
+        f"port of TensorBoard on 127.0.0.1, or auto: that of the running one, or {tensorboard.PORT}, or a free one; "
+        "0: none",
+        tensorboard.AUTO,
+        kinds=(int, str),
+        bounds=(0, 65535),
     )
     detach: bool = switch(Group.WATCHED, "return once every task is training", "stay until the end")
     debug: str = option(
@@ -309,6 +314,11 @@ class Request:
         """
         declaration = OPTIONS[name]
         return parse_count(declaration.key, getattr(self, name) or declaration.default, *declaration.bounds)
+
+    @property
+    def board_port(self) -> int | None:
+        """The port of TensorBoard; None: any, 0: no TensorBoard."""
+        return None if self.tensorboard_port in ("", tensorboard.AUTO) else self.number("tensorboard_port")
 
     @property
     def arguments(self) -> Sequence[str]:

@@ -124,6 +124,12 @@ class RunFolder(Layout):
         return records.read(self.control / "result.json", records.result, {})
 
     @property
+    def board_port(self) -> int | None:
+        """The port of the TensorBoard that was started for it; 0 if none was wanted, None if nothing is recorded."""
+        board = records.read(self.board, launch_records.board, None)
+        return board["port"] if board else None
+
+    @property
     def ended(self) -> dict[str, Any] | None:
         """The run's summary; None before the end."""
         return records.read(self.summary, records.summary, None)

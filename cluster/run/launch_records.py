@@ -55,6 +55,16 @@ compose = record(
 
 stages = record({"measured_for": mapping(text), "cut": listing(text), "seconds": listing(seconds)})
 
+
+def _port(value: Any) -> int:
+    """A port."""
+    if count(value) >= 2**16:
+        raise ValueError(f"expected a port, found {value}")
+    return count(value)
+
+
+board = record({"port": _port})
+
 manifest = record({}, {"runtime": (text, ABSENT)})
 
 HOST = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,253}")

@@ -52,6 +52,8 @@ class Layout:
     """The request to save and stop."""
     withdrawn_stop = _Within("control", "withdrawn.json")
     """The generation in which a stop request was withdrawn."""
+    board = _Within("control", "tensorboard.json")
+    """The port of the TensorBoard that was started for it."""
     replaced = _Within("control", "replaced.json")
     """There while `invoke image.watch` replaces containers whose code has changed: no agent then takes its own end for
     a request to stop the run."""

@@ -25,8 +25,11 @@ from cluster.system import processes
 from cluster.system.json_files import read_json, write_json
 from cluster.system.waiting import wait_until
 
+AUTO = "auto"
 PORT = 6006
-OTHER_PORT = "--tensorboard-port 6007"
+FREE_PORTS = 100
+"""How many ports from `PORT` on are tried."""
+OTHER_PORT = "--port 6007, or leave it out"
 START_TIMEOUT_S = 60.0
 PROGRAM = ROOT / "docker" / "board.py"
 """What runs in the image, too."""
@@ -81,19 +84,22 @@ def prepare(runs_dir: Path, board: str, sh: Callable[[str], object]) -> None:
         build.build(sh)
 
 
-def commands(runs_dir: Path, port: int, board: str) -> list[str]:
+def commands(runs_dir: Path, port: int | None, board: str) -> list[str]:
     """Return the commands of `start`, to be shown or pasted; none for a process, which is started without a shell."""
-    return [compose.tensorboard(runs_dir, port, "up", "--detach", "tensorboard")] if board == CONTAINER else []
+    return [compose.tensorboard(runs_dir, port or PORT, "up", "--detach", "tensorboard")] if board == CONTAINER else []
 
 
-def start(runs_dir: Path, port: int, board: str, sh: Callable[[str], object]) -> None:
-    """Start TensorBoard unless it runs, and wait until it answers.
+def start(
+    runs_dir: Path, port: int | None, board: str, sh: Callable[[str], object], *, preferred: int | None = None
+) -> int:
+    """Start TensorBoard unless it runs, and wait until it answers; return its port.
 
     Args:
         runs_dir: the folder of all runs, which it shows.
-        port: of 127.0.0.1.
+        port: of 127.0.0.1; None: that of the one that runs, or a free one.
         board: one of `BOARDS`.
         sh: runs commands.
+        preferred: the port that is tried first if any will do.
 
     Raises:
         PrerequisiteError: another program listens on the port.
@@ -101,9 +107,11 @@ def start(runs_dir: Path, port: int, board: str, sh: Callable[[str], object]) ->
     """
     with claim.hold(RunFolder(runs_dir / ".tensorboard"), "started", wait_s=START_TIMEOUT_S):
         if (other := running(runs_dir)) is not None:
-            if other == port:
-                return
+            if port in (None, other):
+                return other
             _stop(runs_dir, sh)
+        if port is None:
+            port = _free_port(runs_dir, preferred or PORT)
         check_port(runs_dir, port)
         record: dict[str, Any] = {"runtime": board, "port": port}
         if board == CONTAINER:
@@ -113,6 +121,13 @@ def start(runs_dir: Path, port: int, board: str, sh: Callable[[str], object]) ->
             record["process"] = processes.identity(_start_process(runs_dir, port))
             write_json(_record_path(runs_dir), record)
         _await_answer(runs_dir, port, record.get("process"))
+        return port
+
+
+def _free_port(runs_dir: Path, first: int) -> int:
+    """Return the first port that can be used; where all are taken, the first, whose error says why."""
+    candidates = (first, *range(PORT, PORT + FREE_PORTS))
+    return next((port for port in candidates if not port_problem(runs_dir, port)), first)
 
 
 def stop(runs_dir: Path, sh: Callable[[str], object]) -> bool:

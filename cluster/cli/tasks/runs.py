@@ -26,6 +26,8 @@ from cluster.view.logs import print_logs
 from cluster.view.plan import plan_lines
 from cluster.view.status import read_status, status_table
 
+PORT_HELP = f"port of 127.0.0.1, or auto: that of the running one, or {board.PORT}, or a free one (default: auto)"
+
 
 @takes_request(dry="only print the commands (default: no)")
 @has_dry_run
@@ -89,12 +91,11 @@ def profile(c, task=None, steps="5", run=""):
     print("\n".join(tracing.trace(folders.find_run(run), task, spec.parse_count("steps", steps, 1, 10_000))))
 
 
-@task(port=OPTIONS["tensorboard_port"].full_help, runtime=OPTIONS["runtime"].full_help)
-def tensorboard(c, port=str(board.PORT), runtime="auto"):
+@task(port=PORT_HELP, runtime=OPTIONS["runtime"].full_help)
+def tensorboard(c, port=board.AUTO, runtime="auto"):
     """Start TensorBoard over all runs, unless it runs, and print its address."""
-    number = spec.parse_count("port", port, 1, 65535)
-    startup.start_tensorboard(number, runtime, shell(c))
-    print(board.address(number))
+    number = None if port == board.AUTO else spec.parse_count("port", port, 1, 65535)
+    print(board.address(startup.start_tensorboard(number, runtime, shell(c))))
 
 
 @task("run", run=RUN_HELP, timeout="seconds to wait (default: as long as it takes)")

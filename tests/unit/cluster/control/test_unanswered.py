@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -177,25 +176,20 @@ def test_a_run_whose_containers_cannot_be_removed_still_says_how_it_ended(
     assert owner.read(run)
 
 
-def test_a_port_that_is_taken_meanwhile_ends_no_run(start_gang: StartGang, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tensorboard_that_does_not_start_ends_no_run(
+    start_gang: StartGang, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     gang = start_gang("train(2)\nuntil((run.path / 'go').exists)\nfinish()", workers=0)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        shown: list[str] = []
 
-        def seen() -> str:
-            shown.append(capsys.readouterr().out)
-            return "".join(shown)
+    def refuse(*_: object, preferred: object) -> None:
+        (gang.run.path / "go").touch()
+        raise PrerequisiteError("another program took the port meanwhile")
 
-        def let_go() -> None:
-            wait_for(lambda: f"invoke tensorboard --port {port}" in seen(), "the line")
-            (gang.run.path / "go").touch()
-
-        goes = threading.Thread(target=let_go)
-        goes.start()
-        assert EXIT_DONE == watch.attend(gang.run, "local", port, False, Commands())
-        goes.join()
-    assert "succeeded: " in seen()
+    monkeypatch.setattr(tensorboard, "start", refuse)
+    assert EXIT_DONE == watch.attend(gang.run, "local", None, False, Commands())
+    shown = capsys.readouterr().out
+    assert "succeeded: " in shown
+    assert "`invoke tensorboard` starts it: another program took the port meanwhile" in shown
 
 
 def test_a_tensorboard_that_ends_at_once_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
