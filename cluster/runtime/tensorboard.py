@@ -106,13 +106,13 @@ def start(
         TimedOut: it does not answer.
     """
     with claim.hold(RunFolder(runs_dir / ".tensorboard"), "started", wait_s=START_TIMEOUT_S):
-        if (other := running(runs_dir)) is not None:
-            if port in (None, other):
-                return other
-            _stop(runs_dir, sh)
-        if port is None:
-            port = _free_port(runs_dir, preferred or PORT)
+        other = running(runs_dir)
+        if other is not None and port in (None, other):
+            return other
+        port = port or _free_port(runs_dir, preferred or PORT)
         check_port(runs_dir, port)
+        if other is not None:
+            _stop(runs_dir, sh)
         record: dict[str, Any] = {"runtime": board, "port": port}
         if board == CONTAINER:
             write_json(_record_path(runs_dir), record)  # before: what is left of a start that fails is ours, too

@@ -89,10 +89,13 @@ def test_the_usual_port_is_next_if_another_program_has_the_earlier_one(
     assert usual == start(runs_dir, preferred=taken)
 
 
-def test_a_taken_port_that_was_named_is_refused(runs_dir: Path, started: list[int], taken: int) -> None:
+def test_a_taken_port_that_was_named_is_refused_and_our_own_stays(
+    runs_dir: Path, started: list[int], usual: int, taken: int
+) -> None:
+    start(runs_dir)
     with pytest.raises(PrerequisiteError, match=str(taken)):
         start(runs_dir, taken)
-    assert [] == started
+    assert usual == tensorboard.running(runs_dir)
 
 
 def test_a_run_gets_another_port_than_the_taken_one_that_was_named(
