@@ -153,7 +153,12 @@ def data_command(verb: str, name: str, *words: str, path: Sequence[str] = ()) ->
         path: folders in which the dataset's own modules are found.
     """
     command = [sys.executable, "-m", "train.data", verb, "--name", name, "--data-dir", str(data_dir()), *words]
-    return (f"PYTHONPATH={shlex.quote(os.pathsep.join(path))} " if path else "") + shlex.join(command)
+    return with_modules(path, shlex.join(command))
+
+
+def with_modules(path: Sequence[str], command: str) -> str:
+    """Return a shell command that finds modules in these folders."""
+    return (f"PYTHONPATH={shlex.quote(os.pathsep.join(path))} " if path else "") + command
 
 
 def _package_commands(plan: Plan) -> list[str]:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from cluster.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, has_dry_run, shell, task
 from cluster.errors import UsageError
-from cluster.launch import folders
+from cluster.launch import folders, startup
+from cluster.launch.inputs import packages
 from cluster.run import provenance
 from cluster.run.folder import RunFolder
+from cluster.runtime import inherited
 from cluster.system import files
 
 BEST_HELP = "the checkpoint of the best evaluation instead, of a run with --best.metric (default: no)"
@@ -55,11 +57,12 @@ def timeline(c, run=None, output="", trust=False):
 
 
 def _run(c, run, verb, *words, trust):
-    shell(c, quiet=True)(command(verb, folders.find_run(run), *words, trust=trust))
+    for command in commands(verb, folders.find_run(run), *words, trust=trust):
+        shell(c, quiet=True)(command)
 
 
-def command(verb: str, run: RunFolder, *words: str, trust: bool = False) -> str:
-    """Return the command; run it from the root.
+def commands(verb: str, run: RunFolder, *words: str, trust: bool = False) -> list[str]:
+    """Return the commands, to be run in the root: what installs the run's packages if they are not there, and the verb.
 
     Args:
         verb: a command of `python -m train.saved`.
@@ -68,12 +71,23 @@ def command(verb: str, run: RunFolder, *words: str, trust: bool = False) -> str:
         trust: whether the run may be somebody else's.
 
     Raises:
-        UsageError: the run is not this user's, or not as it was left.
+        UsageError: the run is not this user's, or not as it was left, or it is a script's.
         OSError: there is a link in what it reads or writes.
     """
     if not trust:
         provenance.check(run)
     for part in (run.checkpoints, run.export, run.path / "metrics", run.path / "timeline"):
         files.refuse_links(part)  # TensorFlow would follow them
-    data = ["--data-dir", str(folders.data_dir())]
-    return shlex.join([sys.executable, "-m", "train.saved", verb, "--run-dir", str(run.path), *data, *words])
+    if run.script:
+        raise UsageError(
+            f"{verb} {run.name}: it is the run of a script, and only the script knows its model and data; do it there, "
+            "or name a run of the built-in trainer"
+        )
+    path, installs = [Path(folder) for folder in run.started.get("code_dirs", ())], []
+    if named := run.started.get("requirements"):
+        requirements, python = Path(named), packages.host_python()
+        path.append(packages.folder(requirements, python))
+        installs = [] if path[-1].exists() else [packages.command(requirements, python)]
+    where = ["--run-dir", str(run.path), "--data-dir", str(folders.data_dir())]
+    command = shlex.join([sys.executable, "-m", "train.saved", verb, *where, *words])
+    return [*installs, startup.with_modules([*map(str, path), *inherited.python_path()], command)]

@@ -16,10 +16,12 @@ from cluster.control import watch
 from cluster.errors import EXIT_USAGE, TimedOut
 from cluster.image import base_packages, engine, images, locks
 from cluster.launch import folders, startup, teardown
+from cluster.launch.inputs import packages
 from cluster.run import owner
 from cluster.run.folder import RunFolder
 from cluster.runtime import tensorboard as board
 from cluster.runtime.local import supervisor
+from cluster.system.json_files import write_json
 from tests.unit.command_line import MakeRun, commands, context, current, invoke, refusal
 
 # Dry runs
@@ -118,6 +120,30 @@ def test_tasks_run_the_commands_that_their_module_names(monkeypatch: pytest.Monk
         c = context()
         tasks.ns[task](c, **requested)
         assert expected == commands(c)
+
+
+@pytest.mark.parametrize("task", ["evaluate", "export", "predict", "timeline"])
+def test_what_only_the_trainer_saves_is_not_sought_in_a_script_s_run(make_run: MakeRun, task: str) -> None:
+    run, c = make_run(workers=0), context()
+    write_json(run.config, {"script": "fit.py", "arguments": []})
+    image = {"image": "boot.png"} if task == "predict" else {}
+    assert (EXIT_USAGE, []) == (refusal(task, c, run=run.name, trust=True, **image)[0], commands(c))
+
+
+def test_a_saved_model_is_read_with_the_modules_and_packages_of_its_run(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, c = make_run(workers=0), context()
+    (wanted := tmp_path / "mine.txt").write_text("a-package==1\n")
+    started = {"code_dirs": ["/my code"], "requirements": str(wanted)}
+    write_json(run.control / "started.json", run.load_started() | started)
+    monkeypatch.setenv("PYTHONPATH", "/theirs")
+    tasks.ns["evaluate"](c, run=run.name, trust=True)
+    installs, evaluates = map(shlex.split, commands(c))
+    assert [str(wanted), packages.host_python()] == installs[-2:]
+    kept = packages.folder(wanted, packages.host_python())
+    assert f"PYTHONPATH=/my code:{kept}:/theirs" == evaluates[0]
+    assert ["-m", "train.saved", "evaluate"] == evaluates[2:5]
 
 
 @pytest.mark.parametrize("stops", [True, False])
