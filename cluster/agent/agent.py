@@ -27,13 +27,14 @@ import time
 from functools import partial
 
 from cluster import settings, tf_config
-from cluster.agent import ports, rendezvous
+from cluster.agent import ports, rendezvous, tmpdir
 from cluster.agent.decisions import POLL_S, Decisions
 from cluster.agent.diagnosis import MemoryKills, explain_missing
 from cluster.agent.program import Program, Trainer
 from cluster.agent.standby import Standby
 from cluster.agent.watchdog import FROZEN_S, Finding, Watchdog
 from cluster.errors import EXIT_FAILED, EXIT_PEER_LOST, EXIT_TIMEOUT, ClusterError
+from cluster.gang import joining
 from cluster.gang.board import Board
 from cluster.recovery import attempts, ends, standby_cluster
 from cluster.recovery.attempts import OUTSIDE, OWN
@@ -97,6 +98,7 @@ class Agent(Decisions):
         self.standby.end()
         self.run.require_newest()
         self.run.leave()
+        tmpdir.remove(self.run, self.task)
         self._finish()
         return 0
 
@@ -214,7 +216,7 @@ class Agent(Decisions):
 
     def _program(self, environment: dict[str, str]) -> Program:
         """Create the program. It does not join the cluster before `_let_start`."""
-        return Trainer(self.command, environment, self.run.log(self.task.name))
+        return Trainer(self.command, tmpdir.add(environment, self.run, self.task), self.run.log(self.task.name))
 
     def _rendezvous(self, program: Program, heartbeat: Heartbeat, generation: int) -> bool:
         """Hold the rendezvous with the other tasks; return whether the program may start."""
@@ -236,13 +238,10 @@ class Agent(Decisions):
                 # still be in use while the kernel frees the memory of its previous program.
                 ports.listen(self._listener, **waiting).close()
                 return True
-            token = f"{self.run.name}/{generation}"
+            token = joining.generation_token(self.run, generation)
             explain = partial(explain_missing, self.run)
-            hub = rendezvous.Hub(
-                gathers=lambda: self.run.gathers,
-                come=partial(self.run.come, generation),
-                absent=partial(self.run.absent, generation),
-            )
+            come, absent = partial(self.run.come, generation), partial(self.run.absent, generation)
+            hub = rendezvous.Hub(lambda: self.run.gathers, come, absent)
             # A task that restarts alone may have been killed after others had met it, and one whose connection to the
             # hub broke may not have heard that all were there: they do not wait for it again.
             passed = partial(self._passed_rendezvous, generation)

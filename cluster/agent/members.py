@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from cluster import tf_config
 from cluster.agent import elastic, ports, rendezvous
 from cluster.agent.elastic import Elasticity, Returns
+from cluster.gang import joining
 from cluster.recovery import attempts
 from cluster.recovery.attempts import OUTSIDE
 from cluster.recovery.ends import End
@@ -112,7 +113,7 @@ class Members:
         if not (due := self._returns.due(waiting, max(self._run.saved_steps, default=-1))):
             return
         self._look_for_everyone()
-        token = _token(self._run, generation)
+        token = joining.generation_token(self._run, generation)
         back = {n for n in due if rendezvous.reaches(self._task, self._everyone.task(n), token, PROBE_S)}
         if back and not self._run.stop_requested:
             names = ", ".join(sorted(back))
@@ -130,7 +131,7 @@ class Members:
         try:
             rendezvous.await_turn(
                 listener,
-                token=_token(self._run, generation),
+                token=joining.generation_token(self._run, generation),
                 abandon=is_over,
                 report=lambda obstacle: heartbeat.update(obstacle=obstacle),
             )
@@ -142,7 +143,3 @@ class Members:
                 time.sleep(LOOK_S)
         finally:
             heartbeat.stop()
-
-
-def _token(run: RunFolder, generation: int) -> str:
-    return f"{run.name}/{generation}"

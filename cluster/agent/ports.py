@@ -16,6 +16,8 @@ CONNECT_TIMEOUT_S = 2.0
 POLL_S = 0.02
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """What an HTTP/2 client sends first: the preface and empty settings (RFC 9113, 3.4)."""
+_HTTP2_SETTINGS = b"\4"
+"""The type of the frame that an HTTP/2 server sends first, after its three bytes of length."""
 
 
 class PortTaken(ClusterError):
@@ -95,7 +97,7 @@ def await_servers(tasks: Sequence[Task], *, timeout_s: float, abandon: Callable[
     """Wait until the TensorFlow servers of all these tasks listen; return False after the timeout or when abandoned.
 
     A gRPC client that connects a moment before its server listens waits for a second before it retries. The probe is
-    HTTP/2, which the listener of the rendezvous, possibly still there, does not speak.
+    HTTP/2, which the listener of the rendezvous, possibly still there, does not speak: it sends something else first.
     """
     deadline = time.monotonic() + timeout_s
     left = list(tasks)
@@ -110,5 +112,5 @@ def _speaks_http2(task: Task) -> bool:
     with contextlib.suppress(OSError), socket.create_connection((task.host, task.port), CONNECT_TIMEOUT_S) as server:
         server.settimeout(CONNECT_TIMEOUT_S)
         server.sendall(_HTTP2_HELLO)
-        return server.recv(1) != b""
+        return server.recv(4, socket.MSG_WAITALL)[3:] == _HTTP2_SETTINGS
     return False

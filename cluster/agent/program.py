@@ -31,9 +31,7 @@ class Program(ABC):
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
         self._command = command
-        # TensorFlow leaves temporary files behind when it is killed.
-        self._scratch = tempfile.TemporaryDirectory(prefix="tf-cluster-", ignore_cleanup_errors=True)
-        self._environment = environment | {"TMPDIR": self._scratch.name}
+        self._environment = environment
         self._log = log
         self._process: subprocess.Popen[bytes] | fork_server.ForkedProcess | None = None
         self._pump: threading.Thread | None = None
@@ -110,7 +108,6 @@ class Program(ABC):
         self._signal(signal.SIGKILL)
         code = self.wait()
         self._await_log(5.0)
-        self._scratch.cleanup()
         return code
 
     def error(self, code: int) -> str | None:
@@ -136,7 +133,9 @@ class Trainer(Program):
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
         gate_read, gate_write = os.pipe()
-        super().__init__(command, environment | {"GATE_FD": str(gate_read)}, log)
+        # TensorFlow leaves temporary files behind when it is killed.
+        self._scratch = tempfile.TemporaryDirectory(dir=environment.get("TMPDIR"), ignore_cleanup_errors=True)
+        super().__init__(command, environment | {"GATE_FD": str(gate_read), "TMPDIR": self._scratch.name}, log)
         self._gate: int | None = gate_write
         self._stacks_shown = False
         self._start(descriptors=(gate_read,))
@@ -160,6 +159,7 @@ class Trainer(Program):
         """End the program, after `grace_s` by SIGKILL; return its code."""
         code = super().end(grace_s)
         self._close_gate()
+        self._scratch.cleanup()
         return code
 
     def _close_gate(self) -> None:

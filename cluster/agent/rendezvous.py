@@ -15,16 +15,17 @@ only after half of the time, since that takes N^2 connections.
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import TextIO
+from typing import Any
 
 from cluster.agent.ports import CONNECT_TIMEOUT_S, POLL_S, Abandoned, listen
 from cluster.errors import TimedOut
+from cluster.gang.server import READ_BYTES, Peer, Server
+from cluster.gang.wire import Channel, Refused
 from cluster.spec import ClusterSpec, Task
 
 GATHER_S = 3.0
@@ -37,6 +38,8 @@ GREETERS = 8
 """How many tasks one greets at a time."""
 AT_ONCE = 16
 """In a larger gang each looks and greets less often, so that all together do so as often."""
+ANSWER_S = 0.1
+"""How soon the listener ends once the rendezvous is over."""
 PASSED_S = 0.5
 """How often to ask who has passed."""
 
@@ -130,7 +133,7 @@ def wait(
         spec: the cluster.
         task: the member that calls.
         hub: how to learn from the hub who is there; None without one.
-        token: run name and generation; tasks with another token, such as leftovers, do not count.
+        token: the run's secret with the generation; tasks with another one, such as leftovers, do not count.
         timeout_s: seconds to wait for the others.
         abandon: called repeatedly; waiting ends when it returns true.
         passed: returns the tasks that need not answer any more, since they have met an earlier attempt of this one.
@@ -151,8 +154,7 @@ def wait(
     asked -= PASSED_S
     deadline = began + timeout_s
     listener = listen(task, timeout_s=timeout_s, abandon=abandon, report=report)
-    answering = threading.Thread(target=_answer, args=(listener, task, rendezvous), daemon=True)
-    answering.start()
+    answering = _Answering(listener, task, token, rendezvous.unconfirmed)
     first = greeted_first(spec, task)
     hub = hub or Hub()
     poll_s = POLL_S * max(1.0, len(others) / AT_ONCE)
@@ -172,9 +174,8 @@ def wait(
         hub.come()  # the last may have been met by greetings, and others still wait to hear of this task from the hub
     finally:
         rendezvous.over.set()
-        listener.close()
         greeters.end()
-        answering.join(CONNECT_TIMEOUT_S + 1)
+        answering.end()
 
 
 def greeted_first(spec: ClusterSpec, task: Task) -> frozenset[str]:
@@ -191,7 +192,7 @@ def await_turn(
 
     Args:
         task: the one that calls.
-        token: run name and generation.
+        token: the run's secret with the generation.
         abandon: called repeatedly.
         report: called with what keeps this task from listening, and with an empty string once nothing does.
 
@@ -199,14 +200,13 @@ def await_turn(
         PortTaken: another program uses this task's port.
         Abandoned: before this task could listen.
     """
-    rendezvous = Attendance.of(token, [])
-    with listen(task, timeout_s=float("inf"), abandon=abandon, report=report) as listener:
-        thread = threading.Thread(target=_answer, args=(listener, task, rendezvous), daemon=True)
-        thread.start()
+    listener = listen(task, timeout_s=float("inf"), abandon=abandon, report=report)
+    answering = _Answering(listener, task, token, set())
+    try:
         while not abandon():
             time.sleep(POLL_S)
-        rendezvous.over.set()
-        thread.join(CONNECT_TIMEOUT_S + 1)
+    finally:
+        answering.end()
 
 
 def reaches(task: Task, other: Task, token: str, timeout_s: float) -> bool:
@@ -222,26 +222,26 @@ def _describe_missing(rendezvous: Attendance, timeout_s: float, explain: Callabl
     return f"the cluster was not complete after {timeout_s:g} s: missing {', '.join(missing)}"
 
 
-def _answer(listener: socket.socket, task: Task, rendezvous: Attendance) -> None:
-    """Answer greetings until the rendezvous is over: hello, welcome, thanks."""
-    while not rendezvous.over.is_set():
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            continue
-        except OSError:
-            return
-        with connection:
-            connection.settimeout(CONNECT_TIMEOUT_S)
-            try:
-                stream = connection.makefile("rw")
-                hello = json.loads(stream.readline(4096))
-                same = hello["token"] == rendezvous.token
-                _send(stream, {"task": task.name, "token": rendezvous.token})
-                if same and json.loads(stream.readline(4096))["thanks"]:
-                    rendezvous.unconfirmed.discard(hello["task"])
-            except (OSError, ValueError, KeyError, TypeError):
-                continue  # a port scan, or a task that died meanwhile; a live task greets again
+class _Answering(Server):
+    """Answers greetings at a task's address, in a thread. A greeting is a handshake and a message that confirms it."""
+
+    def __init__(self, listener: socket.socket, task: Task, token: str, unconfirmed: set[str]) -> None:
+        super().__init__(listener, _secret(token, task), len(unconfirmed))
+        self._unconfirmed, self._over = unconfirmed, False
+        self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
+        self._thread.start()
+
+    def on_message(self, peer: Peer, message: dict[str, Any]) -> None:  # noqa: ARG002
+        self._unconfirmed.discard(peer.channel.task)
+
+    def end(self) -> None:
+        self._over = True
+        self._thread.join(CONNECT_TIMEOUT_S + 1)
+
+    def _run(self) -> None:
+        while not self._over:
+            self.serve(ANSWER_S)
+        self.shut_down()
 
 
 class Greeters:
@@ -311,25 +311,30 @@ class Greeters:
 
 def _greeting(task: Task, other: Task, token: str, timeout_s: float) -> str:
     """Greet another task once; return why it did not answer, empty if it did."""
+    deadline = time.monotonic() + timeout_s
+    channel = Channel(_secret(token, other), task.name)
     try:
         with socket.create_connection((other.host, other.port), timeout_s) as connection:
-            stream = connection.makefile("rw")
-            _send(stream, {"task": task.name, "token": token})
-            welcome = json.loads(stream.readline(4096))
-            if welcome["task"] == other.name and welcome["token"] == token:
-                _send(stream, {"thanks": True})
-                return ""
-            return f"{other.address} is {welcome['task']} of {welcome['token']}, not of {token}"
+            while not channel.established:
+                connection.settimeout(max(0.001, deadline - time.monotonic()))
+                if not (data := connection.recv(READ_BYTES)):
+                    return f"{other.address} is not {other.name} of this generation of the run"
+                channel.receive(data)
+                connection.sendall(channel.unsent)
+                channel.unsent.clear()
+            channel.send({})
+            connection.sendall(channel.unsent)
+            return ""
     except socket.gaierror:
         return f"the name {other.host} does not resolve"
     except ConnectionRefusedError:
         return f"nothing listens on {other.address}"
     except TimeoutError:
         return f"{other.address} does not answer"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, Refused) as error:
         return f"{other.address} answers with something else: {error or type(error).__name__}"
 
 
-def _send(stream: TextIO, message: dict[str, object]) -> None:
-    stream.write(json.dumps(message) + "\n")
-    stream.flush()
+def _secret(token: str, answering: Task) -> str:
+    """Return what both sides of a greeting prove to know; nobody else's answer counts as this task's."""
+    return f"{token} {answering.name}"

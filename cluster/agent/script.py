@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from cluster import settings
+from cluster.agent import tmpdir
 from cluster.agent.agent import Agent
 from cluster.agent.decisions import PEER_LOST_PATIENCE_S
 from cluster.agent.program import Program, Script
@@ -49,7 +50,8 @@ class ScriptAgent(Agent):
 
     def _program(self, environment: dict[str, str]) -> Program:
         folder = self.run.work(self.task.name)
-        return Script(self.command, script_environment(environment), self.run.log(self.task.name), folder)
+        environment = tmpdir.add(script_environment(environment), self.run, self.task)
+        return Script(self.command, environment, self.run.log(self.task.name), folder)
 
     def _let_start(self, program: Program, heartbeat: Heartbeat, variables: dict[str, str]) -> None:
         program.open_gate(variables)

@@ -55,10 +55,12 @@ class Result:
     detected_s: float | None
     """Until an agent acted on it; None if nothing had to be restarted."""
     resumed_s: float | None
-    """Until the next new step, or the run's end."""
+    """Until the next new step, or the run's end; None for a script, which reports no steps."""
     steps_lost: int | None
     ended: str | None
     """How the run ended, if it did."""
+    script_started_s: float | None = None
+    """Until the processes of a script that had to be restarted had started."""
 
     @property
     def as_it_should(self) -> bool:
@@ -72,6 +74,11 @@ class Result:
             return f"the run {self.ended} {self.resumed_s:.1f} s later"
         if self.detected_s is None:
             return f"nothing had to be started again; a new step {self.resumed_s:.2f} s later"
+        if self.script_started_s is not None:
+            return (
+                f"noticed after {self.detected_s:.2f} s, the script's process started again after "
+                f"{self.script_started_s:.2f} s; what it repeats is not known"
+            )
         return (
             f"noticed after {self.detected_s:.2f} s, next new step after {self.resumed_s:.2f} s, "
             f"{self.steps_lost} steps done again"
@@ -161,7 +168,7 @@ class _Before:
         if self._run.summary.exists():
             return True
         if costs := self.costs():
-            return costs[-1]["resumed_s"] is not None
+            return costs[-1].get("script_started_s", costs[-1]["resumed_s"]) is not None
         return self.nobody_acts_on(fault) and bool(self.new_step_after(self.time + SLOW_S))
 
     def new_step_after(self, moment: float) -> float | None:
@@ -184,9 +191,10 @@ class _Before:
             fault.task,
             self.step,
             costs[0]["detected_s"] if costs else None,
-            round(resumed_s, 3),
-            sum(cost["steps_lost"] or 0 for cost in costs),
+            None if resumed_s is None else round(resumed_s, 3),
+            None if self._run.script else sum(cost["steps_lost"] or 0 for cost in costs),
             ended["state"] if ended else None,
+            costs[-1].get("script_started_s") if costs else None,
         )
 
 

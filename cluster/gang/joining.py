@@ -1,8 +1,7 @@
-"""Where the hub of a run listens, and the token that opens it: a record that only the run's own user may read."""
+"""Where the hub of a run listens, and the run's token, which only the run's own user may read."""
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import socket
 from dataclasses import dataclass
@@ -11,14 +10,15 @@ from cluster.run import records
 from cluster.run.fields import count, record, text
 from cluster.run.folder import RunFolder
 from cluster.spec import Task
-from cluster.system.json_files import write_json
+from cluster.system.json_files import create_json, write_json
 from cluster.system.ports import PORTS
 
 TOKEN_BYTES = 32
 PRIVATE = 0o600
 BACKLOG = 1024
 
-_invitation = record({"host": text, "port": count, "token": text})
+_invitation = record({"host": text, "port": count})
+_token = record({"token": text})
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,39 @@ class Invitation:
 
     host: str
     port: int
-    token: str
 
 
 def invitation(run: RunFolder) -> Invitation | None:
     """Return how to reach the hub; None if there is no valid record of it yet."""
-    found = records.read(run.control / "gang.json", _invitation, None, limit=records.TASK_BYTES)
-    return Invitation(found["host"], found["port"], found["token"]) if found else None
+    found = records.read(run.gang, _invitation, None, limit=records.TASK_BYTES)
+    return Invitation(found["host"], found["port"]) if found else None
+
+
+def token(run: RunFolder) -> str:
+    """Return the secret of the run's agents, which the first of them creates. `RunFolder.reopen` removes it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if not (found := records.read(run.token, _token, None, limit=records.TASK_BYTES)):
+        create_json(run.token, {"token": secrets.token_hex(TOKEN_BYTES)}, _token, mode=PRIVATE)
+        found = records.read(run.token, _token)
+    return str(found["token"])
+
+
+def generation_token(run: RunFolder, generation: int) -> str:
+    """Return the secret of the agents that take part in a generation.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    return f"{token(run)}/{generation}"
 
 
 def invite(run: RunFolder, task: Task, host: str) -> tuple[socket.socket, str]:
     """Listen for the other agents, and record where; return the listener and the token.
 
-    The token, and where it can the port, stay those of an earlier hub of this run: others may see an old record.
+    Where it can, the port stays that of an earlier hub of this run: others may see an old record.
 
     Args:
         run: the run.
@@ -50,16 +70,14 @@ def invite(run: RunFolder, task: Task, host: str) -> tuple[socket.socket, str]:
         OSError: no port can be had, or the record cannot be written.
     """
     before = invitation(run)
-    token = before.token if before else secrets.token_hex(TOKEN_BYTES)
     usual = 0 if task.port in PORTS else hub_port(task.port)
     listener = _listen(host, before.port if before else usual, usual)
     try:
-        value = {"host": task.host, "port": listener.getsockname()[1], "token": token}
-        write_json(run.control / "gang.json", value, mode=PRIVATE)
+        write_json(run.gang, {"host": task.host, "port": listener.getsockname()[1]})
+        return listener, token(run)
     except OSError:
         listener.close()
         raise
-    return listener, token
 
 
 def hub_port(port: int) -> int:
@@ -85,9 +103,3 @@ def _listen(host: str, *ports: int) -> socket.socket:
         else:
             return listener
     raise AssertionError("the last port is any")
-
-
-def close(connection: socket.socket) -> None:
-    """Close a connection, in whatever state it is."""
-    with contextlib.suppress(OSError):
-        connection.close()

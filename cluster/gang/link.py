@@ -110,7 +110,7 @@ class Link:
             Refused: this is not the run's hub.
             ValueError: what it says is not valid.
         """
-        channel = Channel(hub.token, self._task)
+        channel = Channel(joining.token(self._run), self._task)
         with socket.create_connection((hub.host, hub.port), CONNECT_S) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             heard = looked = sent_at = time.monotonic()

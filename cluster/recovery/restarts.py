@@ -23,6 +23,8 @@ def training_began(spec: ClusterSpec, events: list[dict[str, Any]]) -> float | N
 def costs(run: RunFolder, started: float, roles: Sequence[Role] = (Role.WORKER,)) -> list[dict[str, Any]]:
     """Return what each restart since `started` cost: seconds from the failure, and repeated steps.
 
+    A script reports no steps. All that is known of it is when its process started again, `script_started_s`.
+
     Args:
         run: the run.
         started: seconds since the epoch.
@@ -32,7 +34,7 @@ def costs(run: RunFolder, started: float, roles: Sequence[Role] = (Role.WORKER,)
     restarts = [(g["time"], _gang_cost(run, g, events)) for g in run.generations() if g.get("cause")]
     names = {task.name for task in run.load_cluster().tasks if task.role in roles}
     restarts += [
-        (event["time"], _lone_cost(event, events, events[at + 1 :]))
+        (event["time"], _lone_cost(run, event, events, events[at + 1 :]))
         for at, event in enumerate(events)
         if event["event"] == "restarted" and event["task"] in names
     ]
@@ -57,9 +59,14 @@ def _gang_cost(run: RunFolder, generation: dict[str, Any], events: list[dict[str
         "task": generation["task"],
         "cause": generation["cause"],
         "detected_s": round(generation["time"] - failed_at, 3),
-        "resumed_s": None if resumed_at is None else round(resumed_at - failed_at, 3),
         "steps_lost": None if restored is None else max(0, generation["step"] - restored),
+        **_resumption(run, failed_at, resumed_at),
     }
+
+
+def _resumption(run: RunFolder, failed_at: float, resumed_at: float | None) -> dict[str, float | None]:
+    after_s = None if resumed_at is None else round(resumed_at - failed_at, 3)
+    return {"resumed_s": None, "script_started_s": after_s} if run.script else {"resumed_s": after_s}
 
 
 def _injected(events: list[dict[str, Any]], generation: int, until: float, task: str = "") -> float | None:
@@ -75,7 +82,9 @@ def _injected(events: list[dict[str, Any]], generation: int, until: float, task:
     return time
 
 
-def _lone_cost(event: dict[str, Any], events: list[dict[str, Any]], later: list[dict[str, Any]]) -> dict[str, Any]:
+def _lone_cost(
+    run: RunFolder, event: dict[str, Any], events: list[dict[str, Any]], later: list[dict[str, Any]]
+) -> dict[str, Any]:
     """Return what the restart of one task alone cost: no steps, since the other tasks continued."""
     injected = _injected(events, event["generation"], event["time"], event["task"])
     failed_at = injected or event["detail"].get("failed_at", event["time"])
@@ -86,6 +95,6 @@ def _lone_cost(event: dict[str, Any], events: list[dict[str, Any]], later: list[
         "task": event["task"],
         "cause": event["detail"].get("cause") or "",
         "detected_s": round(event["time"] - failed_at, 3),
-        "resumed_s": None if resumed_at is None else round(resumed_at - failed_at, 3),
-        "steps_lost": 0,
+        "steps_lost": None if run.script else 0,
+        **_resumption(run, failed_at, resumed_at),
     }

@@ -312,8 +312,13 @@ class RunFolder(Layout):
         return stopped and (self.scale_requested or self.requeue_requested)
 
     def reopen(self) -> dict[str, Any]:
-        """Remove the outcome, so that the run can continue in a new generation; return its stop request."""
+        """Remove the outcome, so that the run can continue in a new generation; return its stop request.
+
+        The token goes first: the folder may be a copy, whose agents must not join those of the original.
+        """
         for path in (
+            self.token,
+            self.gang,
             self.summary,
             self.card,
             self.replaced,

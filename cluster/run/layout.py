@@ -50,6 +50,10 @@ class Layout:
     """The messages between agents: generations, the stop request, the outcome."""
     stop = _Within("control", "stop.json")
     """The request to save and stop."""
+    gang = _Within("control", "gang.json")
+    """Where the hub of the agents' connections listens."""
+    token = _Within("control", "token.json")
+    """The secret by which the agents of this run recognize each other."""
     withdrawn_stop = _Within("control", "withdrawn.json")
     """The generation in which a stop request was withdrawn."""
     board = _Within("control", "tensorboard.json")

@@ -219,6 +219,7 @@ _restart = record(
         "cause": (text, ""),
         "detected_s": (measured, None),
         "resumed_s": (measured, None),
+        "script_started_s": (measured, ABSENT),
         "steps_lost": (optional(count), None),
     },
 )

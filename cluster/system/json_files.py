@@ -61,7 +61,9 @@ def write_json(path: Path, value: Any, *, durable: bool = True, mode: int = 0o66
             folder.sync()
 
 
-def create_json(path: Path, value: Any, check: Callable[[Any], object] = lambda value: None) -> bool:
+def create_json(
+    path: Path, value: Any, check: Callable[[Any], object] = lambda value: None, *, mode: int = 0o666
+) -> bool:
     """Create a JSON file atomically unless it exists; return whether this call created it.
 
     A file that holds no valid value, such as one that a power failure left empty, does not count: exactly one caller
@@ -71,8 +73,9 @@ def create_json(path: Path, value: Any, check: Callable[[Any], object] = lambda 
         path: the file.
         value: its value.
         check: raises ValueError if a value is not valid.
+        mode: of the file, less what the umask takes away.
     """
-    with open_folder(path.parent, make=True) as folder, _scratch(folder, path.name, value) as scratch:
+    with open_folder(path.parent, make=True) as folder, _scratch(folder, path.name, value, mode=mode) as scratch:
         try:
             folder.link(scratch, path.name)
         except FileExistsError:

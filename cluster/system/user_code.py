@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from cluster import settings
 from cluster.errors import ClusterError, PrerequisiteError, TimedOut, UsageError
 from cluster.messages import NOISE
 from cluster.system import processes
+from cluster.system.scratch import scratch_folder
 
 RESULT_FILE = "RESULT_FILE"
 """The environment variable that names the file for the result."""
@@ -44,16 +44,17 @@ def run(command: Sequence[str], what: str, setting: str, *, cwd: Path, environme
         ClusterError: the error that it replied with, or there was no reply.
     """
     timeout_s = settings.seconds(setting)
-    with tempfile.TemporaryDirectory(prefix="tf-cluster-") as scratch:
-        file = Path(scratch) / "result.json"
+    with scratch_folder() as scratch:  # also for temporary files of TensorFlow, which leaves them behind
+        file = scratch / "result.json"
         process = subprocess.Popen(
             command,
             cwd=cwd,
-            env={**environment, RESULT_FILE: str(file)},
+            env={**environment, RESULT_FILE: str(file), "TMPDIR": str(scratch)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             process_group=0,
+            preexec_fn=processes.die_with_parent,
         )
         printer = threading.Thread(target=_print, args=(process.stdout,), daemon=True)  # it closes what it reads
         printer.start()

@@ -16,7 +16,7 @@ from cluster.agent.agent import Agent
 from cluster.agent.ports import Abandoned
 from cluster.agent.rendezvous import Attendance, Hub, Incomplete
 from cluster.agent.script import ScriptAgent
-from cluster.gang import board
+from cluster.gang import board, joining
 from cluster.recovery import ends, policy, standby_cluster, step_record
 from cluster.results import summary
 from cluster.spec import ClusterSpec, Task
@@ -170,6 +170,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(agent, "is_stopped", is_stopped)
     patch.setattr(ports, "listen", listen)
     patch.setattr(ports, "await_servers", lambda *_, **__: True)
+    patch.setattr(joining, "token", lambda run: "run")
     patch.setattr(rendezvous, "wait", hold_rendezvous)
     patch.setattr(rendezvous, "await_turn", await_turn)
     patch.setattr(rendezvous, "reaches", reaches)

@@ -21,6 +21,7 @@ from typing import Any, TextIO
 
 from cluster.agent import rendezvous
 from cluster.errors import ClusterError
+from cluster.gang import joining
 from cluster.run.folder import RunFolder
 from cluster.spec import ClusterSpec, Task
 from cluster.system.json_files import write_json
@@ -66,7 +67,7 @@ def examine(run: RunFolder, cluster: ClusterSpec, task: Task, node: str) -> dict
     try:
         marks = [run.control / "check" / f"{member.name}.mark" for member in others]
         [mark.exists() for mark in marks]  # a file system may remember for a while that they are not there
-        rendezvous.wait(cluster, task, token=run.name, timeout_s=REACH_S)
+        rendezvous.wait(cluster, task, token=joining.token(run), timeout_s=REACH_S)
         write_json(run.control / "check" / f"{task.name}.mark", {})
         lag_s = delay(marks)
         next_one = cluster.tasks[(cluster.tasks.index(task) + 1) % len(cluster.tasks)]

@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -33,6 +34,7 @@ from cluster.runtime.local import keeper
 from cluster.runtime.network import HOST, PRIVATE
 from cluster.system import fork_server, namespaces, process_table, processes
 from cluster.system.files import open_file
+from cluster.system.scratch import remove_abandoned, scratch_folder
 from cluster.system.waiting import wait_until
 
 POLL_S = 0.05
@@ -93,7 +95,9 @@ def kill(run: RunFolder) -> int:
         TimedOut: some do not end.
     """
     owned = owner.read(run)
-    return process_table.kill_all(owned.processes, f"run {run.name}") if owned else 0
+    killed = process_table.kill_all(owned.processes, f"run {run.name}") if owned else 0
+    remove_abandoned()
+    return killed
 
 
 class Supervisor:
@@ -195,7 +199,9 @@ def main(run: RunFolder) -> None:
     supervisor = Supervisor(run)
     if run.composed.get("network", HOST) == PRIVATE:
         namespaces.enter()
-    keeper.keep(supervisor.main, lambda: run.request_stop("supervisor"))
+    with scratch_folder() as scratch:
+        os.environ["TMPDIR"], tempfile.tempdir = str(scratch), None
+        keeper.keep(supervisor.main, lambda: run.request_stop("supervisor"))
 
 
 if __name__ == "__main__":

@@ -66,8 +66,9 @@ def listening(cluster: ClusterSpec, name: str, says: bytes = b"") -> Iterator[so
                 while True:
                     connection, _ = server.accept()
                     with connection:
-                        connection.recv(4096)
                         connection.sendall(says)
+                        connection.shutdown(socket.SHUT_WR)
+                        connection.recv(4096)
 
         threading.Thread(target=answer, daemon=True).start()
         yield server
@@ -134,10 +135,9 @@ def test_a_name_that_does_not_resolve_is_distinguished(three: ClusterSpec, monke
     ("says", "message"),
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "answers with something else"),
-        (b"", "answers with something else"),
-        (b'{"task": "worker-0"}\n', "answers with something else: 'token'"),
-        (b'{"task": "worker-0", "token": "run/7"}\n', "is worker-0 of run/7, not of run/0"),
-        (b'{"task": "ps-0", "token": "run/0"}\n', "is ps-0 of run/0, not of run/0"),
+        (b"", "is not worker-0 of this generation"),
+        (b"\0\0\0\x20" + bytes(32), "is not worker-0 of this generation"),  # a nonce, and no proof follows
+        (b"\0\0\0\x20" + bytes(32) + b"\0\0\0\x20" + bytes(32), "answers with something else"),  # a wrong proof
     ],
 )
 def test_somebody_else_on_a_task_s_address_is_not_that_task(says: bytes, message: str) -> None:
@@ -150,15 +150,18 @@ def test_somebody_else_on_a_task_s_address_is_not_that_task(says: bytes, message
 def test_tasks_of_different_generations_do_not_meet() -> None:
     cluster, over = spec.build(1, ports=free_ports(2)), threading.Event()
     left_over = arrive(cluster, "worker-0", "run/0", abandon=over.is_set)
-    assert "is worker-0 of run/0, not of run/1" in str(arrive(cluster, "chief", "run/1", timeout_s=0.5).end())
+    assert "is not worker-0 of this generation" in str(arrive(cluster, "chief", "run/1", timeout_s=0.5).end())
     over.set()
     assert isinstance(left_over.end(), ports.Abandoned)
 
 
 def test_a_task_that_cannot_be_reached_is_not_called_missing_by_itself() -> None:
     cluster = spec.build(1, ports=free_ports(2))
-    with listening(cluster, "worker-0", b'{"task": "worker-0", "token": "run/0"}\n'):
-        error = arrive(cluster, "chief", timeout_s=0.4).end()
+    worker = cluster.task("worker-0")
+    listener = ports.listen(worker, timeout_s=5, abandon=lambda: False, report=lambda obstacle: None)
+    answering = rendezvous._Answering(listener, worker, "run/0", set())
+    error = arrive(cluster, "chief", timeout_s=0.4).end()
+    answering.end()
     assert "worker-0 (answers, but cannot reach this task)" in str(error)
 
 
@@ -205,19 +208,41 @@ def test_the_barrier_is_left_when_waiting_lost_its_purpose(three: ClusterSpec) -
     assert isinstance(chief.end(), ports.Abandoned)
 
 
+def connect_to(task: Task) -> socket.socket:
+    """Connect to a task that is about to listen."""
+    while True:
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection((task.host, task.port))
+
+
 def test_strangers_do_not_keep_the_cluster_from_meeting(three: ClusterSpec) -> None:
     chief = arrive(three, "chief")
     strangers = []
-    for words in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"\xff\xff\n", b""):
-        while True:
-            with contextlib.suppress(ConnectionRefusedError):
-                strangers.append(socket.create_connection(("127.0.0.1", three.task("chief").port)))
-                break
-        strangers[-1].sendall(words)
-    others = [arrive(three, "worker-0"), arrive(three, "worker-1")]
+    brackets = b"[" * 4000 + b"\n"  # too deep for a JSON parser
+    for data in (b"GET / HTTP/1.1\r\n\r\n", brackets, b"\0\0\0\xff" + brackets, b"\xff\xff\n", b"", b"", b"\0"):
+        strangers.append(connect_to(three.task("chief")))  # several send nothing, and keep the connection
+        strangers[-1].sendall(data)
+    others = [arrive(three, "worker-0", timeout_s=3), arrive(three, "worker-1", timeout_s=3)]
     assert [None] * 3 == [arrival.end() for arrival in [chief, *others]]
     for stranger in strangers:
         stranger.close()
+
+
+def test_who_does_not_know_the_token_cannot_pass_as_a_task(three: ClusterSpec) -> None:
+    chief = arrive(three, "chief", timeout_s=1)
+    for token in ("run/1", "name/0", "run/0 worker-0", ""):
+        assert rendezvous._greeting(three.task("worker-0"), three.task("chief"), token, 5)
+    error = chief.end()
+    assert isinstance(error, rendezvous.Incomplete)
+    assert {"worker-0", "worker-1"} == error.missing
+
+
+def test_an_answer_of_another_task_does_not_count(three: ClusterSpec) -> None:
+    chief = arrive(three, "chief", timeout_s=1)
+    connect_to(three.task("chief")).close()
+    moved = replace(three.task("worker-1"), port=three.task("chief").port)
+    assert rendezvous._greeting(three.task("worker-0"), moved, "run/0", 5)
+    assert isinstance(chief.end(), rendezvous.Incomplete)
 
 
 # Servers

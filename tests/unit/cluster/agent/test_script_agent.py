@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable
@@ -152,8 +153,9 @@ def test_killing_one_script_restarts_the_gang(start_scripts: StartScripts) -> No
     summary = gang.summary()
     assert "succeeded" == summary["state"]
     (restart,) = summary["restarts"]
-    assert 0 <= restart.pop("detected_s") < restart.pop("resumed_s")
-    assert {"generation": 1, "task": "worker-1", "cause": SIGKILLED, "steps_lost": None} == restart
+    assert 0 <= restart.pop("detected_s") < restart.pop("script_started_s")
+    unknown = {"resumed_s": None, "steps_lost": None}
+    assert {"generation": 1, "task": "worker-1", "cause": SIGKILLED, **unknown} == restart
     assert {1} == {beat["restarts"] for beat in gang.run.heartbeats().values()}
 
 
@@ -217,7 +219,9 @@ def test_a_killed_worker_under_ps_starts_again_alone(start_scripts: StartScripts
     summary = gang.summary()
     assert ("succeeded", 0) == (summary["state"], gang.run.generation)
     (restart,) = summary["restarts"]
-    assert ("worker-0", SIGKILLED, 0) == (restart["task"], restart["cause"], restart["steps_lost"])
+    assert ("worker-0", SIGKILLED) == (restart["task"], restart["cause"])
+    assert (None, None) == (restart["steps_lost"], restart["resumed_s"])
+    assert restart["script_started_s"] > 0
 
 
 def test_a_chief_that_cannot_go_on_without_a_killed_worker_starts_again_with_all(start_scripts: StartScripts) -> None:
@@ -333,3 +337,52 @@ def test_status_shows_who_is_alive_and_how_who_ended(start_scripts: StartScripts
     assert ["worker-0", "done", "0", "0"] == worker.split()[:4]
     (gang.run.path / "enough").touch()
     assert "succeeded" == gang.summary()["state"]
+
+
+# Temporary files
+
+
+def test_each_script_has_its_own_temporary_folder_which_survives_kills_until_the_run_ends(
+    start_scripts: StartScripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (base := tmp_path / "t").mkdir()
+    monkeypatch.setenv("TMPDIR", str(base))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    lines = """
+    import tempfile
+    mark = pathlib.Path(tempfile.gettempdir(), "mark")
+    with open(RUN / "marks", "a") as file:
+        print(NAME, GENERATION, mark, mark.read_text() if mark.exists() else "-", file=file)
+    mark.write_text(NAME)
+    until(lambda: GENERATION == 2)
+    """
+    gang = start_scripts(lines, workers=1)
+    for generation, victim in enumerate(("program", "agent")):
+        wait_for(lambda count=2 * generation + 2: len(marks(gang)) == count, "both scripts")
+        of = gang.run.programs("worker-0")
+        os.kill(wait_for(lambda of=of: read_json(of, None), "the record")[victim]["pid"], signal.SIGKILL)
+    gang.summary()
+    assert [("chief", "-"), ("worker-0", "-"), *(2 * [("chief", "chief"), ("worker-0", "worker-0")])] == [
+        (name, found) for name, _, _, found in sorted(marks(gang), key=lambda mark: (mark[1], mark[0]))
+    ]
+    assert {2} == {len({path for task, _, path, _ in marks(gang)})}
+    assert [] == list(base.iterdir())
+
+
+def marks(gang: Gang) -> list[list[str]]:
+    """Return what the scripts of the test above wrote: task, generation, path and what they found there."""
+    path = gang.run.path / "marks"
+    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_run_whose_every_process_was_killed_leaves_no_temporary_files(
+    start_scripts: StartScripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (base := tmp_path / "t").mkdir()
+    monkeypatch.setenv("TMPDIR", str(base))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    gang = start_scripts("until(lambda: False)", workers=1)
+    script_pid(gang, "worker-0")
+    assert [] != list(base.iterdir())
+    supervisor.kill(gang.run)
+    assert [] == list(base.iterdir())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import shutil
 import socket
 import stat
 import time
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cluster.gang import board, hub, joining, link
+from cluster.gang import board, hub, joining, link, server
 from cluster.gang.board import Board
 from cluster.gang.wire import Channel
 from cluster.run.folder import RunFolder
@@ -142,22 +142,42 @@ def test_a_frozen_hub_is_noticed_by_its_silence(
 
 def test_only_the_owner_may_read_the_token(run: RunFolder, join: Callable[[str], Board]) -> None:
     join("chief")
-    path = run.control / "gang.json"
-    assert 0o600 == stat.S_IMODE(path.stat().st_mode)
-    token = json.loads(path.read_text())["token"]
+    assert 0o600 == stat.S_IMODE(run.token.stat().st_mode)
+    token = joining.token(run)
     assert len(token) == 2 * joining.TOKEN_BYTES
     shown = [run.cluster, run.config, run.events_log, *run.path.glob("logs/*")]
     assert not any(token in each.read_text() for each in shown if each.exists())
 
 
+def test_a_resumed_copy_shares_neither_token_nor_port_with_the_original(
+    run: RunFolder, join: Callable[[str], Board]
+) -> None:
+    original = join("chief")
+    linked(join("worker-0"))
+    copy = RunFolder(run.path.with_name("copy"))
+    shutil.copytree(run.path, copy.path)
+    copy.reopen()
+    assert joining.invitation(copy) is None
+    assert joining.token(copy) != joining.token(run)
+    chief = Board(copy.path)
+    chief.join(copy.load_cluster(), copy.load_cluster().task("chief"), "127.0.0.1")
+    worker = Board(copy.path)
+    worker.join(copy.load_cluster(), copy.load_cluster().task("worker-1"), "127.0.0.1")
+    _ = worker.generation
+    wait_for(lambda: worker.relieved, "the copy's own hub")
+    assert not original.hears("worker-1")
+    worker.leave()
+    chief.leave()
+
+
 def test_strangers_and_the_slow_keep_nobody_out(
     run: RunFolder, join: Callable[[str], Board], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(server, "HANDSHAKE_S", 0.3)
     join("chief")
     found = joining.invitation(run)
     assert found
-    strangers = [socket.create_connection((found.host, found.port)) for _ in range(hub.MAX_UNPROVED + 10)]
+    strangers = [socket.create_connection((found.host, found.port)) for _ in range(server.MAX_UNPROVED + 10)]
     strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
     linked(join("worker-0"))
     for each in strangers:
@@ -172,14 +192,14 @@ def test_a_peer_that_takes_nothing_is_closed_and_holds_up_nobody(
 ) -> None:
     monkeypatch.setattr(hub, "PULSE_S", 0.0)
     monkeypatch.setattr(hub, "TICK_S", 0.01)
-    monkeypatch.setattr(hub, "MAX_UNSENT", 500_000)
+    monkeypatch.setattr(server, "MAX_UNSENT", 500_000)
     chief = join("chief")
     found = joining.invitation(run)
     assert found
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         slow.connect((found.host, found.port))
-        channel = Channel(found.token, "worker-1")
+        channel = Channel(joining.token(run), "worker-1")
         while not channel.established:
             channel.receive(slow.recv(4096))
             slow.sendall(channel.unsent)
