@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,13 +39,15 @@ def parse_age(text: str) -> float:
 def find(runs_dir: Path, older_s: float) -> list[Old]:
     """Return the runs that nothing has been written to for so long, and that are not in progress; the oldest first."""
     found = []
-    for path in runs_dir.glob("*/cluster.json"):
-        folder = path.parent
-        if folder.is_symlink():
-            continue  # what it leads to is not ours to delete
-        ended = _last_written(RunFolder(folder))
-        if time.time() - ended >= older_s and not in_progress(RunFolder(folder)):
-            found.append(Old(RunFolder(folder), ended))
+    for path in runs_dir.iterdir() if runs_dir.is_dir() else ():
+        if path.is_symlink() or path.name.startswith("."):
+            continue  # what a link leads to is not ours to delete
+        run = RunFolder(path)
+        if claim.held(run) if run.incomplete else not run.cluster.exists():
+            continue
+        ended = _last_written(run)
+        if time.time() - ended >= older_s and not in_progress(run):
+            found.append(Old(run, ended))
     return sorted(found, key=lambda old: old.ended)
 
 
@@ -66,8 +67,7 @@ def delete(old: Old) -> None:
     with claim.hold(old.run, "deleted"):
         if in_progress(old.run):
             raise UsageError(f"run {old.run.name!r} is in progress again; it stays")
-        shutil.rmtree(old.run.path)  # it follows no link
-        shutil.rmtree(old.run.scratch, ignore_errors=True)
+        old.run.delete()
 
 
 def delete_all(found: list[Old]) -> list[str]:

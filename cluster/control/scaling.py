@@ -1,7 +1,8 @@
 """`invoke scale`: a run continues with other workers or parameter servers, from the step where it was stopped.
 
 The request to stop says what follows (`control/stop.json`). So the chief's agent writes no summary, and whoever watches
-the run waits for its next generation, which this module begins: at most `runs.SCALE_PATIENCE_S`, should it die.
+the run waits for its next generation, which this module begins. If this command is killed, the kernel releases
+its claim on the run, and the run counts as stopped.
 """
 
 from __future__ import annotations
@@ -113,9 +114,8 @@ def stop(run: RunFolder) -> bool:
         UsageError: somebody else is stopping it.
         TimedOut: it did not stop, and continues.
     """
-    if not run.request_stop(BY, then=SCALE):
-        what = "scaled" if run.scaling else "stopped"
-        raise UsageError(f"run {run.name!r} is being {what} already; `invoke status --watch` shows it")
+    if not run.request_stop(BY, then=SCALE) and not run.scale_requested:  # or by a command that was killed
+        raise UsageError(f"run {run.name!r} is being stopped already; `invoke status --watch` shows it")
     try:
         _await_outcome(run)
     except BaseException:

@@ -242,17 +242,17 @@ def _notice_silence(run: RunFolder, monitor: LivenessMonitor) -> None:
         return
     # While the supervisor imports for all tasks it can be too busy to write their heartbeats, for long under load.
     owned = owner.read(run)
-    starting = not monitor.begun or (owned is not None and owned.alive)
+    starting = not run.outcome and (not monitor.begun or (owned is not None and owned.alive))
     runtime = registry.of(run)
     patience_s = START_TIMEOUT_S if starting and not runtime.is_remote else LOST_AFTER_S  # a scheduler says if it lives
-    if run.scale_requested:
+    if claim.scaling(run):
         patience_s = SCALE_PATIENCE_S
     trusts = runtime.is_remote or not run.started.get("hang_timeout_s", 1)  # no task is heard while one is debugged
     if monitor.silence_s <= patience_s or (trusts and runtime.alive(run)):
         return
     cause = runtime.situation(run) or "no task writes heartbeats: the engine or the supervisor stopped"
     if run.goes_on and run.scale_requested:
-        cause = f"every task saved and ended to be scaled, but `invoke scale` did not go on in {SCALE_PATIENCE_S:.0f} s"
+        cause = "every task saved and ended to be scaled, but `invoke scale` ended before it started them again"
         write_json(run.control / "outcome.json", {"state": "failed", "time": time.time(), "error": cause})
     if run.end("failed", error=cause, exit_code=EXIT_FAILED) or run.outcome:
         summary.write(run, settle_s=0)

@@ -39,7 +39,7 @@ def find_run(name: str = "") -> RunFolder:
             raise UsageError("there is no current run; start one with `invoke up`, or name one of runs/")
         name = current.read_text().strip()
     run = RunFolder(runs_dir() / spec.check_run_name(name))
-    if not run.cluster.exists():
+    if not run.cluster.exists() or run.incomplete:
         known = [path.parent.name for path in runs_dir().glob("*/cluster.json")]
         raise UsageError(f"there is no run {name!r} in {short_path(runs_dir())}{nearest(name, known) if known else ''}")
     return run
@@ -49,7 +49,8 @@ def free_folder(name: str) -> RunFolder:
     """Return the first of `name`, `name-2`, `name-3` and so on that is no run and is not about to become one."""
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     folders = (RunFolder(runs_dir() / each) for each in names)
-    return next(run for run in folders if not os.path.lexists(run.path) and not claim.held(run))
+    free = (run for run in folders if run.incomplete or not os.path.lexists(run.path))
+    return next(run for run in free if not claim.held(run))
 
 
 def check_folder(run: RunFolder, *, resumes: bool, replaces: bool) -> None:
@@ -64,7 +65,7 @@ def check_folder(run: RunFolder, *, resumes: bool, replaces: bool) -> None:
         UsageError: the folder is taken, or the run is in progress.
     """
     name = run.name
-    if not os.path.lexists(run.path):
+    if not os.path.lexists(run.path) or (run.incomplete and not claim.held(run)):
         return
     if not resumes and not replaces:
         raise claim.Taken(

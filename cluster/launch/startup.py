@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -196,17 +197,18 @@ def start_tensorboard(port: int | None, requested: str, sh: Shell) -> int:
 
 
 def _write_folder(plan: Plan, began: float, stages: dict[str, Any] | None) -> None:
-    if plan.replaces:
-        shutil.rmtree(plan.run.path)  # it follows no link
-        shutil.rmtree(plan.run.scratch, ignore_errors=True)
+    if plan.replaces or plan.run.incomplete:
+        plan.run.delete()
     if not plan.resumes:
         _make_folder(plan)
     try:
         _write_records(plan, began, stages)
     except BaseException:
         if not plan.resumes:  # nothing was started of it, and its name is free again
-            shutil.rmtree(plan.run.path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                plan.run.delete()
         raise
+    files.remove(plan.run.unfinished)
     (runs_dir() / ".current").write_text(plan.run.name + "\n")
 
 
@@ -242,6 +244,7 @@ def _make_folder(plan: Plan) -> None:
     """
     try:
         plan.run.path.mkdir()
+        plan.run.unfinished.touch()
     except FileExistsError as error:
         raise claim.Taken(f"run {plan.run.name!r} exists; choose another --name") from error
     except OSError as error:

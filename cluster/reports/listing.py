@@ -12,6 +12,7 @@ from cluster.messages import plain, size
 from cluster.run import launch_records, records
 from cluster.run.fields import anything
 from cluster.run.folder import LOST_AFTER_S, RunFolder
+from cluster.run.liveness import final_state
 from cluster.system.json_files import DamagedError
 from cluster.view.columns import WIDE, columns
 
@@ -23,8 +24,12 @@ SPARE = ("STRATEGY", "COMMIT", "STEPS", "TASKS", "RESTARTS")
 
 def rows(runs_dir: Path) -> list[dict[str, Any]]:
     """Return what `invoke runs --json` shows of each run, the newest first."""
-    found = [row(RunFolder(path.parent)) for path in runs_dir.glob("*/cluster.json")]
-    return sorted(found, key=lambda each: (each["started"] or 0, each["run"]), reverse=True)
+    found = [RunFolder(path.parent) for path in runs_dir.glob("*/cluster.json")]
+    return sorted(
+        (row(run) for run in found if not run.incomplete),
+        key=lambda each: (each["started"] or 0, each["run"]),
+        reverse=True,
+    )
 
 
 def row(run: RunFolder) -> dict[str, Any]:
@@ -50,6 +55,8 @@ def row(run: RunFolder) -> dict[str, Any]:
 
 def _state(run: RunFolder) -> str:
     """Return the state of a run without a summary, at a glance: `status` looks longer."""
+    if state := final_state(run):
+        return state
     beats = run.heartbeats()
     newest = max((beat["updated_at"] for beat in beats.values()), default=0.0)
     if abs(time.time() - newest) > LOST_AFTER_S:

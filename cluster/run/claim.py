@@ -21,6 +21,10 @@ MOMENT_S = 0.5
 """How long other commands wait: the claim may be about to be released, or only be checked."""
 
 
+_mine: set[Path] = set()
+"""The claims that this process holds."""
+
+
 class Taken(UsageError):
     """Another command holds the claim, or has just created a run of that name."""
 
@@ -54,14 +58,20 @@ def hold(run: RunFolder, doing: str, *, wait_s: float = MOMENT_S) -> Iterator[No
             raise Taken(_describe(run, path))
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{doing} by process {os.getpid()}\n".encode(), 0)
-        yield
+        _mine.add(path)
+        try:
+            yield
+        finally:
+            _mine.discard(path)
     finally:
         os.close(descriptor)
 
 
 def held(run: RunFolder) -> bool:
-    """Return whether a command holds the claim. Creates no file."""
+    """Return whether another command holds the claim. Creates no file."""
     path = lock_path(run)
+    if path in _mine:
+        return False
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -70,6 +80,11 @@ def held(run: RunFolder) -> bool:
         return not _lock(descriptor, path, 0.0)
     finally:
         os.close(descriptor)
+
+
+def scaling(run: RunFolder) -> bool:
+    """Return whether another command is scaling the run. A command that was killed does not continue."""
+    return run.scale_requested and held(run)
 
 
 def _lock(descriptor: int, path: Path, timeout_s: float) -> bool:

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -41,7 +42,8 @@ TASK_LOST = "the loss of a task"
 """Who requests that a job is queued again because a task stays away: its scheduler may notice only minutes later."""
 
 SCALE_PATIENCE_S = 180.0
-"""Longest time from such a request to the next generation; the timeouts of its parts are shorter in total."""
+"""Longest time from such a request to the next generation, while `invoke scale` is alive; the timeouts of its parts are
+shorter in total."""
 
 _TASK = re.compile(r"chief|evaluator|data-dispatcher|(worker|ps|data-worker)-(0|[1-9][0-9]{0,8})")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,14}")
@@ -58,6 +60,30 @@ class RunFolder(Layout):
     def __post_init__(self) -> None:
         guard(self.path)
         object.__setattr__(self, "_events", Journal(self.events_log, records.event))
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether the folder is not a run: a command is laying it out or deleting it, or was killed while it did."""
+        if self.path.is_symlink() or not self.path.is_dir():
+            return False
+        return self.unfinished.exists() or not any(self.path.iterdir())
+
+    def delete(self) -> None:
+        """Delete the run and its temporary files. If that is interrupted, the folder is incomplete.
+
+        Raises:
+            OSError: something cannot be deleted.
+        """
+        if self.path.exists():
+            self.unfinished.touch()
+            remove(self.cluster)
+            for path in set(self.path.iterdir()) - {self.unfinished}:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    remove(path)
+            shutil.rmtree(self.path)
+        shutil.rmtree(self.scratch, ignore_errors=True)
 
     def create(self) -> None:
         """Create the folder and its subfolders.
@@ -297,12 +323,6 @@ class RunFolder(Layout):
         """Whether a stop request to the tasks of this generation was withdrawn."""
         withdrawn = records.read(self.withdrawn_stop, record({"generation": count}), {})
         return not self.stop_requested and withdrawn.get("generation") == generation
-
-    @property
-    def scaling(self) -> bool:
-        """Whether the run is being scaled, and for no longer than `SCALE_PATIENCE_S` by the clocks."""
-        stop = self.stop_request or {}
-        return bool(stop.get("then") == SCALE and abs(time.time() - stop["time"]) < SCALE_PATIENCE_S)
 
     @property
     def goes_on(self) -> bool:

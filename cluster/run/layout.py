@@ -22,6 +22,8 @@ class Layout:
 
     path: Path
 
+    unfinished = _Within(".unfinished")
+    """There while the folder is being laid out or deleted."""
     config = _Within("config.json")
     """The resolved training configuration."""
     cluster = _Within("cluster.json")

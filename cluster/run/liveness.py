@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
+from cluster.run import claim
 from cluster.run.folder import FINAL_STATES, LOST_AFTER_S, RunFolder
 from cluster.run.heartbeat import HEARTBEAT_S
 
@@ -83,10 +84,10 @@ def silent(run: RunFolder) -> bool:
 
     A run that is being scaled is not silent, although none of its tasks may be alive for a moment.
     """
-    if run.scaling:
+    if claim.scaling(run):
         return False
     beats = run.heartbeats()
-    if any(not _seems_old(beat) for beat in beats.values()):
+    if any(beat["state"] not in FINAL_STATES and not _seems_old(beat) for beat in beats.values()):
         return False
     deadline = time.monotonic() + SECOND_LOOK_S
     while beats and time.monotonic() < deadline:
@@ -94,6 +95,16 @@ def silent(run: RunFolder) -> bool:
         if run.heartbeats() != beats:
             return False
     return True
+
+
+def final_state(run: RunFolder) -> str | None:
+    """Return how a run ended, also if nobody has written its summary; None while it continues."""
+    if ended := run.ended:
+        return str(ended["state"])
+    outcome = run.outcome
+    if not outcome or (run.goes_on and (run.requeue_requested or claim.scaling(run))):
+        return None
+    return str(outcome["state"])
 
 
 def _shown(beats: dict[str, dict[str, Any]], lost: Collection[str]) -> dict[str, dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 from cluster.results import goodput, stragglers
 from cluster.run import membership, records
 from cluster.run.folder import FINAL_STATES, RunFolder
-from cluster.run.liveness import look_once
+from cluster.run.liveness import final_state, look_once
 from cluster.runtime import registry, tensorboard
 from cluster.view.columns import columns, plain_lines
 from cluster.view.sparkline import bar, sparkline
@@ -38,7 +38,7 @@ def read_status(
     port = tensorboard.running(run.path.parent) if with_board else None
     return {
         "run": run.name,
-        "state": summary["state"] if summary else chief.get("state", "starting"),
+        "state": final_state(run) or chief.get("state", "starting"),
         "strategy": spec.strategy_class,
         "script": config.get("script"),
         "generation": run.generation,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from invoke import Exit, MockContext
 import tasks
 from cluster.control import cleaning
 from cluster.errors import EXIT_USAGE, UsageError
+from cluster.launch import folders
+from cluster.reports import listing
 from cluster.run import claim
 from cluster.run.folder import RunFolder
 from cluster.system.json_files import write_json
@@ -109,3 +112,50 @@ def test_no_link_is_followed(old: MakeRun, tmp_path: Path) -> None:
     (runs_dir / "linked").symlink_to(elsewhere)
     assert 0 == clean(older="0m", yes=True)
     assert (elsewhere / "cluster.json").exists()
+
+
+# Folders that a killed command left
+
+
+def test_a_folder_that_was_never_completed_is_no_run_and_its_name_is_free(
+    old: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = old("one")
+    run.unfinished.touch()
+    with pytest.raises(UsageError):
+        folders.find_run("one")
+    folders.check_folder(run, resumes=False, replaces=False)
+    assert run.path == folders.free_folder("one").path
+    assert [] == listing.rows(run.path.parent)
+    assert [run] == [old.run for old in cleaning.find(run.path.parent, 0)]
+    with claim.hold(run, "started"):
+        monkeypatch.setattr(claim, "_mine", set())  # by another process, which is about to complete it
+        with pytest.raises(claim.Taken):
+            folders.check_folder(run, resumes=False, replaces=False)
+        assert run.path.with_name("one-2") == folders.free_folder("one").path
+        assert [] == cleaning.find(run.path.parent, 0)
+
+
+def test_a_deletion_that_was_interrupted_leaves_a_free_name(old: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = old("one")
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run.delete()
+    assert run.incomplete
+    assert 0 == clean(older="0m", yes=True)
+    assert not run.path.exists()
+
+
+def test_a_user_s_own_folder_is_left_alone(make_run: MakeRun) -> None:
+    folder = make_run("one").path.with_name("own")
+    folder.mkdir()
+    (folder / "file").touch()
+    assert not RunFolder(folder).incomplete
+    with pytest.raises(claim.Taken):
+        folders.check_folder(RunFolder(folder), resumes=False, replaces=False)
+    assert folder not in [old.run.path for old in cleaning.find(folder.parent, 0)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,11 +16,13 @@ from cluster import spec
 from cluster.control import scaling, watch
 from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, UsageError
 from cluster.launch import planning, startup
-from cluster.run import provenance
+from cluster.reports import listing
+from cluster.run import claim, liveness, provenance
 from cluster.run.folder import LOST_AFTER_S, SCALE, RunFolder
 from cluster.runtime import memory as limits
 from cluster.system import memory
 from cluster.system.json_files import read_json, write_json
+from cluster.view.status import read_status
 from tests.unit.beats import beat
 from tests.unit.launching import no_shell
 
@@ -143,13 +147,45 @@ def test_memory_counts_the_tasks_that_end(training: Callable[..., RunFolder], mo
     startup.check_machine(scaling.plan(run, "2", ""), ending=2)
 
 
-@pytest.mark.parametrize(("then", "what"), [("", "stopped"), (SCALE, "scaled")])
-def test_a_run_that_is_being_stopped_is_left_alone(training: Callable[..., RunFolder], then: str, what: str) -> None:
+@contextlib.contextmanager
+def claimed_elsewhere(run: RunFolder) -> Iterator[None]:
+    """Hold a run's claim as another process would."""
+    path = claim.lock_path(run)
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def test_a_run_that_is_being_stopped_is_left_alone(training: Callable[..., RunFolder]) -> None:
     run = training(workers=2)
-    assert run.request_stop("somebody", then=then)
-    message = f"run 'run' is being {what} already; `invoke status --watch` shows it"
-    assert message == str(refusal(run, "1"))
-    assert ("somebody", then) == tuple(read_json(run.control / "stop.json")[key] for key in ("by", "then"))
+    assert run.request_stop("somebody")
+    assert "run 'run' is being stopped already; `invoke status --watch` shows it" == str(refusal(run, "1"))
+    assert ("somebody", "") == tuple(read_json(run.control / "stop.json")[key] for key in ("by", "then"))
+
+
+def test_the_request_of_a_killed_command_is_taken_over(training: Callable[..., RunFolder]) -> None:
+    run = training(workers=2)
+    scale_requested(run)
+    run.end("stopped", task="chief")
+    assert scaling.stop(run)
+
+
+@pytest.mark.parametrize("age_s", [1.0, LOST_AFTER_S + 5])
+def test_a_run_whose_scaling_was_killed_can_be_resumed_at_once(
+    training: Callable[..., RunFolder], age_s: float
+) -> None:
+    run = training(workers=1)
+    beats(run, age_s=age_s, state="stopped")
+    scale_requested(run)
+    run.end("stopped", task="chief")
+    resume = planning.Request(resume="run", runtime="local")
+    with claimed_elsewhere(run):
+        assert None is liveness.final_state(run)
+        with pytest.raises(UsageError):
+            planning.plan(resume)
+    assert "stopped" == liveness.final_state(run) == read_status(run)["state"] == listing.row(run)["result"]
+    assert planning.plan(resume).resumes
 
 
 def test_the_plan_keeps_what_was_not_asked_for(training: Callable[..., RunFolder]) -> None:
@@ -184,7 +220,7 @@ def test_watchers_are_patient_with_a_run_that_is_being_scaled(training: Callable
         if len(looks) > 2 * LOST_AFTER_S:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
+    with claimed_elsewhere(run), pytest.raises(KeyboardInterrupt):
         watch.follow(run, looked)
     assert (True, False) == (run.goes_on, run.summary.exists())
 
@@ -198,7 +234,8 @@ def test_watchers_end_a_run_whose_scaling_was_given_up(training: Callable[..., R
     ended = watch.follow(run, lambda value: None, timeout_s=300)
     assert ("failed", 1) == (ended["state"], watch.exit_code(ended))
     assert (
-        "every task saved and ended to be scaled, but `invoke scale` did not go on in 180 s" == ended["cause"]["error"]
+        "every task saved and ended to be scaled, but `invoke scale` ended before it started them again"
+        == ended["cause"]["error"]
     )
     assert planning.plan(planning.Request(resume="run", runtime="local")).resumes
 
@@ -232,9 +269,9 @@ def test_an_agent_s_sigterm_does_not_take_the_next_size_away(make_run: MakeRun) 
     run = make_run()
     assert run.request_stop("invoke scale", then=SCALE)
     assert not run.request_stop("worker-0")
-    assert run.scaling
+    assert run.scale_requested
     run.insist_on_stop("invoke stop")
-    assert (True, False) == (run.stop_requested, run.scaling)
+    assert (True, False) == (run.stop_requested, run.scale_requested)
     run.insist_on_stop("another")
     assert "invoke stop" == read_json(run.control / "stop.json")["by"]
 

@@ -212,7 +212,7 @@ def test_somebody_s_stop_comes_before_another_size(start_gang: StartGang, scale:
     codes: list[int] = []
     scales = threading.Thread(target=lambda: codes.append(scale(gang, workers="2")))
     scales.start()
-    wait_for(lambda: gang.run.scaling, "the request")
+    wait_for(lambda: gang.run.scale_requested, "the request")
     assert "stopped" == watch.stop(gang.run, "invoke stop")["state"]
     scales.join()
     assert ([130], {"chief": 0, "worker-0": 0}) == (codes, gang.summary()["tasks"])
@@ -247,7 +247,7 @@ def test_a_cluster_that_cannot_be_started_leaves_a_stopped_run(
     monkeypatch.setattr(supervisor, "start", fail)
     with pytest.raises(OSError, match="no more processes"):
         scale(gang, workers="2")
-    assert ("stopped", False) == (read_json(gang.run.summary)["state"], gang.run.scaling)
+    assert ("stopped", False) == (read_json(gang.run.summary)["state"], gang.run.scale_requested)
     assert "run is stopped; `invoke up --resume run` goes on" in capsys.readouterr().out
 
 

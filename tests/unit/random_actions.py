@@ -1,0 +1,259 @@
+"""Random commands on runs from two terminals, many of them killed; then checks what is left. A program for a test.
+
+    python -m tests.unit.random_actions FOLDER SEED ACTIONS
+
+The commands are those of `tasks.py`, forked from this process. The runs have real supervisors and agents, but training
+programs without TensorFlow. Every few actions all commands are ended, and then
+
+- every run folder is listed or incomplete, and no command has printed a traceback or lasted too long;
+- a run that refuses to be resumed because it is in progress has processes;
+- after `down` no process and no temporary file is left, and each run can be resumed;
+- after `clean` no run folder is left.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from invoke import Program
+
+import tasks
+from cluster.errors import UsageError
+from cluster.image import checkout
+from cluster.launch import configuration, manifest, planning
+from cluster.options.request import Request
+from cluster.reports import listing
+from cluster.run import claim
+from cluster.run.folder import RunFolder
+from cluster.runtime.local import supervisor
+from cluster.runtime.local.runtime import LocalProcesses, processes_of
+from cluster.system.json_files import read_json
+from tests.unit.launching import CONFIG
+from tests.waiting import wait_for
+
+NAMES = ("first", "second", "third")
+ROUND = 12
+"""Actions between two checks."""
+SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+LONGEST_S = 100.0
+"""Longest time that a command may take: a stop may take 75 s."""
+PROGRAM = """
+import time
+from tests.unit.trainer import *
+from tests.unit.trainer import _stop
+train(3 if not GENERATION else 5)
+end = time.monotonic() + 4
+until(lambda: _stop or time.monotonic() > end)
+finish('stopped' if _stop else 'done')
+"""
+
+
+@dataclass
+class Terminal:
+    """A terminal with at most one command at a time."""
+
+    log: Path
+    pid: int = 0
+    began: float = 0.0
+    words: list[str] = field(default_factory=list)
+
+    def run(self, *words: str) -> None:
+        """Start a command."""
+        self.words, self.began = list(words), time.monotonic()
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 70
+            try:
+                os.setsid()
+                null, log = os.open(os.devnull, os.O_RDONLY), os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                for number, target in ((null, 0), (log, 1), (log, 2)):
+                    os.dup2(number, target)
+                print(f"$ invoke {' '.join(words)}", flush=True)
+                Program(namespace=tasks.ns).run(["invoke", *words])
+                code = 0
+            except SystemExit as end:
+                code = end.code if isinstance(end.code, int) else 1
+            except KeyboardInterrupt:  # before the command handles it
+                code = 130
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the command is still running."""
+        if self.pid:
+            ended, _ = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                self.pid = 0
+        return self.pid != 0
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the command."""
+        if self.busy:
+            os.kill(self.pid, number)
+
+    def wait(self, timeout_s: float = LONGEST_S) -> None:
+        """Wait for the command's end."""
+        wait_for(lambda: not self.busy, f"the end of {self.words}", timeout_s)
+
+    def call(self, *words: str) -> int:
+        """Run a command to its end; return its exit code."""
+        self.run(*words)
+        deadline = time.monotonic() + LONGEST_S
+        while time.monotonic() < deadline:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                self.pid = 0
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.01)
+        raise AssertionError(f"{words} did not end")
+
+
+class Actions:
+    """The state of one sequence of random actions."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.runs_dir, self.tmp = folder / "runs", folder / "tmp"
+        for made in (self.runs_dir, self.tmp):
+            made.mkdir(parents=True, exist_ok=True)
+        os.environ |= {"RUNS_DIR": str(self.runs_dir), "DATA_DIR": str(folder / "data"), "TMPDIR": str(self.tmp)}
+        os.environ |= {"XDG_STATE_HOME": str(folder / "state")}
+        tempfile.tempdir = None
+        self.terminals = [Terminal(folder / f"terminal-{number}.log") for number in (1, 2)]
+
+    def command(self) -> list[str]:
+        """Draw a command."""
+        name, workers = self.random.choice(NAMES), self.random.choice("001")
+        start = ["--workers", workers, "--runtime", "local", "--network", "host", "--tensorboard-port", "0"]
+        detach = ["--detach"] if self.random.random() < 0.5 else []
+        resume = ["up", "--resume", name, *start, *detach]
+        choices = [
+            *3 * [["up", "--name", name, *start, *detach]],
+            ["up", "--name", name, "--fresh", *start, *detach],
+            *2 * [resume],
+            *2 * [["scale", "--run", name, "--workers", self.random.choice("012")]],
+            ["stop", name],
+            ["down", name, "--timeout", "3"],
+            ["down", "--timeout", "3"],
+            ["clean", "--older", "0m", "--yes"],
+        ]
+        return self.random.choice(choices)
+
+    def act(self) -> None:
+        """Start a command, or send a signal to one."""
+        terminal = self.random.choice(self.terminals)
+        if terminal.busy:
+            assert time.monotonic() - terminal.began < LONGEST_S, f"{terminal.words} did not end"
+            terminal.signal(self.random.choice(SIGNALS))
+        else:
+            terminal.run(*self.command())
+        time.sleep(self.random.choice((0.0, 0.05, 0.3, 1.0)) * self.random.random())
+
+    def check(self) -> None:
+        """End all commands, and check what is left."""
+        for terminal in self.terminals:
+            terminal.signal(signal.SIGKILL)
+            terminal.wait()
+        for run in self.folders():
+            assert run.cluster.exists() or run.incomplete, f"{run.path} is neither a run nor free"
+            if not run.incomplete:
+                self.check_resumable(run, may_run=True)
+        terminal = self.terminals[0]
+        assert 0 == terminal.call("down", "--timeout", "3"), "down failed"
+        left = [run.name for run in self.folders() if supervisor.processes_left(run)]
+        assert not left, f"processes of {left} are left"
+        assert not self.processes(), f"processes are left: {self.processes()}"
+        assert not (files := list(self.tmp.iterdir())), f"temporary files are left: {files}"
+        listed = {row["run"] for row in listing.rows(self.runs_dir)}
+        for run in self.folders():
+            assert (run.name in listed) != run.incomplete, f"{run.name} is listed: {run.name in listed}"
+            if run.name in listed:
+                self.check_resumable(run, may_run=False)
+        if self.random.random() < 0.3:
+            assert 0 == terminal.call("clean", "--older", "0m", "--yes"), "clean failed"
+            assert not self.folders(), f"{self.folders()} are left"
+        for log in (each.log for each in self.terminals):
+            text = log.read_text() if log.exists() else ""
+            assert "Traceback" not in text, f"a command printed a traceback, see {log}"
+
+    def check_resumable(self, run: RunFolder, *, may_run: bool) -> None:
+        """Check that a run can be resumed, unless it has processes."""
+        try:
+            planning.plan(Request(resume=run.name, runtime="local", tensorboard_port="0"))
+        except UsageError as error:
+            if not (may_run and "in progress" in str(error) and supervisor.processes_left(run)):
+                raise AssertionError(f"{run.name} is not resumable: {error}") from error
+
+    def folders(self) -> list[RunFolder]:
+        """Return the folders in the runs folder."""
+        return [RunFolder(path) for path in sorted(self.runs_dir.iterdir()) if not path.name.startswith(".")]
+
+    def processes(self) -> list[str]:
+        """Return the commands of the processes that were started here and are still alive."""
+        mark, found = f"RUNS_DIR={self.runs_dir}".encode(), []
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                environment, command = (path / "environ").read_bytes(), (path / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if int(path.name) != os.getpid() and mark in environment.split(b"\0"):
+                found.append(command.replace(b"\0", b" ").decode())
+        return found
+
+
+def install() -> None:
+    """Replace what needs TensorFlow or takes long, in this process and its forks."""
+
+    def resolve(request: Request, base: Path | None, *_: Any) -> tuple[dict[str, Any], tuple[Path, ...], str]:
+        return (read_json(base) if base else dict(CONFIG)), (), "none"
+
+    def render(_: LocalProcesses, work: Any) -> dict[str, Any]:
+        program = ["--", sys.executable, "-c", PROGRAM]
+        how = processes_of(work.cluster, work.run.path, work.data_dir, program)
+        return how | {"preload": "tests.unit.preloaded"}
+
+    replaced: list[tuple[object, str, Callable[..., Any]]] = [
+        (configuration, "resolve", resolve),
+        (LocalProcesses, "render", render),
+        (checkout, "commit", lambda: None),
+        (manifest, "_tree", lambda folder: ""),
+        (os, "fsync", lambda descriptor: None),
+    ]
+    for target, name, by in replaced:
+        setattr(target, name, by)
+    assert claim.WAIT_S < LONGEST_S
+
+
+def main(folder: Path, seed: int, number: int) -> None:
+    """Do so many actions."""
+    install()
+    actions = Actions(folder, seed)
+    for at in range(number):
+        try:
+            actions.act()
+            if at % ROUND == ROUND - 1 or at == number - 1:
+                actions.check()
+        except BaseException:
+            print(f"seed {seed}, action {at}, see {folder}", file=sys.stderr, flush=True)
+            for terminal in actions.terminals:
+                terminal.signal(signal.SIGKILL)
+            raise
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
