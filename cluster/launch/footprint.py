@@ -41,10 +41,14 @@ def of(plan: Plan) -> dict[str, Any] | None:
     """Return what each task holds against what it may use, as `invoke plan --json` shows it.
 
     Returns:
-        None for a script, for a pipeline, whose stages `plan` shows, and where the data is not prepared yet.
+        None for a script, and for a pipeline, whose stages `plan` shows.
     """
-    if plan.payload.script or not plan.data or plan.cluster.kind.staged:
+    if plan.payload.script or plan.cluster.kind.staged:
         return None
+    if not plan.data and ":" not in plan.config["dataset"]:
+        return {
+            "unknown": f"{plan.config['dataset']} is not prepared; `invoke data.prepare` does that, and so does `up`"
+        }
     try:
         sizes = _read(plan)
     except ClusterError as error:

@@ -13,10 +13,9 @@ from cluster.system.files import write_text
 from cluster.view.columns import columns
 from cluster.view.sparkline import sparkline
 
-PLOTTED = ("loss", "accuracy", "eval_loss", "eval_accuracy", "examples_per_s")
 MAX_RUNS = 16
 _SECRET = re.compile(r"token|secret|passw|credential|api_?key", re.IGNORECASE)
-_RESULTS = ("result", "steps", "wall_s", "accuracy", "restarts")
+_RESULTS = ("result", "steps", "wall_s", "restarts")
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -58,9 +57,15 @@ def compare(runs: Sequence[RunFolder], *, trust: bool = False) -> dict[str, Any]
     return {
         "runs": [run.name for run in runs],
         "differences": differing,
-        "results": {name: [row[name] for row in rows] for name in _RESULTS},
+        "results": {name: [row[name] for row in rows] for name in _RESULTS} | _metrics(runs),
         "weights": [_weights(runs[0], other, trust=trust) for other in runs[1:]],
     }
+
+
+def _metrics(runs: Sequence[RunFolder]) -> dict[str, list[float | None]]:
+    """Return every metric of the runs' evaluations, by its name."""
+    found = [(run.ended or {}).get("metrics", {}) for run in runs]
+    return {name: [each.get(name) for each in found] for name in dict.fromkeys(name for each in found for name in each)}
 
 
 def _weights(one: RunFolder, other: RunFolder, *, trust: bool) -> dict[str, Any]:
@@ -84,8 +89,8 @@ def _weights(one: RunFolder, other: RunFolder, *, trust: bool) -> dict[str, Any]
 def plot(runs: Sequence[RunFolder], path: Path) -> bool:
     """Write the runs' curves as one picture; return False where they logged nothing."""
     logged = {run.name: curves.of(run) for run in runs}
-    shown = [(name, {run: found[name] for run, found in logged.items() if name in found}) for name in PLOTTED]
-    shown = [(name, found) for name, found in shown if found]
+    names = dict.fromkeys(name for found in logged.values() for name in found)
+    shown = [(name, {run: found[name] for run, found in logged.items() if name in found}) for name in names]
     if shown:
         write_text(path, charts.picture(shown))
     return bool(shown)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.messages import plain, size
+from cluster.results import score
 from cluster.run import launch_records, records
 from cluster.run.fields import anything
 from cluster.run.folder import LOST_AFTER_S, RunFolder
@@ -16,9 +17,9 @@ from cluster.run.liveness import final_state
 from cluster.system.json_files import DamagedError
 from cluster.view.columns import WIDE, columns
 
-COLUMNS = ("RUN", "RESULT", "STEPS", "DURATION", "ACCURACY", "STRATEGY", "TASKS", "COMMIT", "RESTARTS", "DISK")
-NUMBERS = frozenset({"STEPS", "DURATION", "ACCURACY", "TASKS", "RESTARTS", "DISK"})
-SPARE = ("STRATEGY", "COMMIT", "STEPS", "TASKS", "RESTARTS")
+COLUMNS = ("RUN", "RESULT", "STEPS", "DURATION", "SCORE", "METRIC", "STRATEGY", "TASKS", "COMMIT", "RESTARTS", "DISK")
+NUMBERS = frozenset({"STEPS", "DURATION", "SCORE", "TASKS", "RESTARTS", "DISK"})
+SPARE = ("STRATEGY", "COMMIT", "STEPS", "TASKS", "RESTARTS", "METRIC")
 """The columns that a narrow terminal does without, in this order."""
 
 
@@ -38,14 +39,16 @@ def row(run: RunFolder) -> dict[str, Any]:
     try:
         spec, ended = run.load_cluster(), run.ended
     except (DamagedError, OSError):
-        nothing = ("steps", "wall_s", "accuracy", "strategy", "tasks", "commit", "restarts")
+        nothing = ("steps", "wall_s", "metric", "score", "strategy", "tasks", "commit", "restarts")
         return value | {"result": "damaged"} | dict.fromkeys(nothing)
     summary = ended or {}
+    metric, reached = score.of(summary.get("metrics", {})) or (None, None)
     return value | {
         "result": summary.get("state") or _state(run),
         "steps": summary.get("steps", run.newest_step),
         "wall_s": summary.get("wall_s"),
-        "accuracy": summary.get("metrics", {}).get("eval_accuracy"),
+        "metric": metric,
+        "score": reached,
         "strategy": spec.strategy_class,
         "tasks": len(spec.tasks),
         "commit": commit(run),
@@ -109,7 +112,8 @@ def table(found: list[dict[str, Any]], width: int = WIDE) -> list[str]:
             each["result"],
             _or_dash(each["steps"]),
             duration(each["wall_s"]),
-            "-" if each["accuracy"] is None else f"{each['accuracy']:.4f}",
+            "-" if each["score"] is None else f"{each['score']:.4f}",
+            each["metric"] or "-",
             _or_dash(each["strategy"]),
             _or_dash(each["tasks"]),
             each["commit"] or "-",

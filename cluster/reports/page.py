@@ -13,7 +13,7 @@ from typing import Any
 
 from cluster.reports import charts, curves, inspection, listing, timeline
 from cluster.reports.comparison import flat, shareable
-from cluster.results import stragglers
+from cluster.results import score, stragglers
 from cluster.run import records
 from cluster.run.fields import anything
 from cluster.run.folder import RunFolder
@@ -92,7 +92,7 @@ def _head(run: RunFolder, row: Mapping[str, Any]) -> str:
     good = {"succeeded": "good", "failed": "bad", "damaged": "bad", "lost": "bad"}.get(str(row["result"]), "")
     shown = {
         "result": row["result"],
-        "accuracy": "-" if row["accuracy"] is None else f"{row['accuracy']:.4f}",
+        row["metric"] or "score": "-" if row["score"] is None else f"{row['score']:.4f}",
         "steps": row["steps"],
         "duration": listing.duration(row["wall_s"]),
         "restarts": row["restarts"],
@@ -123,13 +123,11 @@ def _cause(run: RunFolder) -> str:
 
 def _curves(run: RunFolder) -> str:
     found = curves.of(run)
-    titles: list[tuple[str, tuple[str, ...]]] = [
-        ("loss", ("loss", "eval_loss")),
-        ("accuracy", ("accuracy", "eval_accuracy")),
+    titles = dict.fromkeys(name.removeprefix(score.PREFIX) for name in found)
+    drawn = [
+        charts.lines(title, {name: found[name] for name in (title, score.PREFIX + title) if name in found})
+        for title in titles
     ]
-    known = {name for _, names in titles for name in names}
-    titles += [(name, (name,)) for name in found if name not in known]
-    drawn = [charts.lines(title, {name: found[name] for name in names if name in found}) for title, names in titles]
     return f'<div class="grid">{"".join(f"<div>{each}</div>" for each in drawn if each)}</div>' if any(drawn) else ""
 
 

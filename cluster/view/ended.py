@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from cluster.messages import counted
-from cluster.results import goodput, reference, stragglers
+from cluster.results import goodput, reference, score, stragglers
 from cluster.run import membership, records
 from cluster.run.folder import RunFolder
 from cluster.runtime import tensorboard
@@ -26,12 +26,12 @@ def ended_lines(run: RunFolder, shown_path: str) -> list[str]:
     if summary["state"] == "failed":
         lines += _failure(run, summary)
     else:
-        accuracy = summary["metrics"].get("eval_accuracy")
-        accuracy_text = f", accuracy {accuracy:.4f} on the test set" if accuracy is not None else ""
+        found = score.of(summary["metrics"])
+        score_text = f", {found[0]} {found[1]:.4f} on the test set" if found else ""
         restarts = f", {counted(len(summary['restarts']), 'restart')}" if summary["restarts"] else ""
         start = f" (start {summary['startup_s']:.1f} s)" if summary["startup_s"] else ""
         work = _script_end(run, summary) if run.script else counted(summary["steps"], "step")
-        lines += [f"{summary['state']}: {work} in {summary['wall_s']:.1f} s{start}{accuracy_text}{restarts}"]
+        lines += [f"{summary['state']}: {work} in {summary['wall_s']:.1f} s{start}{score_text}{restarts}"]
     changes = summary.get("membership", [])[-SHOWN_CHANGES:]
     lines += [f"tasks        {membership.describe(change)}" for change in changes]
     if summary.get("goodput_split"):

@@ -21,7 +21,7 @@ from cluster.run.folder import RunFolder
 from cluster.system.json_files import create_json, read_json
 from train import named
 from train.config import TrainConfig
-from train.data import arrays, blocks, memory, shards, stream
+from train.data import arrays, blocks, memory, own_dataset, shards, stream
 from train.data.batches import Batch, BatchSlice, Replicas, own_share
 from train.data.function import epochs, random_access
 from train.data.function import record as functions
@@ -197,6 +197,19 @@ def find(config: TrainConfig, data_dir: Path, run: RunFolder | None = None, serv
             "start a new run"
         )
     return found
+
+
+def describe(config: TrainConfig, data_dir: Path) -> Source:
+    """Return the source that a configuration names for its shapes alone: the user's own arrays need not be prepared.
+
+    Raises:
+        ClusterError: other data was not prepared, or the user's function fails.
+    """
+    if config.source != "memory" or not arrays.is_own(config.dataset):
+        return find(config, data_dir)
+    own = own_dataset.read(config.dataset)
+    found = arrays.unwritten(config.dataset, own.version, own.classes, own.splits)
+    return _in_memory(found, config.transformer.context)
 
 
 @dataclass(frozen=True)

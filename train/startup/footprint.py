@@ -51,7 +51,7 @@ def measure(config: TrainConfig, strategy: str, data_dir: Path) -> dict[str, Any
     from train.model import models, optimizers
     from train.strategy import policy
 
-    source = sources.find(config, data_dir)
+    source = sources.describe(config, data_dir)
     with policy(precision_of(strategy, config.precision)):
         model = models.of(config, source.feature_shape, source.num_outputs)
         optimizer = optimizers.build(config)

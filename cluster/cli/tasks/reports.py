@@ -18,7 +18,7 @@ from cluster.view.columns import WIDE
 
 @task(json=JSON_HELP)
 def runs(c, json=False):
-    """List all runs, the newest first: result, duration, accuracy, strategy, tasks, commit, restarts, disk use."""
+    """List all runs, the newest first: result, duration, score, strategy, tasks, commit, restarts, disk use."""
     found = listing.rows(folders.runs_dir())
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDE
     show({"runs": found}, lambda _: listing.table(found, width), as_json=json)

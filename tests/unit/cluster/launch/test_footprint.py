@@ -27,7 +27,7 @@ SIZES = {
 
 def plan(task_bytes: int = 0, gpu_bytes: int = 0, **options: Any) -> Any:
     """Return what of a plan decides."""
-    config = {"model": "two_conv_cnn", "global_batch": 64} | {
+    config = {"model": "two_conv_cnn", "dataset": "mnist", "global_batch": 64} | {
         name: options.pop(name) for name in ("micro_batches", "bitwise_elastic", "model") if name in options
     }
     return SimpleNamespace(
@@ -113,10 +113,20 @@ def test_a_model_that_cannot_be_counted_is_no_error(monkeypatch: pytest.MonkeyPa
     assert 1 == len(footprint.lines(value))
 
 
+def test_without_its_data_only_a_model_on_the_user_s_own_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_code, "run", lambda *given, **more: SIZES)
+    unprepared = plan()
+    unprepared.data = ""
+    value = footprint.of(unprepared)
+    assert value and {"unknown"} == set(value)
+    unprepared.config["dataset"] = "mine:data"
+    value = footprint.of(unprepared)
+    assert value and 1000 == value["parameters"]
+
+
 @pytest.mark.parametrize(
     "without",
     [
-        {"data": ""},
         {"payload": SimpleNamespace(script=Path("x.py"))},
         {"cluster": spec.build(strategy="pipeline", workers=1)},
     ],

@@ -23,6 +23,7 @@ from cluster.reports import charts, comparison, curves, inspection, listing, pag
 from cluster.run.folder import RunFolder
 from cluster.system.journal import append_json
 from cluster.system.json_files import write_json
+from cluster.view.ended import ended_lines
 from cluster.view.sparkline import sparkline, thinned
 from train import inspection as weights
 
@@ -107,8 +108,8 @@ def test_runs_are_listed_the_newest_first(
     assert 0 == ran("runs", json=True)
     new, old = json.loads(capsys.readouterr().out)["runs"]
     assert ("new", "not started", 3) == (new["run"], new["result"], new["tasks"])
-    assert ("old", "succeeded", 0.9, "01234567", 1) == tuple(
-        old[name] for name in ("run", "result", "accuracy", "commit", "restarts")
+    assert ("old", "succeeded", "accuracy", 0.9, "01234567", 1) == tuple(
+        old[name] for name in ("run", "result", "metric", "score", "commit", "restarts")
     )
     assert old["disk_bytes"] > 0
     assert 0 == ran("runs")
@@ -120,7 +121,7 @@ def test_a_narrow_terminal_shows_of_the_runs_what_matters(make_run: MakeRun, wid
     found = listing.rows(make_run("fashion_mnist-20261122-230318", workers=2).path.parent)
     head, row = listing.table(found, width)
     assert max(len(head), len(row)) <= width
-    assert {"RUN", "RESULT", "DURATION", "ACCURACY", "DISK"} <= set(head.split())
+    assert {"RUN", "RESULT", "DURATION", "SCORE", "DISK"} <= set(head.split())
     assert set(head.split()) < set(listing.table(found)[0].split()) == set(listing.COLUMNS)
 
 
@@ -156,6 +157,34 @@ def test_sizes(num_bytes: int, shown: str) -> None:
 )
 def test_durations(wall_s: float | None, shown: str) -> None:
     assert shown == listing.duration(wall_s)
+
+
+# The score
+
+
+@pytest.mark.parametrize(
+    ("metrics", "metric", "reached"),
+    [
+        ({"eval_loss": 0.2, "eval_absolute_error": 0.3561}, "absolute_error", 0.3561),
+        ({"eval_loss": 0.2, "eval_digit_accuracy": 0.75, "eval_parity_loss": 0.1}, "digit_accuracy", 0.75),
+        ({"eval_loss": 0.25}, "loss", 0.25),
+        ({"eval_loss": 0.25, "eval_accuracy": None}, "loss", 0.25),
+        ({"loss": 0.25}, None, None),
+        ({}, None, None),
+    ],
+)
+def test_a_run_is_shown_with_its_own_metric(
+    ended: MakeRun, metrics: dict[str, float | None], metric: str | None, reached: float | None
+) -> None:
+    run = ended("one", metrics=metrics)
+    row = listing.row(run)
+    assert (metric, reached) == (row["metric"], row["score"])
+    shown = "" if metric is None else f"{metric} {reached:.4f}"
+    assert shown in ended_lines(run, "runs/one")[0]
+    assert not metric or {metric, f"{reached:.4f}"} <= set(listing.table([row])[1].split())
+    results = comparison.compare([run, ended("two", metrics={})])["results"]
+    assert {name: [value, None] for name, value in metrics.items()}.items() <= results.items()
+    assert (metric or "score") in page._head(run, row)
 
 
 # Differences

@@ -34,3 +34,20 @@ def test_activations_are_the_outputs_of_the_layers() -> None:
     value = footprint.measure(TrainConfig(), "one", Path("data"))
     outputs = 28 * 28 + 26 * 26 * 32 + 13 * 13 * 32 + 11 * 11 * 64 + 5 * 5 * 64 + 64 + 10
     assert 4 * outputs == value["activation_bytes"]
+
+
+def test_the_user_s_own_arrays_are_described_before_they_are_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    (tmp_path / "prices.py").write_text(
+        "import numpy as np\nfrom tensorflow import keras\n"
+        "def data():\n    split = (np.zeros((6, 4), 'float32'), np.zeros((6, 3), 'float32'))\n"
+        "    return {'train': split, 'test': split}\n"
+        "def model(shape, count):\n    return keras.Sequential([keras.Input(shape), keras.layers.Dense(count)])\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = TrainConfig(dataset="prices:data", model="prices:model", loss="mean_squared_error")
+    value = footprint.measure(config, "one", tmp_path / "data")
+    assert (4 * 3 + 3, 4 * 3) == (value["parameters"], value["activation_bytes"])
+    assert not (tmp_path / "data").exists()
