@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import keras
 import tensorflow as tf
 from keras import tree
 from keras.src.backend.tensorflow import trainer  # has no public name
@@ -100,7 +101,30 @@ def _maybe_symbolic_build(model: Any, iterator: Any = None, data_batch: Any = No
             data_batch = tree.map_structure(lambda each: strategy.experimental_local_results(each)[0], next(batches))
             break
     with strategy.scope():
-        model._symbolic_build(data_batch=data_batch)
+        if type(model).call is not keras.Model.call:
+            model._symbolic_build(data_batch=data_batch)
+        else:  # it trains by a `train_step` alone, which Keras cannot call with symbols
+            _build_optimizer(model, strategy.num_replicas_in_sync)
+
+
+def _build_optimizer(model: Any, num_replicas: int) -> None:
+    """Build the optimizer of a model without `call`, whose layers and other optimizers the user has built.
+
+    Raises:
+        ValueError: they are not built, and several replicas cannot do so in a step.
+    """
+    unbuilt = [layer.name for layer in model._flatten_layers(include_self=False) if not layer.built]
+    if not unbuilt:
+        if model.optimizer is not None:
+            model.optimizer.build(model.trainable_variables)
+        optimizers = {name: part for name, part in vars(model).items() if isinstance(part, keras.optimizers.Optimizer)}
+        unbuilt = [name for name, optimizer in optimizers.items() if not optimizer.built]
+    if unbuilt and num_replicas > 1:
+        raise ValueError(
+            f"{type(model).__name__} has a train_step and no call: on {num_replicas} replicas build "
+            f"{', '.join(unbuilt)} before fit: layers with build(input_shape) or a keras.Input, "
+            "optimizers with build(variables)"
+        )
 
 
 def _reduce_per_replica(original: Any) -> Any:

@@ -45,13 +45,15 @@ class Best:
         """The best so far."""
         self.step: int = kept.get("step", 0)
         """After which it was found."""
+        self.evaluated_at: int = kept.get("evaluated_at", -1)
+        """After how many steps the newest evaluation was."""
         self._worse: int = kept.get("worse", 0)
         self.enough: bool = kept.get("ended_at") == total_steps
         """Whether training is to end."""
 
     def follow(self, step: int, results: Mapping[str, float]) -> bool:
         """Count the results of an evaluation; return whether they are the best so far."""
-        value, settings = results[self._settings.metric], self._settings
+        self.evaluated_at, value, settings = step, results[self._settings.metric], self._settings
         gain = math.inf if self.value is None else settings.sign * (value - self.value)
         if math.isfinite(value) and gain > settings.min_delta:
             self.value, self.step, self._worse = value, step, 0
@@ -64,6 +66,7 @@ class Best:
         """Store what was counted in the next checkpoint."""
         ended_at = self._total if self.enough else None
         counted = {"value": self.value, "step": self.step, "worse": self._worse, "ended_at": ended_at}
+        counted["evaluated_at"] = self.evaluated_at
         self._state.encoded.assign(json.dumps(counted))
 
 

@@ -1,31 +1,28 @@
 """What callbacks have counted so far, as a part of the checkpoint: a restart must not change when training stops.
 
-Of every callback the public attributes are saved that have changed since it was made, where they are made of numbers,
-text, lists, tuples, dictionaries and NumPy arrays: the patience of EarlyStopping and its best weights, the best of
-ReduceLROnPlateau and of ModelCheckpoint, what one of the user's own counts. All else, such as open files and paths of
-the task's own, stays as each generation makes it. Nothing is pickled: reading a checkpoint runs no code.
-
-Keras 3 chooses the comparison of a monitored value at the end of the first epoch and reverses the sign of `min_delta`
-then, so the comparison is saved with it: chosen once more, it would reverse the sign again.
+Those attributes of a callback are saved that have changed since it was made, as far as `plain_values.py` can encode
+them. Everything else, such as open files, stays as each generation makes it, and is reported.
 """
 
 from __future__ import annotations
 
-import io
-import json
-from collections.abc import Sequence
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 from tensorflow import keras
 
-APART = ("model", "params", "validation_data")
-"""Attributes that Keras gives every callback."""
+from train.loops import plain_values
 
-COMPARISONS = {name: getattr(keras.ops, name) for name in ("less", "greater")} if hasattr(keras, "ops") else {}
-"""The functions that Keras 3 compares monitored values with; tf_keras has them from the start."""
+_WITHOUT_STATE = {
+    keras.callbacks.CSVLogger: ("append_header", "csv_file", "writer"),
+    keras.callbacks.TensorBoard: ("_is_tracing", "_profiler_started", "_batch_trace_context", "_writers"),
+}
+"""Attributes of Keras's callbacks that belong to a process."""
 
 
 @dataclass
@@ -34,14 +31,24 @@ class Progress:
 
     epoch: int = -1
     """The epoch that has begun, from 0; -1: there was no training yet."""
-    sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    """Of this epoch: steps, and the sums of their losses and scores."""
+    steps: int = 0
+    """Steps of this epoch; 0 once callbacks were called for its end."""
+    sums: dict[str, float] = field(default_factory=dict)
+    """The sums over those steps of each value that is logged."""
+    epoch_logs: dict[str, float] = field(default_factory=dict)
+    """Logs of the newest epoch that has ended."""
+    results: dict[str, float] = field(default_factory=dict)
+    """The newest evaluation."""
+    evaluated_at: int = -1
+    """After how many steps that was."""
     ended_at: int = 0
-    """Of how many steps in all a callback has ended the training; 0: none has."""
-    callbacks: list[dict[str, Any]] = field(default_factory=list)
-    """The changed attributes of each."""
+    """Total steps of the training that a callback has ended; 0: none has."""
+    callbacks: list[dict[str, bytes]] = field(default_factory=list)
+    """The changed attributes of each, encoded."""
     classes: list[str] = field(default_factory=list)
-    """Of the callbacks."""
+    """Names of the callbacks' classes."""
+    sizes: list[int] = field(default_factory=list)
+    """Bytes in the file of each CSVLogger; -1: another callback, or no file."""
 
 
 class CallbackState(tf.Module):
@@ -55,88 +62,57 @@ class CallbackState(tf.Module):
 
     def write(self, progress: Progress) -> None:
         """Set what the next checkpoint holds."""
-        self.encoded.assign(_encode(vars(progress)))
+        self.encoded.assign(plain_values.encode(vars(progress)))
 
     def read(self) -> Progress:
-        """Return what the checkpoint held that was restored."""
+        """Return the state in the checkpoint that was restored."""
         encoded = self.encoded.numpy()
-        return Progress(**_decode(encoded)) if encoded else Progress()
+        return Progress(**plain_values.decode(encoded)) if encoded else Progress()
 
 
-def attributes(callback: Any) -> dict[str, Any]:
-    """Return the attributes of a callback that can be saved, each encoded."""
-    found = {}
-    for name, value in vars(callback).items():
-        if not name.startswith("_") and name not in APART:
-            try:
-                found[name] = _encode(value)
-            except (TypeError, RecursionError):
-                continue
-    return found
+def attributes(callback: Any) -> tuple[dict[str, bytes], dict[str, str]]:
+    """Return the attributes of a callback: those that can be saved, encoded, and the types of the others."""
+    encoded, lost = {}, {}
+    skipped = {name for kind, names in _WITHOUT_STATE.items() if isinstance(callback, kind) for name in names}
+    for name, value in plain_values.attributes_of(callback).items():
+        if name in skipped:
+            continue
+        try:
+            encoded[name] = plain_values.encode(value, in_place=True)
+        except (TypeError, RecursionError):
+            lost[name] = type(value).__name__
+    return encoded, lost
 
 
-def changed(callback: Any, made: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a callback that are not what `attributes` said when it was made."""
-    return {name: getattr(callback, name) for name, value in attributes(callback).items() if made.get(name) != value}
-
-
-def restore(callbacks: Sequence[Any], progress: Progress) -> bool:
-    """Restore the attributes of callbacks; return False, and leave them, where they are not those that were saved."""
-    if [type(callback).__name__ for callback in callbacks] != progress.classes:
-        return False
+def restore(callbacks: Sequence[Any], progress: Progress) -> list[str]:
+    """Restore the attributes of callbacks; return the names of those that are not what was saved."""
+    lost = []
     for callback, values in zip(callbacks, progress.callbacks, strict=True):
-        for name, value in values.items():
-            setattr(callback, name, value)
-    return True
+        for name, encoded in values.items():
+            try:
+                setattr(callback, name, plain_values.decode(encoded, getattr(callback, name, None)))
+            except ValueError:
+                lost.append(f"{type(callback).__name__}.{name}")
+    return lost
 
 
-def _encode(value: Any) -> bytes:
-    """Return a value as bytes, the same for the same value.
-
-    Raises:
-        TypeError: something in it cannot be saved.
-    """
-    arrays: list[np.ndarray] = []
-    tree = json.dumps(_plain(value, arrays), sort_keys=True).encode()
-    file = io.BytesIO()
-    for array in (np.frombuffer(tree, np.uint8), *arrays):
-        np.save(file, array, allow_pickle=False)
-    return file.getvalue()
+def size_of(callback: Any) -> int:
+    """Return how long the file of a CSVLogger is; -1 for another callback."""
+    path = Path(callback.filename) if isinstance(callback, keras.callbacks.CSVLogger) else None
+    return path.stat().st_size if path and path.is_file() else -1
 
 
-def _decode(encoded: bytes) -> Any:
-    file, arrays = io.BytesIO(encoded), []
-    while file.tell() < len(encoded):
-        arrays.append(np.load(file, allow_pickle=False))
-    return _whole(json.loads(arrays[0].tobytes()), arrays[1:])
-
-
-def _plain(value: Any, arrays: list[np.ndarray]) -> Any:
-    """Return a value as JSON has it, its arrays apart."""
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
-        arrays.append(np.asarray(value))
-        return {"scalar" if isinstance(value, np.generic) else "array": len(arrays) - 1}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    for name, comparison in COMPARISONS.items():
-        if value is comparison:
-            return {"comparison": name}
-    if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return {type(value).__name__: [_plain(part, arrays) for part in value]}
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: _plain(part, arrays) for key, part in value.items()}}
-    raise TypeError(f"{type(value).__name__} cannot be saved")
-
-
-def _whole(plain: Any, arrays: list[np.ndarray]) -> Any:
-    if not isinstance(plain, dict):
-        return plain
-    ((kind, value),) = plain.items()
-    if kind in ("array", "scalar"):
-        return arrays[value] if kind == "array" else arrays[value][()]
-    if kind == "comparison":
-        return COMPARISONS[value]
-    if kind == "dict":
-        return {key: _whole(part, arrays) for key, part in value.items()}
-    parts = [_whole(part, arrays) for part in value]
-    return parts if kind == "list" else tuple(parts)
+@contextlib.contextmanager
+def appending(callbacks: Sequence[Any], sizes: Sequence[int]) -> Iterator[None]:
+    """Make each CSVLogger that is opened inside append to its file, cut to the size that it had."""
+    loggers = [(callback, size) for callback, size in zip(callbacks, sizes, strict=False) if size >= 0]
+    before = [callback.append for callback, _ in loggers]
+    for callback, size in loggers:
+        callback.append = True
+        if size_of(callback) > size:
+            os.truncate(callback.filename, size)
+    try:
+        yield
+    finally:
+        for (callback, _), append in zip(loggers, before, strict=True):
+            callback.append = append

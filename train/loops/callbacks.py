@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -12,7 +15,7 @@ from tensorflow import keras
 
 from cluster.errors import UsageError
 from train.context import TaskContext
-from train.loops.callback_state import CallbackState, Progress, attributes, changed, restore
+from train.loops.callback_state import CallbackState, appending, attributes, restore, size_of
 from train.loops.outer import Inner
 from train.loops.steps import LoopResult
 from train.settings import references
@@ -34,7 +37,12 @@ def build(context: TaskContext) -> list[keras.callbacks.Callback]:
             f"--callbacks {reference!r} returned {made!r:.120}; expected a list of "
             f"{keras.callbacks.Callback.__module__.partition('.')[0]} callbacks (use `from tensorflow import keras`)"
         )
-    return made
+    backups = [one for one in made if type(one) is keras.callbacks.BackupAndRestore]
+    if backups and context.chief:
+        print(
+            f"--callbacks {reference}: BackupAndRestore is left out, as the run's checkpoints do its work", flush=True
+        )
+    return [one for one in made if one not in backups]
 
 
 def tutorial(run: Path, task: str) -> list[keras.callbacks.Callback]:
@@ -77,7 +85,7 @@ class PrintRate(keras.callbacks.Callback):
 
 
 class Hooks:
-    """Calls the user's callbacks as `Model.fit` does, from both loops, and saves and restores what they have counted.
+    """Calls the user's callbacks as `Model.fit` does, from both loops, and saves and restores their state.
 
     An inner call of the custom loop is one batch of several steps to them, as with Keras's own `steps_per_execution`.
     """
@@ -93,9 +101,7 @@ class Hooks:
             UsageError: there are no such callbacks, or this strategy does not allow them.
         """
         self._context, self._model, self._state = context, context.model, state
-        self._score_name = context.objective.score_name
         self._callbacks = build(context)
-        self._made = [attributes(callback) for callback in self._callbacks]
         try:
             with context.strategy.scope():
                 self._list = keras.callbacks.CallbackList(
@@ -107,56 +113,82 @@ class Hooks:
                 )
         except ValueError as error:  # of tf_keras under parameter servers, which knows no batches
             raise UsageError(f"--callbacks {context.config.callbacks!r}: {error}") from None
+        self._made = [attributes(callback)[0] for callback in self._callbacks]
+        self._lost: set[str] = set()
         self._progress = state.read()
-        self._epoch_logs: dict[str, float] = {}
+        self.results, self.evaluated_at = self._progress.results, self._progress.evaluated_at
+        """The newest evaluation in the restored checkpoint, and after how many steps that was."""
         self.enough = self._progress.ended_at == context.total_steps
         """Whether a callback has requested the end of training."""
 
-    def begin(self, first: int, evaluate: Callable[[int], dict[str, float]]) -> None:
-        """Training begins after `first` steps, or goes on with what callbacks had counted by then.
+    def begin(self, first: int, newest: Callable[[], dict[str, float]]) -> None:
+        """Begin training after `first` steps, or resume it with the state that callbacks had by then.
 
         Args:
             first: steps done before.
-            evaluate: returns the results on the test split; every task calls it where one does.
+            newest: returns the newest results on the test split, after an evaluation that is due; every task calls it.
         """
-        self._model.stop_training = False
-        self._list.on_train_begin()
         restored, epoch = self._progress, self._context.epoch_of(first)
-        begun = restored.epoch == epoch
-        if not begun:
-            self._restore(restored)
-            if restored.sums[0]:  # it was saved at the end of an epoch, before callbacks were called for that
-                self.end_epoch(first, evaluate(first))
-        if first < self._context.total_steps and not self.enough:
+        classes = [type(callback).__name__ for callback in self._callbacks]
+        resumes = restored.epoch >= 0 and restored.classes == classes
+        within = first < self._context.total_steps and not self.enough and restored.epoch == epoch
+        self._model.stop_training = False
+        with contextlib.ExitStack() as stack:
+            if resumes:  # they have had their effect already; calling them gives callbacks their files and the like
+                stack.enter_context(self._same_variables())
+                stack.enter_context(appending(self._callbacks, restored.sizes))
+            self._list.on_train_begin()
+            if within or restored.steps:
+                self._list.on_epoch_begin(restored.epoch)
+        if resumes:
+            self._warn("state was not restored", restore(self._callbacks, restored))
+        elif restored.epoch >= 0:
+            self._warn("these are not the callbacks of the checkpoint; they start with their initial state", [""])
+        self._model.stop_training = False
+        self._encoded()
+        if restored.steps and not within:  # it was saved at the end of an epoch, before callbacks were called for that
+            self.end_epoch(first, newest())
+        if not within and first < self._context.total_steps and not self.enough:
             self.begin_epoch(first)
-        if begun:  # in the previous generation, so that what was saved holds what callbacks did then
-            self._restore(restored)
-            self._progress.sums = restored.sums
 
-    def _restore(self, progress: Progress) -> None:
-        if progress.epoch >= 0 and not restore(self._callbacks, progress) and self._context.chief:
-            print("warning: these are not the callbacks of the checkpoint, and begin anew", flush=True)
+    def _warn(self, problem: str, attributes: Iterable[str]) -> None:
+        names = sorted(attributes)
+        if names and self._context.chief:
+            print(
+                f"warning: --callbacks {self._context.config.callbacks}: {problem} {', '.join(names)}".rstrip(),
+                flush=True,
+            )
+
+    @contextlib.contextmanager
+    def _same_variables(self) -> Iterator[None]:
+        """Give the model's and the optimizer's variables the values again that they had before."""
+        optimizer = getattr(self._model.optimizer, "variables", ())
+        variables = [*self._model.variables, *(optimizer() if callable(optimizer) else optimizer)]
+        before = [_value(variable) for variable in variables]
+        yield
+        for variable, value in zip(variables, before, strict=True):
+            if _value(variable).tobytes() != value.tobytes():
+                variable.assign(value)
 
     def begin_epoch(self, step: int) -> None:
-        """The epoch of the step after `step` begins, or goes on after a resume."""
-        self._progress = Progress(epoch=self._context.epoch_of(step))
+        """Begin the epoch of the step after `step`."""
+        self._progress.epoch, self._progress.steps, self._progress.sums = self._context.epoch_of(step), 0, {}
         self._list.on_epoch_begin(self._progress.epoch)
 
     def begin_batch(self, step: int) -> None:
-        """A batch begins after `step` steps."""
+        """Begin a batch after `step` steps."""
         self._list.on_train_batch_begin(step - self._context.epoch_begin(step))
 
-    def end_batch(self, step: int, count: int, loss_sum: float, score_sum: float) -> None:
-        """A batch of `count` steps has ended with `step`."""
-        self.add(count, loss_sum, score_sum)
+    def end_batch(self, step: int, count: int, sums: Mapping[str, float]) -> None:
+        """End a batch of `count` steps with `step`."""
+        self.add(count, sums)
         self._list.on_train_batch_end(step - 1 - self._context.epoch_begin(step - 1), self._logs())
         self._note_stop()
 
-    def add(self, count: int, loss_sum: float, score_sum: float) -> None:
-        """Count steps of this epoch."""
-        self._progress.sums = [
-            old + new for old, new in zip(self._progress.sums, (count, loss_sum, score_sum), strict=True)
-        ]
+    def add(self, count: int, sums: Mapping[str, float]) -> None:
+        """Count steps of this epoch, and the sums of their values."""
+        self._progress.steps += count
+        self._progress.sums = {name: self._progress.sums.get(name, 0.0) + value for name, value in sums.items()}
 
     def around(self, inner: Inner) -> Inner:
         """Return the custom loop's inner one with its callbacks."""
@@ -164,33 +196,70 @@ class Hooks:
         def hooked(first: int, count: int, stop: bool) -> LoopResult:
             self.begin_batch(first)
             result = inner(first, count, stop)
-            sums = (float(values.sum(dtype=np.float64)) for values in (result.losses, result.scores))
-            self.end_batch(first + count, len(result.losses), *sums)
+            values = {"loss": result.losses, self._context.objective.score_name: result.scores}
+            sums = {name: float(of.sum(dtype=np.float64)) for name, of in values.items()}
+            self.end_batch(first + count, len(result.losses), sums)
             return result
 
         return hooked
 
-    def end_epoch(self, step: int, results: dict[str, float]) -> None:
-        """The epoch of `step` ends; `results` are the newest on the test split."""
+    @contextlib.contextmanager
+    def evaluating(self, results: Callable[[], dict[str, float]]) -> Iterator[None]:
+        """Call callbacks before and after an evaluation, such as those that evaluate by averages of the weights."""
+        self._list.on_test_begin()
+        yield
+        self._list.on_test_end({name.removeprefix("eval_"): value for name, value in results().items()})
+
+    def end_epoch(self, step: int, results: Mapping[str, float]) -> None:
+        """End the epoch of `step`; `results` are the newest on the test split."""
         logs = self._logs() | {re.sub("^eval_", "val_", name): value for name, value in results.items()}
         self._list.on_epoch_end(self._context.epoch_of(step - 1), logs)
-        self._epoch_logs = logs
+        self._progress.epoch_logs = logs
         self._note_stop()
-        self._progress.sums = [0.0, 0.0, 0.0]
+        self._progress.steps, self._progress.sums = 0, {}
 
-    def end(self, step: int, results: dict[str, float], *, stopped: bool) -> None:
-        """Training ends after `step`: the epoch too, unless it has ended already or will be gone on with."""
-        if self._progress.sums[0] and not stopped:
+    def end(self, step: int, results: Mapping[str, float], *, stopped: bool) -> bool:
+        """End training after `step`: the epoch too, unless it has ended already or the run will be resumed.
+
+        Returns:
+            Whether callbacks changed the weights after `results`, such as to the best ones.
+        """
+        if stopped:  # the next generation continues from the checkpoint, which has these weights
+            with self._same_variables():
+                self._list.on_train_end(self._progress.epoch_logs)
+            return False
+        before = self._weights()
+        if self._progress.steps:
             self.end_epoch(step, results)
-        self._list.on_train_end(self._epoch_logs)
+        self._list.on_train_end(self._progress.epoch_logs)
+        return self._weights() != before
 
-    def keep(self) -> None:
-        """Store the state of the callbacks in the next checkpoint."""
-        self._progress.ended_at = self._context.total_steps if self.enough else 0
-        self._progress.classes = [type(callback).__name__ for callback in self._callbacks]
-        pairs = zip(self._callbacks, self._made, strict=True)
-        self._progress.callbacks = [changed(callback, made) for callback, made in pairs]
-        self._state.write(self._progress)
+    def _weights(self) -> list[bytes]:
+        return [hashlib.sha256(_value(variable).tobytes()).digest() for variable in self._model.variables]
+
+    def keep(self, results: dict[str, float], evaluated_at: int) -> None:
+        """Store the state of the callbacks, and the newest evaluation, in the next checkpoint."""
+        progress = self._progress
+        progress.results, progress.evaluated_at = results, evaluated_at
+        progress.ended_at = self._context.total_steps if self.enough else 0
+        progress.classes = [type(callback).__name__ for callback in self._callbacks]
+        progress.callbacks = [
+            {name: encoded for name, encoded in now.items() if made.get(name) != encoded}
+            for now, made in zip(self._encoded(), self._made, strict=True)
+        ]
+        progress.sizes = [size_of(callback) for callback in self._callbacks]
+        self._state.write(progress)
+
+    def _encoded(self) -> list[dict[str, bytes]]:
+        """Return the attributes of each callback, encoded; warn of those that cannot be, once."""
+        encoded, lost = [], set()
+        for callback in self._callbacks:
+            values, others = attributes(callback)
+            encoded.append(values)
+            lost |= {f"{type(callback).__name__}.{name} ({kind})" for name, kind in others.items()}
+        self._warn("a restart does not keep", lost - self._lost)
+        self._lost |= lost
+        return encoded
 
     def _note_stop(self) -> None:
         """Note that a callback ends the training: all tasks end it together, not Keras at once."""
@@ -198,5 +267,9 @@ class Hooks:
         self._model.stop_training = False
 
     def _logs(self) -> dict[str, float]:
-        steps, losses, scores = self._progress.sums
-        return {"loss": losses / steps, self._score_name: scores / steps} if steps else {}
+        steps = self._progress.steps
+        return {name: total / steps for name, total in self._progress.sums.items()} if steps else {}
+
+
+def _value(variable: Any) -> np.ndarray:
+    return np.asarray(tf.convert_to_tensor(variable))

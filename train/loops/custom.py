@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from tensorflow import keras
 
 from cluster.errors import PrerequisiteError
 from cluster.recovery import step_record
@@ -45,7 +46,6 @@ class Training:
         self._rehearsed: outer.Inner | None = None
         self._pipeline: pipeline.Pipeline | None = None
         self._save_timer: timer.SaveTimer | None = None
-        self._evaluated_at: int | None = None
         self._saved_at: int | None = None
 
     def rehearse(self) -> None:
@@ -78,8 +78,10 @@ class Training:
         self._hooks: callbacks.Hooks | None = None
         if self._state is not None:
             with strategy.scope():  # callbacks ask the model for its optimizer
-                context.model.compile(optimizer=self._policy.optimizer, jit_compile=False)
+                # Keras's own: one of the model's may take other arguments.
+                keras.Model.compile(context.model, optimizer=self._policy.optimizer, jit_compile=False)
             self._hooks = callbacks.Hooks(context, self._state)
+            self._report.results, self._report.evaluated_at = self._hooks.results, self._hooks.evaluated_at
 
     def _synchronous(self) -> outer.Inner:
         """Return the inner loop in which all replicas take part in every step."""
@@ -121,8 +123,10 @@ class Training:
             outer.Every(config.evaluate_every, self._follow_evaluation) if config.evaluate_every else epoch
         ]
         if self._hooks:
-            self._hooks.begin(self._first, self._evaluate)
+            self._hooks.begin(self._first, lambda: self._overdue(every[0]))
             every.append(outer.EveryEpoch(context.epoch_end, self._end_epoch))
+        if self._hooks or self._best:
+            self._overdue(every[0])
         if by_steps := timer.parse(config.checkpoint_every)[0]:
             every.append(outer.Every(by_steps, self._save))  # with what callbacks have changed
         inner = trace.Tracer(context.run, context.task.name).around(self._policy.around(self._inner))
@@ -138,15 +142,17 @@ class Training:
             single=step_record.single_steps(context.run, context.generation, config.steps_per_loop, self._everyones),
         )
         stopped = stopped and not self._any_enough()
-        if self._best and not stopped and self._evaluated_at != step:
+        if self._best and not stopped and self._report.evaluated_at != step:
             self._evaluate(step)  # so that the last checkpoint has counted it
         if self._saved_at != step and (stopped or not self._hooks):
             self._save(step)
-        if not stopped and self._evaluated_at != step:
+        if not stopped and self._report.evaluated_at != step:
             self._evaluate(step)
         if self._hooks:
-            self._hooks.end(step, self._report.results, stopped=stopped)
+            changed = self._hooks.end(step, self._report.results, stopped=stopped)
             if not stopped:
+                if self._agree(steps.Signals(stop=changed)).stop:
+                    self._evaluate(step)
                 self._save(step)  # with what callbacks did at the end, such as to take the best weights
         self._checkpoint.release()
         if context.division and not context.division.whole:
@@ -187,8 +193,7 @@ class Training:
         self._save_timer.stepped(len(result.losses), progress.seconds, compiled=progress.compiled)
         self._report.steps(
             progress.first,
-            result.losses,
-            result.scores,
+            {"loss": result.losses, self._context.objective.score_name: result.scores},
             progress.seconds,
             compiled=progress.compiled,
             times=result.times,
@@ -197,21 +202,28 @@ class Training:
     def _save(self, step: int) -> None:
         assert self._save_timer is not None
         if self._hooks:
-            self._hooks.keep()
+            self._hooks.keep(self._report.results, self._report.evaluated_at)
         if self._best:
             self._best.keep()
         self._report.save(step, self._checkpoint, self._save_timer)
         self._saved_at = step
 
     def _evaluate(self, step: int) -> dict[str, float]:
-        self._report.evaluate(step, self._evaluation)
+        with self._hooks.evaluating(lambda: self._report.results) if self._hooks else contextlib.nullcontext():
+            self._report.evaluate(step, self._evaluation)
         if self._pipeline and self._context.chief:
             with contextlib.suppress(PrerequisiteError):  # no step is recorded yet
                 self._report.metrics.picture(step, "stages/timeline", timeline.picture_of(self._context.run)[1])
-        self._evaluated_at = step
         if self._best and self._best.follow(step, self._report.results):
             self._best.keep()
             self._report.save_best(step, self._checkpoint)
+        return self._report.results
+
+    def _overdue(self, evaluation: outer.Periodic) -> dict[str, float]:
+        """Return the newest results, after an evaluation that a stop came before."""
+        first, done = self._first, {self._report.evaluated_at, self._best.evaluated_at if self._best else -1}
+        if 0 < first < self._context.total_steps and evaluation.due(first) and first not in done:
+            self._evaluate(first)
         return self._report.results
 
     def _follow_evaluation(self, step: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -66,8 +67,20 @@ def of(config: TrainConfig, feature_shape: Named, num_outputs: Named) -> keras.M
             f"--model {config.model!r}: {type(model).__name__} has a train_step of its own, which --loop custom would "
             "not call; use --loop fit"
         )
+    if config.loop == "fit":
+        _check_compile(config.model, model)
     freeze(model, config.freeze)
     return model
+
+
+def _check_compile(name: str, model: keras.Model) -> None:
+    try:
+        inspect.signature(model.compile).bind(None, loss=None, loss_weights=None, metrics=None, jit_compile=False)
+    except TypeError as error:
+        raise UsageError(
+            f"--model {name!r}: --loop fit calls compile(optimizer, loss=, loss_weights=, metrics=, jit_compile=), and "
+            f"that of {type(model).__name__} does not take them ({error}); call fit in a script of your own, --script"
+        ) from None
 
 
 def freeze(model: keras.Model, names: str) -> None:

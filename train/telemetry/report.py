@@ -79,6 +79,8 @@ class Report:
         self._train_seconds = 0.0
         self._timed_steps = 0
         self.results: dict[str, float] = {}
+        self.evaluated_at = -1
+        """After how many steps the model gave these results."""
         self._shown: tuple[np.ndarray, np.ndarray] | None = None
         self._events_shown = 0
         run, name = context.run, context.task.name
@@ -98,8 +100,7 @@ class Report:
     def steps(
         self,
         first: int,
-        losses: np.ndarray,
-        scores: np.ndarray,
+        values: Mapping[str, np.ndarray],
         seconds: float,
         *,
         compiled: bool,
@@ -109,11 +110,12 @@ class Report:
 
         Args:
             first: steps done before them.
-            losses, scores: `[S] float32`, of each of them.
+            values: `[S] float32` each: the loss and whatever else was computed in each of them, by name.
             seconds: what they took.
             compiled: whether that holds the tracing and compiling of the step.
             times: what each of them took, or a sample of them.
         """
+        losses = values["loss"]
         step = first + len(losses)
         self.done(step)
         rate = None
@@ -130,17 +132,12 @@ class Report:
             rate = len(losses) * self._config.global_batch / seconds
             self._report_timing(len(losses), seconds, times)
         self._heartbeat.update(step=step, loss=float(losses[-1]), examples_per_s=rate)
-        score_name, total = self._context.objective.score_name, self._context.total_steps
+        total = self._context.total_steps
         scale = {} if self._loss_scale is None else self._loss_scale.metrics()
         for at in range(first + 1, step + 1):
             if at % self._config.log_every == 0 or at == total:
-                values = {
-                    "loss": float(losses[at - first - 1]),
-                    score_name: float(scores[at - first - 1]),
-                    "examples_per_s": rate,
-                    **scale,
-                }
-                self.metrics.log(at, self._epoch(at), total, values)
+                of_step = {name: float(values_S[at - first - 1]) for name, values_S in values.items()}
+                self.metrics.log(at, self._epoch(at), total, {**of_step, "examples_per_s": rate, **scale})
 
     def save(self, step: int, checkpoint: Checkpoint, timer: SaveTimer) -> None:
         """Save a checkpoint, and report what the training waited for it: the checkpoint itself reports its end."""
@@ -171,7 +168,7 @@ class Report:
 
     def _evaluated(self, step: int, results: dict[str, float]) -> None:
         """Report the results."""
-        self.results = results
+        self.results, self.evaluated_at = results, step
         if self._context.chief:
             self.metrics.log(step, self._epoch(step), self._context.total_steps, dict(results))
         self._show_events(step)
@@ -249,7 +246,7 @@ class Report:
             "steps": step,
             "epochs": round(self._epoch(step), 4),
             "examples_per_s": rate and round(rate, 1),
-            "metrics": self.results,
+            "metrics": self.results if self.evaluated_at == step else {},  # not those of an earlier step
             "weights_sha256": weights_sha256,
         }
 

@@ -137,6 +137,38 @@ def averages(strategy: tf.distribute.Strategy) -> list[Any]:
     return layer.moving_mean.numpy().tolist()
 
 
+class Autoencoder(keras.Model):
+    """As keras.io's VAE: two models and a `train_step`, no `call`."""
+
+    def __init__(self, *, built: bool = True) -> None:
+        super().__init__()
+        keras.utils.set_random_seed(3)
+        inputs = [keras.Input((FEATURES,))] if built else []
+        self.encoder = keras.Sequential([*inputs, keras.layers.Dense(2)])
+        self.decoder = keras.Sequential([keras.Input((2,)), keras.layers.Dense(FEATURES)])
+        self.tracker = keras.metrics.Sum(name="loss")
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((self.decoder(self.encoder(data)) - data) ** 2) / BATCH
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
+
+
+def without_call(scope: Callable[[], Any], *, built: bool = True) -> Any:
+    """Return the weights of a model without `call` after a training, or how that fails."""
+    with scope():
+        model = Autoencoder(built=built)
+        model.compile(keras.optimizers.SGD(0.05))
+    try:
+        model.fit(tf.data.Dataset.from_tensor_slices(X).batch(BATCH), epochs=2, verbose=0)
+    except ValueError as error:
+        return str(error)
+    return weights(model)
+
+
 def main(result: Path) -> None:
     """Measure."""
     several = "TF_CONFIG" in os.environ
@@ -157,9 +189,11 @@ def main(result: Path) -> None:
     }
     with scope():
         model = new_model()
+    found["without_call"] = without_call(scope)
     found["evaluate"] = model.evaluate(data(), verbose=0)
     found["predict"] = model.predict(tf.data.Dataset.from_tensor_slices(X).batch(BATCH), verbose=0).tolist()
     if several:
+        found["unbuilt"] = without_call(scope, built=False)
         found |= {"drawn": drawn(strategy), "averages": averages(strategy)}
     result.write_text(json.dumps(found))
 

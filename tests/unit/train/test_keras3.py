@@ -92,6 +92,14 @@ def test_several_steps_of_one_execution_must_be_the_same_steps(found: list[dict[
         assert task["sample_weights"] == task["execution"]
 
 
+def test_a_model_with_a_train_step_and_no_call_must_train_as_in_one_process(found: list[dict[str, Any]]) -> None:
+    first, second, alone = found
+    assert first["without_call"] == second["without_call"]
+    for weight, expected in zip(first["without_call"], alone["without_call"], strict=True):
+        np.testing.assert_allclose(weight, expected, rtol=1e-5, atol=1e-6)
+    assert "Autoencoder" in first["unbuilt"]
+
+
 def test_evaluation_and_prediction_must_be_those_of_one_process(found: list[dict[str, Any]]) -> None:
     first, second, alone = found
     assert (first["evaluate"], first["predict"]) == (second["evaluate"], second["predict"])

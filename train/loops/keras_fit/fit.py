@@ -51,6 +51,8 @@ class Training:
             model.optimizer = optimizer  # not in Keras's own loss scaling: `train/model/gradients.py` says why
         self._reset_metrics = micro_batches.reset if micro_batches else lambda: None
         self._hooks = callbacks.Hooks(context, state) if state else None
+        if self._hooks:
+            self._report.results, self._report.evaluated_at = self._hooks.results, self._hooks.evaluated_at
 
     def run(self) -> None:
         """Train, and end well."""
@@ -61,7 +63,7 @@ class Training:
         follower.set_model(context.model)  # Keras does so in `fit`, which a training that is done needs not
         self._checkpoint.prepare()
         if self._hooks:
-            self._hooks.begin(self._first, lambda _step: follower.evaluate())
+            self._hooks.begin(self._first, follower.newest)
             follower.ended = self._hooks.enough
         while follower.step < total and not follower.ended:
             count, times = self._next_epochs(follower.step)
@@ -95,11 +97,13 @@ class Training:
         stopped, hooks = follower.stopped, self._hooks
         if follower.saved_at != follower.step and (stopped or not hooks):
             follower.save()
-        if not stopped and follower.evaluated_at != follower.step:
+        if not stopped and self._report.evaluated_at != follower.step:
             follower.evaluate()
         if hooks:
-            hooks.end(follower.step, self._report.results, stopped=stopped)
+            changed = hooks.end(follower.step, self._report.results, stopped=stopped)
             if not stopped:
+                if follower.agree_on(changed):
+                    follower.evaluate()
                 follower.save()  # with what callbacks did at the end, such as to take the best weights
         self._checkpoint.wait()
         self._report.end(follower.step, stopped=stopped)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from tensorflow import keras
 
+from cluster.errors import UsageError
 from cluster.recovery.step_record import StepRecord
 from cluster.spec import Role
 from train.context import TaskContext
@@ -55,9 +57,9 @@ class Follower(keras.callbacks.Callback):
         """Whether training ends before its last step."""
         self.stopped = False
         """Whether that is because the task was requested to stop."""
-        self.saved_at = self.evaluated_at = -1
+        self.saved_at = -1
         self._first = first
-        self._results: list[np.ndarray] = []
+        self._results: list[dict[str, float]] = []
         self._reported_at = self._batch_at = time.perf_counter()
         self._batch_s: list[float] = []
         self._tracer = trace.Tracer(context.run, context.task.name)
@@ -88,17 +90,17 @@ class Follower(keras.callbacks.Callback):
         self._report.done(self.step)
         self._tracer.after(self.step)
         if self._hooks:
-            self._hooks.end_batch(self.step, 1, *self._results[-1].tolist())
+            self._hooks.end_batch(self.step, 1, self._results[-1])
         last = self.step == self._context.total_steps
         if self.step % config.log_every == 0 or last or self.step == self._first + 1:
             self._report_steps()
         if not last:
+            if config.evaluate_every and self.step % config.evaluate_every == 0:
+                self.evaluate()  # before it is saved
             # Where the custom loop returns from an inner call.
             if self.step == self._call_ends:
                 self._follow_signals()
             self._save_by_steps(self.step - 1)
-        if not last and config.evaluate_every and self.step % config.evaluate_every == 0:
-            self.evaluate()
 
     def on_epoch_end(self, _epoch: int, logs: dict[str, float] | None = None) -> None:
         """Evaluate, call the user's callbacks, and save."""
@@ -110,7 +112,7 @@ class Follower(keras.callbacks.Callback):
             self._report.done(self.step)
             self._record_work()
             if self._hooks:
-                self._hooks.add(count, *(count * self._results[-1]).tolist())
+                self._hooks.add(count, {name: count * value for name, value in self._results[-1].items()})
             self._report_steps()
             self._follow_signals()
             self._save_by_steps(before)
@@ -132,20 +134,28 @@ class Follower(keras.callbacks.Callback):
 
     def _any_enough(self) -> bool:
         """Return whether any task's callbacks want training to end; all tasks call it at the same step."""
-        return self._agree(steps.Signals(stop=self._hooks is not None and self._hooks.enough)).stop
+        return self.agree_on(self._hooks is not None and self._hooks.enough)
+
+    def agree_on(self, condition: bool) -> bool:
+        """Return whether the condition holds on any task; all tasks call it at the same step."""
+        return self._agree(steps.Signals(stop=condition)).stop
+
+    def newest(self) -> dict[str, float]:
+        """Return the newest results: with `--evaluate-every` those before the checkpoint, otherwise new ones."""
+        return self._report.results if self._context.config.evaluate_every else self.evaluate()
 
     def save(self) -> None:
         """Save a checkpoint."""
         self._policy.check_scale(self.step)
         if self._hooks:
-            self._hooks.keep()
+            self._hooks.keep(self._report.results, self._report.evaluated_at)
         self._report.save(self.step, self._checkpoint, self._save_timer)
         self.saved_at = self.step
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate on the whole test split; return the results."""
-        self._report.evaluate(self.step, self._evaluation)
-        self.evaluated_at = self.step
+        with self._hooks.evaluating(lambda: self._report.results) if self._hooks else contextlib.nullcontext():
+            self._report.evaluate(self.step, self._evaluation)
         return self._report.results
 
     @property
@@ -178,25 +188,31 @@ class Follower(keras.callbacks.Callback):
         if (every := self._save_steps) and self.step // every > before // every:
             self.save()
 
-    def _add(self, count: int, logs: dict[str, float] | None) -> None:
-        """Note the mean loss and score of the newest steps: of one, except under parameter servers."""
-        assert logs is not None
-        self._results += [np.array([logs["loss"], logs[self._context.objective.score_name]], np.float64)] * count
+    def _add(self, count: int, logs: Mapping[str, Any] | None) -> None:
+        """Note the newest steps' values: of one step, except under parameter servers."""
+        values = {name: float(value) for name, value in (logs or {}).items()}
+        if "loss" not in values:
+            raise UsageError(
+                f"--model {self._context.config.model}: its train_step returned {', '.join(values) or 'nothing'}; "
+                "expected 'loss' among them"
+            )
+        self._results += [values] * count
 
     def _report_steps(self) -> None:
         """Report the steps since the last time."""
         now, count = time.perf_counter(), len(self._results)
-        first, results_S2 = self.step - count, np.array(self._results, np.float32)
+        first = self.step - count
+        names = {name: None for values in self._results for name in values}
+        values = {name: np.array([of.get(name, np.nan) for of in self._results], np.float32) for name in names}
         self._policy.check_scale(self.step)
-        bad = np.flatnonzero(~np.isfinite(results_S2[:, 0]))
+        bad = np.flatnonzero(~np.isfinite(values["loss"]))
         if bad.size:
-            raise outer.not_finite(results_S2[bad[0], 0], first + int(bad[0]) + 1)
+            raise outer.not_finite(values["loss"][bad[0]], first + int(bad[0]) + 1)
         count_s = float(np.sum(self._batch_s)) if self._batch_s else now - self._reported_at
         self._save_timer.stepped(count, count_s, compiled=first == self._first)
         self._report.steps(
             first,
-            results_S2[:, 0],
-            results_S2[:, 1],
+            values,
             now - self._reported_at,
             compiled=first == self._first,
             # Seen from outside the parts of a step are unknown: Keras takes the batch from the iterator inside it.

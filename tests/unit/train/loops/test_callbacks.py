@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import hashlib
 import itertools
+import shutil
 import sys
 import threading
 import types
@@ -43,17 +46,26 @@ CONFIG = TrainConfig(
 )
 
 
+class Log:
+    """What a recorder keeps; without `__dict__`, so that no checkpoint has it and each generation begins its own."""
+
+    __slots__ = ("biases", "calls")
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, dict[str, float]]] = []
+        self.biases: list[float] = []
+
+
 class Recorder(keras.callbacks.Callback):
     """Keeps what it is called with, and the model's bias at that moment."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._calls: list[tuple[str, int, dict[str, float]]] = []  # what is public goes on with the next generation
-        self._biases: list[float] = []
+        self._log = Log()
 
     def record(self, name: str, index: int, logs: dict[str, float] | None) -> None:
-        self._calls.append((name, index, dict(logs or {})))
-        self._biases.append(float(self.model.trainable_variables[-1].numpy()[0]))
+        self._log.calls.append((name, index, dict(logs or {})))
+        self._log.biases.append(float(self.model.trainable_variables[-1].numpy()[0]))
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.record("train begins", -1, logs)
@@ -76,16 +88,16 @@ class Recorder(keras.callbacks.Callback):
     @property
     def biases(self) -> list[float]:
         """The model's bias at each call."""
-        return self._biases
+        return self._log.biases
 
     @property
     def names(self) -> list[tuple[str, int]]:
         """What it was called with, without logs."""
-        return [one[:2] for one in self._calls]
+        return [one[:2] for one in self._log.calls]
 
     def logs(self, name: str) -> list[dict[str, float]]:
         """The logs of one kind of call."""
-        return [logs for called, _, logs in self._calls if called == name]
+        return [logs for called, _, logs in self._log.calls if called == name]
 
 
 @dataclasses.dataclass
@@ -117,6 +129,7 @@ def own_parts(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """The user's module. The loss is the output itself: the bias goes down by the learning rate at every step."""
     module = types.ModuleType("own_parts")
     module.loss = lambda labels, outputs: outputs[:, 0]  # type: ignore[attr-defined]
+    module.stop = threading.Event()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "own_parts", module)
     return module
 
@@ -134,18 +147,26 @@ def train(own_parts: types.ModuleType, make_run: Callable[..., RunFolder], tmp_p
     scratch = data_dir / "scratch"
     arrays.write(scratch, data_dir, CONFIG.dataset, "1", classes=(), splits=splits, source="", source_files={})
 
-    def do(steps: int, *others: keras.callbacks.Callback, callbacks: str = CONFIG.callbacks, **values: Any) -> Trained:
+    def do(
+        steps: int,
+        *others: keras.callbacks.Callback,
+        callbacks: str = CONFIG.callbacks,
+        model: type[keras.Model] = keras.Model,
+        **values: Any,
+    ) -> Trained:
         recorder = Recorder()
         own_parts.callbacks = lambda run, task: [recorder, *others]  # type: ignore[attr-defined]
         config = dataclasses.replace(CONFIG, max_steps=steps, callbacks=callbacks, **values)
         source = sources.find(config, data_dir)
         strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
+        keras.utils.set_random_seed(1)
 
         def new_model() -> keras.Model:
-            return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+            features = keras.Input((2,))
+            return model(features, keras.layers.Dense(1)(features))
 
         with strategy.scope():
-            model = new_model()
+            trained = new_model()
         spec = run.load_cluster()
         context = TaskContext(
             run=run,
@@ -158,10 +179,10 @@ def train(own_parts: types.ModuleType, make_run: Callable[..., RunFolder], tmp_p
                 metrics={"retrieval_at_1": lambda labels, outputs: outputs[:, 0]},
             ),
             strategy=strategy,
-            model=model,
+            model=trained,
             new_model=new_model,
             heartbeat=Heartbeat(run, spec.task("chief"), 0),
-            stop=threading.Event(),
+            stop=own_parts.stop,
         )
         try:
             (fit if config.loop == "fit" else custom).Training(context).run()
@@ -336,6 +357,92 @@ def test_a_restart_changes_nothing_of_what_callbacks_do(
     assert moved[-3] - moved[-4] == pytest.approx(-0.1 * 0.5**2, rel=1e-3)  # by the last batch
 
 
+class Draws(keras.callbacks.Callback):
+    """Changes the rate by random numbers, and keeps what it was called with, in a Counter and a file."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self._random, self.calls, self.file = np.random.default_rng(3), collections.Counter(), file
+        self.seen: list[tuple[int, dict[str, float]]] = []
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.model.optimizer.learning_rate = 0.2
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.calls[batch] += 1
+        self.model.optimizer.learning_rate = 0.1 * self._random.uniform()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.seen.append((epoch, dict(logs)))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.file.write_text(repr((sorted(self.calls.items()), self.seen, logs)))
+
+
+class KillAt(keras.callbacks.Callback):
+    """Ends the process, as it were, at one of its calls, which are counted in each generation."""
+
+    def __init__(self, call: int) -> None:
+        super().__init__()
+        calls = iter(range(1, call))
+
+        def count(*_index: int, logs: Any = None) -> None:
+            if next(calls, None) is None:
+                raise Killed
+
+        if call:
+            for name in ("train_batch_begin", "train_batch_end", "epoch_begin", "epoch_end", "test_begin", "test_end"):
+                setattr(self, f"on_{name}", count)
+
+
+def settled(run: Path, call: int = 0) -> list[keras.callbacks.Callback]:
+    """Return callbacks whose every part of state decides over weights or files; and where to be killed."""
+    counts = {"epochs": 0}
+
+    def count(epoch: int, logs: Any) -> None:
+        counts["epochs"] += 1
+        (run / "epochs").write_text(str(counts["epochs"]))
+
+    return [
+        Draws(run / "draws"),
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.8),
+        keras.callbacks.ReduceLROnPlateau(monitor="val_loss", mode="max", factor=0.5, patience=1, min_lr=0.0),
+        keras.callbacks.CSVLogger(run / "log.csv"),
+        keras.callbacks.ModelCheckpoint(
+            str(run / "{epoch:02d}-{batch:02d}.weights.h5"), save_freq=4, save_weights_only=True
+        ),
+        keras.callbacks.LambdaCallback(on_epoch_end=count),
+        KillAt(call),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("loop", "options", "kills"),
+    [
+        ("custom", {"checkpoint_every": 3, "evaluate_every": 4}, [12, 14]),
+        ("fit", {"checkpoint_every": 2}, [11, 16]),
+    ],
+)
+def test_killed_runs_end_with_the_weights_and_files_of_undisturbed_ones(
+    train: Train, tmp_path: Path, loop: str, options: dict[str, Any], kills: list[int]
+) -> None:
+    options |= {"loop": loop, "steps_per_loop": 1}
+    ends = []
+    for name, calls in (("whole", []), ("killed", kills)):
+        files = tmp_path / name
+        files.mkdir()
+        for call in calls:
+            with pytest.raises(Killed):
+                train(18, *settled(files, call), **options)
+        run = train(18, *settled(files), **options).run
+        written = {file.name: file.read_bytes() for file in files.iterdir() if file.suffix != ".h5"}
+        ends.append((read_json(run.control / "result.json")["weights_sha256"], written, sorted(files.glob("*.h5"))))
+        shutil.rmtree(run.checkpoints)
+        run.checkpoints.mkdir()
+    assert ends[0][:2] == ends[1][:2]
+    assert [file.name for file in ends[0][2]] == [file.name for file in ends[1][2]]
+
+
 @pytest.mark.parametrize("loop", ["custom", "fit"])
 def test_a_training_that_a_callback_ended_is_not_gone_on_with(train: Train, loop: str) -> None:
     """A task that dies after its last checkpoint, before it could say so, starts once more."""
@@ -355,6 +462,53 @@ def test_best_weights_that_are_taken_at_the_end_are_in_the_last_checkpoint(train
     saved = [best.get_tensor(name)[0] for name, shape in best.get_variable_to_shape_map().items() if shape == [1]]
     assert biases["epoch ends", 0] in saved
     assert biases["epoch ends", 1] not in saved
+    first, worse, again = trained.evaluations
+    assert first == again != worse
+    metrics = read_json(trained.run.control / "result.json")["metrics"]
+    assert first["val_loss"] == metrics["eval_loss"]
+
+
+@pytest.mark.parametrize(("loop", "stop_at"), [("custom", 8), ("fit", 7)])
+def test_a_stopped_run_reports_no_metrics_of_an_earlier_step_and_keeps_its_weights(
+    train: Train, own_parts: types.ModuleType, loop: str, stop_at: int
+) -> None:
+    """Step 8 is that of an evaluation, which the stop comes before; the best weights are not taken by a stop."""
+    early = keras.callbacks.EarlyStopping()
+
+    def stop(batch: int, logs: Any) -> None:
+        if int(early.model.optimizer.iterations) == stop_at - (loop == "custom") and own_parts.stops:
+            own_parts.stop.set()
+
+    def parts(*, stops: bool = False) -> list[keras.callbacks.Callback]:
+        nonlocal early
+        own_parts.stops = stops  # type: ignore[attr-defined]
+        own_parts.stop.clear()
+        early = keras.callbacks.EarlyStopping(monitor="val_loss", mode="max", patience=3, restore_best_weights=True)
+        return [
+            early,
+            keras.callbacks.ReduceLROnPlateau(monitor="val_loss", mode="max", patience=1),
+            keras.callbacks.LambdaCallback(on_train_batch_end=stop),
+        ]
+
+    options = {"loop": loop, "evaluate_every": 4, "steps_per_loop": 1}
+    whole = train(18, *parts(), **options)
+    expected, evaluations = read_json(whole.run.control / "result.json"), whole.evaluations
+    for path in whole.run.checkpoints.iterdir():
+        path.unlink()
+    run = train(18, *parts(stops=True), **options).run
+    stopped = read_json(run.control / "result.json")
+    assert (stop_at, {}) == (stopped["steps"], stopped["metrics"])
+    newest = tf.train.load_checkpoint(str(run.checkpoints / f"ckpt-{stop_at}"))
+    names = [name for name, shape in newest.get_variable_to_shape_map().items() if shape in ([2, 1], [1])]
+    digests = {
+        hashlib.sha256(a.tobytes() + b.tobytes()).hexdigest()
+        for a, b in itertools.permutations(map(newest.get_tensor, names), 2)
+    }
+    assert stopped["weights_sha256"] in digests
+    train(18, *parts(), **options)
+    ended = read_json(run.control / "result.json")
+    assert (expected["weights_sha256"], expected["metrics"]) == (ended["weights_sha256"], ended["metrics"])
+    assert evaluations == whole.evaluations
 
 
 def test_other_callbacks_than_those_of_the_checkpoint_begin_anew(
@@ -363,7 +517,7 @@ def test_other_callbacks_than_those_of_the_checkpoint_begin_anew(
     train(7, Count())
     early = keras.callbacks.EarlyStopping(monitor="val_loss", mode="max", patience=1)
     assert EPOCH_ENDS[3] == train(25, early).steps
-    assert "warning: these are not the callbacks of the checkpoint" in capsys.readouterr().out
+    assert "these are not the callbacks of the checkpoint" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -387,6 +541,45 @@ def test_what_is_no_list_of_callbacks_is_refused_in_one_line(
     assert 1 == len(str(refused.value).splitlines())
 
 
+def test_backups_are_left_to_checkpoints(
+    own_parts: types.ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They would restore older weights over those of the checkpoint."""
+    kept = keras.callbacks.TerminateOnNaN()
+    made = [keras.callbacks.BackupAndRestore(tmp_path / "backup"), kept]
+    own_parts.callbacks = lambda run, task: made  # type: ignore[attr-defined]
+    assert [kept] == callbacks.build(_as_far_as_build("own_parts:callbacks"))
+    assert "BackupAndRestore" in capsys.readouterr().out
+
+
+class Measures(keras.Model):
+    """As in Keras's guide: a `train_step` with metrics of the model's own."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        features, labels = data
+        with tf.GradientTape() as tape:
+            outputs = self(features, training=True)
+            loss = tf.reduce_mean(outputs)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss, "largest": tf.reduce_max(tf.abs(labels))}
+
+
+class Nameless(Measures):
+    def train_step(self, data: Any) -> dict[str, Any]:
+        return {"d_loss": super().train_step(data)["loss"]}
+
+
+def test_fit_logs_what_a_train_step_returns(train: Train) -> None:
+    logs = train(5, loop="fit", model=Measures).recorder.logs("epoch ends")[0]
+    assert {"loss", "largest", "val_loss", "val_absolute_error", "val_retrieval_at_1"} == set(logs)
+    assert logs["largest"] > 0
+
+
+def test_a_train_step_without_a_loss_is_refused(train: Train) -> None:
+    with pytest.raises(UsageError, match="d_loss"):
+        train(5, loop="fit", model=Nameless)
+
+
 def test_without_callbacks_there_are_none() -> None:
     assert [] == callbacks.build(_as_far_as_build(""))
 
@@ -397,4 +590,5 @@ def _as_far_as_build(reference: str) -> Any:
         config=TrainConfig(callbacks=reference),
         run=RunFolder(Path("run")),
         task=types.SimpleNamespace(name="chief"),
+        chief=True,
     )

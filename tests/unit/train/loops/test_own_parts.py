@@ -106,6 +106,21 @@ def test_metrics_that_are_none_are_refused(own: ModuleType, made: Any) -> None:
         objectives.of(config(), classifies=True, predicts_text=False)
 
 
+def test_a_compile_that_fit_cannot_call_is_refused(own: ModuleType) -> None:
+    class Generative(keras.Model):
+        def compile(self, d_optimizer: Any, g_optimizer: Any) -> None:
+            super().compile(d_optimizer)
+
+    def generative(shape: tuple[int, ...], outputs: int) -> keras.Model:
+        plain = model(shape, outputs)
+        return Generative(plain.inputs[0], plain.outputs[0])
+
+    vars(own)["model"] = generative
+    with pytest.raises(UsageError, match="Generative"):
+        models.of(config(loop="fit"), (T,), V)
+    assert isinstance(models.of(config(), (T,), V), Generative)
+
+
 def test_a_train_step_that_would_not_be_called_is_refused(own: ModuleType) -> None:
     def stepping(shape: tuple[int, ...], outputs: int) -> keras.Model:
         plain = model(shape, outputs)
