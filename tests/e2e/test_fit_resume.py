@@ -42,7 +42,8 @@ class Kill(keras.callbacks.Callback):
 def undisturbed(run_dir, task, kill=False):
     # No epoch counts as better, so that each but the first lowers the rate.
     lowers = keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=1, factor=0.7, min_delta=100)
-    return [lowers, Kill(kill)]
+    decays = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9)
+    return [lowers, decays, Kill(kill)]
 
 
 def killed_once(run_dir, task):

@@ -37,6 +37,12 @@ def build(context: TaskContext) -> list[keras.callbacks.Callback]:
             f"--callbacks {reference!r} returned {made!r:.120}; expected a list of "
             f"{keras.callbacks.Callback.__module__.partition('.')[0]} callbacks (use `from tensorflow import keras`)"
         )
+    swaps = [one for one in made if isinstance(one, getattr(keras.callbacks, "SwapEMAWeights", ()))]
+    if swaps and context.config.optimizer.ema and context.config.optimizer.ema_evaluate:
+        raise UsageError(
+            f"--callbacks {reference!r} has SwapEMAWeights, and --optimizer.ema evaluates by averages already: add "
+            "--optimizer.ema-evaluate false, or leave one of them out"
+        )
     backups = [one for one in made if type(one) is keras.callbacks.BackupAndRestore]
     if backups and context.chief:
         print(
