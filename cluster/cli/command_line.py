@@ -125,6 +125,15 @@ def _explained(error: OSError) -> str:
     return f"{system_error(error)}; correct that and try again"
 
 
+def answer(question: str) -> str:
+    """Ask on the terminal; return the answer in lower case, `no` at its end (Ctrl-D)."""
+    try:
+        return input(question).strip().lower()
+    except EOFError:
+        print()
+        return "no"
+
+
 def show(value: Any, lines: Callable[[Any], Sequence[str]], *, as_json: bool) -> None:
     """Print a value for programs, or as lines of text."""
     if as_json:

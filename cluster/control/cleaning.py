@@ -1,4 +1,4 @@
-"""`invoke clean`: old runs are deleted, once it was said which and the user agreed; never one in progress."""
+"""`invoke clean`: delete old runs, or one by name, after the user has seen which and agreed; never one in progress."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.errors import ClusterError, UsageError
+from cluster import spec
+from cluster.errors import ClusterError, UsageError, nearest
 from cluster.launch.teardown import in_progress
+from cluster.messages import short_path
 from cluster.run import claim
 from cluster.run.folder import RunFolder
 
@@ -37,22 +39,44 @@ def parse_age(text: str) -> float:
 
 
 def find(runs_dir: Path, older_s: float) -> list[Old]:
-    """Return the runs that nothing has been written to for so long, and that are not in progress; the oldest first."""
+    """Return the runs that ended so long ago, and that are not in progress; the oldest first."""
     found = []
     for path in runs_dir.iterdir() if runs_dir.is_dir() else ():
-        if path.is_symlink() or path.name.startswith("."):
-            continue  # what a link leads to is not ours to delete
         run = RunFolder(path)
-        if claim.held(run) if run.incomplete else not run.cluster.exists():
+        if path.name.startswith(".") or not _is_run(run):
             continue
-        ended = _last_written(run)
+        ended = _ended(run)
         if time.time() - ended >= older_s and not in_progress(run):
             found.append(Old(run, ended))
     return sorted(found, key=lambda old: old.ended)
 
 
-def _last_written(run: RunFolder) -> float:
-    """Return when a run last did something, by the files that each of its commands and tasks writes."""
+def named(runs_dir: Path, name: str) -> Old:
+    """Return the run of this name.
+
+    Raises:
+        UsageError: there is none, or it is in progress.
+    """
+    run = RunFolder(runs_dir / spec.check_run_name(name))
+    if not _is_run(run):
+        known = [path.parent.name for path in runs_dir.glob("*/cluster.json")]
+        raise UsageError(f"there is no run {name!r} in {short_path(runs_dir)}{nearest(name, known) if known else ''}")
+    if in_progress(run):
+        raise UsageError(f"run {name!r} is in progress; `invoke down {name}` before it is deleted")
+    return Old(run, _ended(run))
+
+
+def _is_run(run: RunFolder) -> bool:
+    """Return whether a folder is a run, or what a killed command left of one."""
+    if run.path.is_symlink():
+        return False  # what a link leads to is not ours to delete
+    return not claim.held(run) if run.incomplete else run.cluster.exists()
+
+
+def _ended(run: RunFolder) -> float:
+    """Return when a run ended, or else last did something, by the files that its commands and tasks write."""
+    if run.summary.exists():  # a report or an export of a later day does not make it younger
+        return float((run.outcome or {}).get("time", run.summary.lstat().st_mtime))
     paths = [run.path, run.summary, run.events_log, run.cluster, run.control, *(run.path / "status").glob("*.json")]
     return max((path.lstat().st_mtime for path in paths if path.exists()), default=0.0)
 

@@ -6,7 +6,7 @@ import sys
 import time
 
 from cluster.checks import environment
-from cluster.cli.command_line import JSON_HELP, show, task
+from cluster.cli.command_line import JSON_HELP, answer, show, task
 from cluster.control import cleaning
 from cluster.errors import RunFailed, UsageError
 from cluster.launch import folders
@@ -22,14 +22,17 @@ def env(c, json=False):
 
 
 @task(
-    older="only runs that ended longer ago than this, such as 7d, 12h or 2w (default: none, it must be given)",
+    "run",
+    run="run to delete, however old it is (default: those of --older)",
+    older="only runs that ended longer ago than this, such as 7d, 12h or 2w (default: none, a run must be named)",
     yes="delete without asking (default: no)",
 )
-def clean(c, older="", yes=False):
-    """Delete old runs: says which and how large they are, asks, and never touches a run in progress."""
-    if not older:
-        raise UsageError("--older is missing: say how old, such as invoke clean --older 7d")
-    found = cleaning.find(folders.runs_dir(), cleaning.parse_age(older))
+def clean(c, run=None, older="", yes=False):
+    """Delete a run, or all old runs: prints which and how large they are, asks, and never touches a run in progress."""
+    if bool(run) == bool(older):
+        raise UsageError("name a run, or say how old: invoke clean RUN, or invoke clean --older 7d")
+    runs_dir = folders.runs_dir()
+    found = [cleaning.named(runs_dir, run)] if run else cleaning.find(runs_dir, cleaning.parse_age(older))
     if not found:
         print(f"no run has ended longer ago than {older}")
         return
@@ -39,7 +42,8 @@ def clean(c, older="", yes=False):
     print("\n".join(columns(zip(names, ages, map(size, sizes), strict=True), right=(1, 2))))
     question = f"delete {counted(len(found), 'run')} with checkpoints and logs, {size(sum(sizes))}? [y/N] "
     if not yes and not _agreed(question):
-        raise UsageError("nothing was deleted; answer y, or add --yes")
+        print("nothing was deleted")
+        return
     if left := cleaning.delete_all(found):
         raise RunFailed(f"{counted(len(left), 'run')} could not be deleted: {'; '.join(left)}")
     print(f"deleted {counted(len(found), 'run')}")
@@ -48,4 +52,4 @@ def clean(c, older="", yes=False):
 def _agreed(question: str) -> bool:
     if not sys.stdin.isatty():
         raise UsageError("clean asks before it deletes, and there is no terminal to ask on; add --yes")
-    return input(question).strip().lower() in ("y", "yes")
+    return answer(question) in ("y", "yes")

@@ -8,7 +8,7 @@ import sys
 from invoke import Exit
 
 from cluster.checks import environment
-from cluster.cli.command_line import task
+from cluster.cli.command_line import answer, task
 from cluster.control import tour as touring
 from cluster.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from cluster.launch import folders
@@ -47,4 +47,4 @@ def tour(c, yes=False, write=False):
 
 
 def _agreed() -> bool:
-    return input("press Enter to run it, q to stop: ").strip().lower() not in ("q", "quit", "n", "no")
+    return answer("press Enter to run it, q to stop: ") not in ("q", "quit", "n", "no")

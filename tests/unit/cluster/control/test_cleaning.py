@@ -76,17 +76,60 @@ def test_nothing_goes_without_being_agreed_to(old: MakeRun, monkeypatch: pytest.
     assert EXIT_USAGE == clean(older="7d")
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda question: "no")
-    assert EXIT_USAGE == clean(older="7d")
+    assert 0 == clean(older="7d")
+
+    def end(question: str) -> str:
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", end)
+    assert 0 == clean(older="7d")
     assert run.path.exists()
     monkeypatch.setattr("builtins.input", lambda question: "y")
     assert 0 == clean(older="7d")
     assert not run.path.exists()
 
 
-def test_an_age_must_be_given(old: MakeRun) -> None:
+@pytest.mark.parametrize("requested", [{}, {"run": "one", "older": "7d"}])
+def test_either_a_run_or_an_age_must_be_given(old: MakeRun, requested: dict[str, str]) -> None:
     run = old("one")
-    assert EXIT_USAGE == clean(yes=True)
+    assert EXIT_USAGE == clean(**requested, yes=True)
     assert run.path.exists()
+
+
+def test_one_run_is_deleted_by_its_name(old: MakeRun) -> None:
+    gone, stays = old("gone", days=0), old("stays")
+    assert 0 == clean(run="gone", yes=True)
+    assert (False, True) == (gone.path.exists(), stays.path.exists())
+
+
+@pytest.mark.parametrize("name", ["absent", "own", "linked", "../elsewhere", ".current"])
+def test_what_is_no_run_is_not_deleted_by_name(old: MakeRun, tmp_path: Path, name: str) -> None:
+    runs_dir = old("one").path.parent
+    (runs_dir / "own").mkdir()
+    (runs_dir / "own" / "file").touch()
+    (runs_dir / ".current").touch()
+    (runs_dir / "one").rename(elsewhere := tmp_path / "elsewhere")
+    (runs_dir / "linked").symlink_to(elsewhere)
+    assert EXIT_USAGE == clean(run=name, yes=True)
+    assert (elsewhere / "cluster.json").exists()
+    assert (runs_dir / "own").exists()
+
+
+def test_a_run_in_progress_is_not_deleted_by_name(old: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = old("one")
+    monkeypatch.setattr(cleaning, "in_progress", lambda run: True)
+    assert EXIT_USAGE == clean(run="one", yes=True)
+    assert run.path.exists()
+
+
+def test_age_counts_from_the_end_of_the_run(old: MakeRun) -> None:
+    reported, copied, young = old("reported"), old("copied"), old("young", days=1)
+    (reported.path / "report.html").touch()
+    write_json(copied.control / "outcome.json", {"state": "succeeded", "time": time.time() - 10 * 86400})
+    copied.summary.touch()
+    write_json(young.control / "outcome.json", {"state": "succeeded", "time": time.time() - 86400})
+    assert 0 == clean(older="7d", yes=True)
+    assert [False, False, True] == [run.path.exists() for run in (reported, copied, young)]
 
 
 def test_a_run_in_progress_stays(old: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
