@@ -13,7 +13,7 @@ that its imports run during the rendezvous of the agents. The program waits at i
 
 Agents share the run folder, which is the record, and tell each other what is new there (cluster/gang), so this works
 under any engine that restarts a task whose agent dies.
-The agent itself exits with 0 once the outcome is recorded: with any other code the engine would start it again.
+The agent exits with 0 once the outcome is recorded: with any other code the engine would start it again.
 """
 
 from __future__ import annotations
@@ -38,12 +38,11 @@ from cluster.gang import joining
 from cluster.gang.board import Board
 from cluster.recovery import attempts, ends, standby_cluster
 from cluster.recovery.attempts import OUTSIDE, OWN
-from cluster.run.folder import REQUEUE, TASK_LOST
 from cluster.run.heartbeat import Heartbeat
 from cluster.spec import Role, Task
 from cluster.system import fork_server, quiet
 from cluster.system.json_files import write_json
-from cluster.system.processes import as_exit_code, identity, is_stopped
+from cluster.system.processes import as_exit_code, identity
 
 GRACE_S = 40.0
 """Seconds that a program gets to save and end by itself. The engine's own grace period is longer."""
@@ -78,6 +77,8 @@ class Agent(Decisions):
         """The generation of the previous attempt."""
         self._formed = False
         """Whether the program has formed its cluster already, as a standby process."""
+        self._stopped: Finding | None = None
+        """A program that a signal had stopped before it was let through its gate."""
 
     def main(self) -> int:
         """Make one attempt after the other until the run has an outcome."""
@@ -227,8 +228,8 @@ class Agent(Decisions):
             self.run.event(self.task.name, "cluster complete", generation=generation)
             return True
         waiting: ports.Waiting = {
-            "timeout_s": self.members.patience_s(self.rendezvous_timeout_s),
-            "abandon": lambda: self._is_over(generation) or self.run.stop_requested or program.ended,
+            "timeout_s": self.rendezvous_timeout_s,
+            "abandon": lambda: self._is_over(generation) or self.run.stop_requested or self._has_failed(program),
             "report": lambda obstacle: heartbeat.update(obstacle=obstacle),
         }
         try:
@@ -238,14 +239,19 @@ class Agent(Decisions):
                 # still be in use while the kernel frees the memory of its previous program.
                 ports.listen(self._listener, **waiting).close()
                 return True
-            token = joining.generation_token(self.run, generation)
-            explain = partial(explain_missing, self.run)
             come, absent = partial(self.run.come, generation), partial(self.run.absent, generation)
-            hub = rendezvous.Hub(lambda: self.run.gathers, come, absent)
-            # A task that restarts alone may have been killed after others had met it, and one whose connection to the
-            # hub broke may not have heard that all were there: they do not wait for it again.
-            passed = partial(self._passed_rendezvous, generation)
-            rendezvous.wait(self.spec, self._listener, hub, token=token, passed=passed, explain=explain, **waiting)
+            rendezvous.wait(
+                self.spec,
+                self._listener,
+                rendezvous.Hub(lambda: self.run.gathers, come, absent),
+                token=joining.generation_token(self.run, generation),
+                # A task that restarts alone may have been killed after the others had met it, and one that lost its
+                # connection to the hub may not know that all have come: the others do not wait for it again.
+                passed=partial(self._passed_rendezvous, generation),
+                explain=partial(explain_missing, self.run),
+                patience=partial(self.members.patience_s, self.rendezvous_timeout_s),
+                **waiting,
+            )
         except ports.Abandoned:
             if not self._is_over(generation):
                 self._act_on_early_end(program, generation)
@@ -255,17 +261,6 @@ class Agent(Decisions):
             return False
         self.run.event(self.task.name, "cluster complete", generation=generation)
         return True
-
-    def _act_on_missing(self, error: ClusterError, generation: int) -> None:
-        """Act on a rendezvous that tasks missed, or that this task could not hold."""
-        missing = error.missing if isinstance(error, rendezvous.Incomplete) else ()
-        if missing and self.members.go_on_without(self.recovery, generation, missing, self.rendezvous_timeout_s):
-            return
-        if missing and self.members.are_queued_again(generation):
-            self.run.request_stop(TASK_LOST, then=REQUEUE)
-            self.run.end("stopped", task=self.task.name)
-        else:
-            self.run.end("failed", task=self.task.name, exit_code=error.exit_code, error=str(error))
 
     @property
     def _listener(self) -> Task:
@@ -277,22 +272,19 @@ class Agent(Decisions):
             return dataclasses.replace(self.task, host="0.0.0.0")  # noqa: S104
         return self.task
 
-    @property
-    def _on_two_networks(self) -> bool:
-        """Whether this task, as a container, is on another network besides its cluster's."""
-        return "DEBUGPY_LISTEN" in os.environ
-
-    def _passed_rendezvous(self, generation: int) -> frozenset[str]:
-        """Return the tasks of which an attempt has passed the rendezvous of this generation."""
-        complete = ("cluster complete", generation)
-        return frozenset(e["task"] for e in self.run.events() if (e["event"], e["generation"]) == complete)
-
     def _act_on_early_end(self, program: Program, generation: int) -> None:
         """Act on a stop request or the program's end before it started to train, when there is nothing to save."""
         if self.run.stop_requested:
             self.run.end("stopped", task=self.task.name)
+        elif self._stopped:
+            self._act_on_finding(self._stopped, program, generation)
         else:
             self._act_on_exit(program, generation)
+
+    def _has_failed(self, program: Program) -> bool:
+        """Whether the program has ended, or a signal keeps it stopped."""
+        self._stopped = None if program.ended else self._watchdog.stopped(program.stopped_s)
+        return program.ended or self._stopped is not None
 
     def _let_start(self, program: Program, heartbeat: Heartbeat, variables: dict[str, str]) -> None:
         """Let the program join the cluster. Once its imports are done, the program writes the heartbeat itself."""
@@ -301,11 +293,17 @@ class Agent(Decisions):
             variables = {name: value for name, value in variables.items() if name != "TF_CONFIG"}  # it has another one
         elif self.task in self.spec.members:
             generation = int(variables["GENERATION"])
-            ports.await_servers(
-                self.spec.calls_first(self.task),
-                timeout_s=SERVERS_S,
-                abandon=lambda: self._is_over(generation) or self.run.stop_requested or program.ended,
-            )
+            watchdog = Watchdog(self.run, self.spec, self.task, generation)
+            findings: list[Finding] = []
+
+            def abandon() -> bool:
+                findings.extend(filter(None, [watchdog.examine(program.stopped_s)]))
+                return bool(findings) or self._is_over(generation) or self.run.stop_requested or program.ended
+
+            ports.await_servers(self.spec.calls_first(self.task), timeout_s=SERVERS_S, abandon=abandon)
+            if findings:
+                self._act_on_finding(findings[0], program, generation)
+                return
         program.open_gate(variables)
 
     def _grace_s(self) -> float:
@@ -321,7 +319,7 @@ class Agent(Decisions):
         while not self._is_over(generation):
             if watchdog.hang_reported:
                 program.show_stacks()
-            if finding := watchdog.examine():
+            if finding := watchdog.examine(program.stopped_s):
                 return self._act_on_finding(finding, program, generation)
             self.members.take_in_returned(self.recovery, generation)
             if self.run.stop_requested and not self.serves and self.task.role != Role.EVALUATOR:
@@ -356,8 +354,11 @@ class Agent(Decisions):
 
     def _act_on_finding(self, finding: Finding, program: Program, generation: int) -> None:
         """Apply the failure policy to a task that is alive but does nothing."""
-        stopped = finding.kind == "frozen" and is_stopped(program.pid)
-        kind = OUTSIDE if finding.kind == "silent" or stopped else OWN
+        if finding.kind == "silent":
+            self._act_on_silence(finding, generation)
+            return
+        stopped = finding.stopped or (finding.kind == "frozen" and program.is_stopped)
+        kind = OUTSIDE if stopped else OWN
         cause = f"{finding.cause}, stopped by a signal" if stopped else finding.cause
         self.run.event(finding.task, finding.kind, step=self.run.newest_step, cause=cause)
         end = self.recovery.end(generation, kind, cause, task=finding.task, at=time.time() - FROZEN_S)
@@ -368,10 +369,8 @@ class Agent(Decisions):
         if self.restarts_alone and finding.task == self.task.name:
             program.end(0.0)
             self._restart_alone(end)
-        elif self.run.stop_requested:
-            self.run.end("stopped", task=finding.task)  # it cannot save any more; the newest checkpoint stays
         else:
-            self.recovery.restart_gang(generation, end)
+            self._restart_for(end, generation)
 
     def _request_end(self, program: Program) -> None:
         """Ask the program to save and end; called repeatedly until it has."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 
+from cluster.agent import rendezvous
 from cluster.agent.diagnosis import MemoryKills, describe
 from cluster.agent.members import Members
 from cluster.agent.program import Program
 from cluster.agent.standby import Standby
-from cluster.agent.watchdog import SILENT_S, Watchdog
-from cluster.errors import EXIT_PEER_LOST
+from cluster.agent.watchdog import SILENT_S, Finding, Watchdog
+from cluster.errors import EXIT_PEER_LOST, ClusterError
 from cluster.gang.board import Board
 from cluster.recovery import ends
 from cluster.recovery.attempts import LOST_CONTACT, OUTSIDE
@@ -18,6 +20,7 @@ from cluster.recovery.ends import End
 from cluster.recovery.policy import Recovery
 from cluster.results import summary
 from cluster.run import membership
+from cluster.run.folder import REQUEUE, TASK_LOST
 from cluster.run.heartbeat import Heartbeat
 from cluster.run.membership import LEFT_OUT
 from cluster.spec import Role
@@ -38,6 +41,7 @@ class Decisions:
     """The decisions of one task's agent. `Agent` notices what they are about."""
 
     standby: Standby
+    rendezvous_timeout_s: float
 
     def __init__(self, run: Board, task_name: str) -> None:
         self.run = run
@@ -61,6 +65,11 @@ class Decisions:
         self.recovery = Recovery(self.run, self.spec, self.task)
 
     @property
+    def _on_two_networks(self) -> bool:
+        """Whether this task, as a container, is on another network besides its cluster's."""
+        return "DEBUGPY_LISTEN" in os.environ
+
+    @property
     def _state(self) -> str:
         """The state in this task's newest heartbeat."""
         beat = self.run.heartbeat(self.task.name)
@@ -79,6 +88,23 @@ class Decisions:
         deadline = time.monotonic() + timeout_s
         while not self._is_over(generation) and time.monotonic() < deadline:
             time.sleep(POLL_S)
+
+    def _act_on_missing(self, error: ClusterError, generation: int) -> None:
+        """Act on a rendezvous that tasks missed, or that this task could not hold."""
+        missing = error.missing if isinstance(error, rendezvous.Incomplete) else ()
+        if missing and self.members.go_on_without(self.recovery, generation, missing, self.rendezvous_timeout_s):
+            return
+        if missing and self.members.are_queued_again(generation):
+            self.run.request_stop(TASK_LOST, then=REQUEUE)
+            self.run.end("stopped", task=self.task.name)
+        else:
+            name = min(missing, default=self.task.name)
+            self.run.end("failed", task=name, exit_code=error.exit_code, error=str(error))
+
+    def _passed_rendezvous(self, generation: int) -> frozenset[str]:
+        """Return the tasks of which an attempt has passed the rendezvous of this generation."""
+        complete = ("cluster complete", generation)
+        return frozenset(e["task"] for e in self.run.events() if (e["event"], e["generation"]) == complete)
 
     def _end_of(self, program: Program, code: int, generation: int) -> End:
         """Return the record of the program's end."""
@@ -138,16 +164,49 @@ class Decisions:
         return self._is_over(generation)
 
     def _await_outcome(self, generation: int) -> None:
-        """Wait for the outcome of a run whose work is done; the chief's agent records it."""
-        if self.task.role != Role.CHIEF:
-            return self._wait_until_over(generation)
+        """Wait for the outcome of a run whose work is done.
+
+        The chief's agent records it; if that agent stands still, another one does.
+        """
+        if self.task.role != Role.CHIEF and not self._must_act_for_chief(generation):
+            return
         stopped = self._state == "stopped"
         if stopped and self.run.stop_withdrawn(generation):
             left_out = sorted(membership.left_out(self.run, generation))
             self.run.begin_generation(generation + 1, resumed=True, **({LEFT_OUT: left_out} if left_out else {}))
         else:
             self.run.end("stopped" if stopped else "succeeded", task=self.task.name)
-        return None
+
+    def _must_act_for_chief(self, generation: int) -> bool:
+        """Wait until the generation is over; return true if the chief's work is done and its agent records nothing.
+
+        A task that becomes silent meanwhile had not finished its work: every task starts again.
+        """
+        watchdog = self._watchdog = Watchdog(self.run, self.spec, self.task, generation)
+        looks = 0
+        while not self._is_over(generation):
+            if finding := watchdog.examine():
+                self._act_on_silence(finding, generation)
+            chief = self.run.heartbeat(Role.CHIEF.value)
+            done = chief is not None and (chief["state"], chief["generation"]) == (self._state, generation)
+            looks = looks + 1 if done else 0
+            if looks * POLL_S > SILENT_S:
+                return True
+            time.sleep(POLL_S)
+        return False
+
+    def _act_on_silence(self, finding: Finding, generation: int) -> None:
+        """Apply the failure policy to another task that gives no sign of life."""
+        self.run.event(finding.task, finding.kind, step=self.run.newest_step, cause=finding.cause)
+        at = time.time() - SILENT_S
+        self._restart_for(self.recovery.end(generation, OUTSIDE, finding.cause, task=finding.task, at=at), generation)
+
+    def _restart_for(self, end: End, generation: int) -> None:
+        """Start every task again, or end a run that is to stop: it cannot save any more."""
+        if self.run.stop_requested:
+            self.run.end("stopped", task=end.task)
+        else:
+            self.recovery.restart_gang(generation, end)
 
     def _finish(self) -> None:
         """Write the last heartbeat; the chief's agent also writes the summary, unless the run continues elsewhere."""

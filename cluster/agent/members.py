@@ -58,9 +58,12 @@ class Members:
         """Whether this agent's task belongs to a generation."""
         return self._task.name not in membership.left_out(self._run, generation)
 
-    def patience_s(self, timeout_s: float) -> float:
-        """Return how long to wait at the rendezvous: tasks that do not decide wait for the chief's agent's decision."""
-        if self._elasticity is None or self._decides:
+    def patience_s(self, timeout_s: float, missing: Collection[str]) -> float:
+        """Return how long to wait at the rendezvous for the missing tasks.
+
+        Where the chief's agent decides whether the run needs them, the others wait for its decision.
+        """
+        if self._elasticity is None or self._decides or Role.CHIEF.value in missing:
             return timeout_s
         return 2 * timeout_s + DECISION_S  # the chief may have come as late as it could
 

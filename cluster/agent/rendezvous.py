@@ -86,6 +86,14 @@ class Attendance:
         """Return what is known of the others at the beginning."""
         return cls(token, dict.fromkeys(others, "not tried yet"), set(others), frozenset(others))
 
+    @property
+    def absent(self) -> frozenset[str]:
+        """The tasks to wait for.
+
+        While some do not answer, a task that answers is not absent: it may not greet others before it has met those.
+        """
+        return frozenset(self.missing) or frozenset(self.unconfirmed)
+
     def met(self, names: Collection[str]) -> None:
         """Note that these need not be met any more."""
         for name in names:
@@ -126,6 +134,7 @@ def wait(
     passed: Callable[[], Collection[str]] = tuple,
     explain: Callable[[str], str] = lambda name: "",
     report: Callable[[str], None] = lambda obstacle: None,
+    patience: Callable[[Collection[str]], float] | None = None,
 ) -> None:
     """Return once all members of the cluster answer each other.
 
@@ -139,6 +148,7 @@ def wait(
         passed: returns the tasks that need not answer any more, since they have met an earlier attempt of this one.
         explain: returns what else is known about a missing task, such as its exit code and last line.
         report: called with what keeps this task from listening, and with an empty string once nothing does.
+        patience: returns how many seconds to wait for these tasks; without it, `timeout_s`.
 
     Raises:
         PortTaken: another program used this task's port all the time.
@@ -152,7 +162,6 @@ def wait(
     rendezvous = Attendance.of(token, [other.name for other in others])
     began = asked = time.monotonic()
     asked -= PASSED_S
-    deadline = began + timeout_s
     listener = listen(task, timeout_s=timeout_s, abandon=abandon, report=report)
     answering = _Answering(listener, task, token, rendezvous.unconfirmed)
     first = greeted_first(spec, task)
@@ -160,16 +169,17 @@ def wait(
     poll_s = POLL_S * max(1.0, len(others) / AT_ONCE)
     greeters = Greeters(task, {other.name: other for other in others}, rendezvous, 5 * poll_s)
     try:
-        while rendezvous.missing or rendezvous.unconfirmed:
+        while rendezvous.absent:
             greeters.greet(rendezvous.gather(hub, first, time.monotonic() - began, timeout_s))
             if (now := time.monotonic()) - asked >= PASSED_S:
                 asked = now
                 rendezvous.met(passed())
             if abandon():
                 raise Abandoned("the rendezvous was abandoned")
-            missing = {*rendezvous.missing, *rendezvous.unconfirmed}
-            if missing and time.monotonic() > deadline:  # the last of them may have answered meanwhile
-                raise Incomplete(_describe_missing(rendezvous, timeout_s, explain), missing)
+            absent = rendezvous.absent  # the last of them may have answered meanwhile
+            limit_s = patience(absent) if patience else timeout_s
+            if absent and time.monotonic() - began > limit_s:
+                raise Incomplete(_describe_missing(rendezvous, absent, limit_s, explain), absent)
             time.sleep(poll_s)
         hub.come()  # the last may have been met by greetings, and others still wait to hear of this task from the hub
     finally:
@@ -214,12 +224,14 @@ def reaches(task: Task, other: Task, token: str, timeout_s: float) -> bool:
     return not _greeting(task, other, token, timeout_s)
 
 
-def _describe_missing(rendezvous: Attendance, timeout_s: float, explain: Callable[[str], str]) -> str:
+def _describe_missing(
+    rendezvous: Attendance, absent: Collection[str], limit_s: float, explain: Callable[[str], str]
+) -> str:
     missing = []
-    for name in sorted({*rendezvous.missing, *rendezvous.unconfirmed}):
+    for name in sorted(absent):
         reason = rendezvous.missing.get(name, "answers, but cannot reach this task")
         missing.append(f"{name} ({'; '.join(filter(None, [reason, explain(name)]))})")
-    return f"the cluster was not complete after {timeout_s:g} s: missing {', '.join(missing)}"
+    return f"the cluster was not complete after {limit_s:g} s: missing {', '.join(missing)}"
 
 
 class _Answering(Server):

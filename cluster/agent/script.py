@@ -22,6 +22,7 @@ from cluster.agent import tmpdir
 from cluster.agent.agent import Agent
 from cluster.agent.decisions import PEER_LOST_PATIENCE_S
 from cluster.agent.program import Program, Script
+from cluster.agent.watchdog import Watchdog
 from cluster.errors import EXIT_FAILED
 from cluster.paths import ROOT
 from cluster.recovery import ends
@@ -116,15 +117,17 @@ class ScriptAgent(Agent):
 
     def _await_outcome(self, generation: int) -> None:
         """Wait until every script that trains has ended with 0; the chief's agent records it."""
-        if self.task.role != Role.CHIEF:
-            self._wait_until_over(generation)
+        if self.task.role != Role.CHIEF and not self._must_act_for_chief(generation):
             return
+        watchdog = Watchdog(self.run, self.spec, self.task, generation)
         training = {task.name for task in self.spec.tasks if not self.spec.serves(task)}
         while not self._is_over(generation):
             beats = self.run.heartbeats().values()
             done = {b["task"] for b in beats if (b["state"], b["generation"]) == ("done", generation)}
             if training <= done:
                 self.run.end("stopped" if self.run.stop_requested else "succeeded", task=self.task.name)
+            elif finding := watchdog.examine():
+                self._act_on_silence(finding, generation)
             else:
                 time.sleep(OTHERS_POLL_S)
 

@@ -97,7 +97,7 @@ class Standby:
         self._training_since = None
         self._set_kill_score(0)
         program, self._program = self._program, None
-        if program and (program.ended or self._in_cluster != in_cluster):
+        if program and (program.ended or program.is_stopped or self._in_cluster != in_cluster):
             program.end(0.0)
             return None
         return program

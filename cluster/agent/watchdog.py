@@ -15,7 +15,7 @@ from typing import Any
 
 from cluster.gang.board import Board
 from cluster.gang.roster import HEARD_S
-from cluster.recovery import ends
+from cluster.recovery import ends, standby_cluster
 from cluster.run.folder import FINAL_STATES
 from cluster.spec import ClusterSpec, Role, Task
 from cluster.system.json_files import create_json
@@ -50,6 +50,8 @@ class Finding:
     cause: str
     kind: str
     """`frozen`: this agent's task; `silent`: another task; `hang`: no new step."""
+    stopped: bool = False
+    """Whether a signal had stopped the program."""
 
 
 class Watchdog:
@@ -66,6 +68,8 @@ class Watchdog:
         self._scripted = run.script is not None
         self._changed: dict[str, tuple[Any, float]] = {}
         self._newest: dict[str, dict[str, Any]] = {}
+        self._behind: set[str] = set()
+        """The tasks whose newest heartbeat is of an earlier generation."""
         self._renewed: set[str] = set()
         """What was seen to change since `doubt_others`."""
         self._doubted = 0.0
@@ -76,11 +80,23 @@ class Watchdog:
         self._names = [task.name for task in spec.tasks]
         self._hangs, self._hang_looked = False, self._began - EXAMINE_S
 
-    def examine(self) -> Finding | None:
-        """Return a finding, if there is one. Looks at most every `EXAMINE_S`."""
+    def stopped(self, stopped_s: float) -> Finding | None:
+        """Return a finding if this task's program has been stopped by a signal for too long."""
+        if stopped_s < FROZEN_S or not self._hang_timeout_s:
+            return None
+        return Finding(self._task.name, f"no sign of life for {stopped_s:.0f} s", "frozen", stopped=True)
+
+    def examine(self, stopped_s: float = 0.0) -> Finding | None:
+        """Return a finding, if there is one. Looks at most every `EXAMINE_S`.
+
+        Args:
+            stopped_s: for how long this task's program has been stopped by a signal.
+        """
         now = time.monotonic()
         if not self._hang_timeout_s:
             return None
+        if finding := self.stopped(stopped_s):
+            return finding
         if now - self._examined < EXAMINE_S and self._changed:
             return None
         self._discount(now - self._examined)
@@ -145,15 +161,19 @@ class Watchdog:
         """Return the heartbeats of this generation, of which those watched are read again after so long."""
         names = dict.fromkeys([self._task.name, Role.CHIEF.value])  # the chief's agent watches all others
         self._newest = {name: beat for name, beat in self._newest.items() if name in names or name in watched}
+        self._behind &= {*names, *watched}
         if now - self._others_read_at >= others_every_s:
             self._others_read_at = now
             names |= dict.fromkeys(watched)
         for name in names:
             beat = read(name)
+            self._behind.discard(name)
             if beat and beat["generation"] == self._generation:
                 self._newest[name] = beat
             else:
                 self._newest.pop(name, None)
+                if beat and beat["generation"] < self._generation:
+                    self._behind.add(name)
         return self._newest
 
     def _others(self) -> dict[str, tuple[bool, float]]:
@@ -201,6 +221,11 @@ class Watchdog:
             if not mine and self._spec.task(name).role.beside:
                 continue
             return Finding(name, f"no heartbeat for {quiet_s:.0f} s", "frozen" if mine else "silent")
+        # Without a rendezvous a task may never join the generation.
+        waited_s = now - self._began
+        late = sorted(name for name in self._behind if standby_cluster.trains(self._spec.task(name)))
+        if late and waited_s >= SILENT_S and standby_cluster.PORTS_KEY in self._run.begun(self._generation):
+            return Finding(late[0], f"it did not join generation {self._generation} in {waited_s:.0f} s", "silent")
         return None
 
     def _hanging(self, beats: dict[str, Any], ages: dict[str, float], now: float) -> Finding | None:

@@ -67,7 +67,8 @@ class Recovery:
         record = {"task": end.task, "cause": end.cause, "error": end.error, "step": step, "failed_at": end.at}
         record |= {**_of_attempt(end), "saved": saved, "pause_s": attempts.pause_s(tried)}
         record |= self._carried_over(generation, end)
-        if standby_cluster.complete(run, self._spec, generation):
+        # A task that is reported by another is silent: its standby process is ready, but nobody would open its gate.
+        if own.task == self._task.name and standby_cluster.complete(run, self._spec, generation):
             record[standby_cluster.PORTS_KEY] = 1 - standby_cluster.ports(run, generation)
         if run.begin_generation(generation + 1, **record):
             run.event(end.task, "gang restart", step=step, cause=end.cause, error=end.error)

@@ -174,9 +174,13 @@ def stat(pid: int) -> list[str]:
         return []
 
 
-def is_stopped(pid: int) -> bool:
-    """Return whether a signal such as SIGSTOP stopped the process, and nothing has continued it."""
-    return stat(pid)[:1] in (["T"], ["t"])
+def stopped_at(pid: int) -> int | None:
+    """Return the processor time, in clock ticks, at which a signal such as SIGSTOP stopped the process.
+
+    None if it runs. Two equal results mean that it did nothing between them, although it may have been continued.
+    """
+    fields = stat(pid)
+    return int(fields[11]) + int(fields[12]) if fields and fields[0] in "Tt" else None
 
 
 def handles(pid: int, number: int) -> bool:

@@ -12,6 +12,8 @@ LONGEST_STALE_S = 60.0
 """As long as an NFS client keeps the attributes of a folder by default."""
 STOPPING = ("freeze task", "second copy")
 """What makes a task's host stand still, the agent and the programs."""
+FOREVER_S = 1e6
+"""The length of a freeze that never ends."""
 TOPOLOGIES: tuple[tuple[int, dict[str, Any]], ...] = (
     (2, {"workers": 0}),
     (6, {"workers": 1}),
@@ -46,6 +48,8 @@ class Drawn:
     grow: bool = False
     standby_s: float | None = None
     """After how much training standby processes start; None: there are none."""
+    revived: bool = False
+    """Whether the engine replaces an agent that does not continue, as the supervisor of local tasks does."""
 
     @property
     def connected(self) -> bool:
@@ -99,7 +103,23 @@ def draw(seed: int) -> Drawn:
         for _ in range(dice.choice((0, 0, 1, 2))):
             drawn.faults.append((dice.uniform(3, 30), "kill standby", dice.choice(names), 0.2))
     _draw_network(dice, drawn, names)
+    _draw_freezes(dice, drawn, names)
     return drawn
+
+
+def _draw_freezes(dice: random.Random, drawn: Drawn, names: list[str]) -> None:
+    """Draw freezes of single processes or whole tasks, some at the same moment, for 5 s, 30 s or permanently."""
+    drawn.revived = dice.random() < 0.5
+    if dice.random() < 0.6:
+        return
+    at = dice.uniform(0, 45)
+    for _ in range(dice.choice((1, 1, 2))):
+        kinds = ["freeze program", "freeze task", "freeze standby"] if not drawn.scripted else ["freeze task"]
+        seconds = dice.choice((5.0, 30.0, FOREVER_S, FOREVER_S))
+        kind = dice.choice([*kinds, "freeze agent"] if drawn.revived else kinds)
+        if drawn.scripted and seconds < FOREVER_S:
+            seconds = 5.0
+        drawn.faults.append((at + dice.choice((0, dice.uniform(0, 15))), kind, dice.choice(names), seconds))
 
 
 def _draw_network(dice: random.Random, drawn: Drawn, names: list[str]) -> None:

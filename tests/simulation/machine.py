@@ -81,6 +81,7 @@ def hold_rendezvous(
     timeout_s: float,
     abandon: Callable[[], bool],
     passed: Callable[[], Collection[str]],
+    patience: Callable[[Collection[str]], float],
     **_: Any,
 ) -> None:
     """Replace `rendezvous.wait`: who is there with the same token answers a greeting, unless that is lost."""
@@ -101,12 +102,12 @@ def hold_rendezvous(
                     mine.missing.pop(name)
                     theirs.unconfirmed.discard(task.name)
             mine.met(passed())
-            missing = {*mine.missing, *mine.unconfirmed}
+            missing = mine.absent
             if not missing:
                 return
             if abandon():
                 raise Abandoned("the rendezvous was abandoned")
-            if world.now > began + timeout_s:
+            if world.now > began + patience(missing):
                 raise Incomplete(f"missing {sorted(missing)}", missing)
             world.sleep(POLL_S)
     finally:
@@ -145,12 +146,6 @@ def write_summary(run: folder.SimFolder) -> None:
     run.records["summary"] = run.outcome
 
 
-def is_stopped(pid: int) -> bool:
-    """Replace `processes.is_stopped`."""
-    world = Now.world
-    return 0 < pid <= len(world.pids) and bool(world.pids[pid - 1].frozen_until > world.now)
-
-
 def install(patch: pytest.MonkeyPatch) -> None:
     """Replace what agents use of the system by the simulated world, until the patch is undone."""
     signals = types.SimpleNamespace(
@@ -167,7 +162,6 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(agent, "signal", signals)
     patch.setattr(agent, "write_json", lambda *_: Now.world.operation("write"))
     patch.setattr(agent, "identity", lambda pid: {})
-    patch.setattr(agent, "is_stopped", is_stopped)
     patch.setattr(ports, "listen", listen)
     patch.setattr(ports, "await_servers", lambda *_, **__: True)
     patch.setattr(joining, "token", lambda run: "run")

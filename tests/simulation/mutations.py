@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from cluster.recovery import attempts, ends, standby_cluster
 from cluster.recovery.policy import Recovery
 from cluster.spec import ClusterSpec
 from tests.simulation import machine
-from tests.simulation.drawn import Drawn
+from tests.simulation.drawn import FOREVER_S, Drawn
 from tests.simulation.gang import SimBoard, SimCopy
 from tests.simulation.schedule import Schedule
 from tests.simulation.world import Now, World
@@ -250,10 +251,54 @@ def dead_ones_are_waited_for(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     return schedules(drawn=replace(FORMED, faults=[(12.0, "kill standby", "worker-0", 0.0), *FORMED.faults]))
 
 
+def late_tasks_are_waited_for(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
+    """A generation may begin with the standby process of a silent task, and nobody notices that it never joins."""
+    frozen = Watchdog._frozen
+
+    def only_silent(self: Watchdog, *arguments: Any) -> Any:
+        self._behind.clear()
+        return frozen(self, *arguments)
+
+    patch.setattr(Watchdog, "_frozen", only_silent)
+    return schedules(drawn=NEVER_JOINS)
+
+
+def stopped_programs_are_waited_for(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
+    """An agent does not look whether a signal has stopped its program before that writes heartbeats."""
+    patch.setattr(machine.SimProgram, "stopped_s", 0.0)
+    return schedules(drawn=NEVER_BEGINS)
+
+
+def only_the_chief_records_the_end(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
+    """A task that has done its work waits for the chief's agent, however long that stands still."""
+    patch.setattr(Agent, "_must_act_for_chief", lambda self, generation: self._wait_until_over(generation))
+    return schedules(drawn=NEVER_RECORDS)
+
+
 FORMED = Drawn(
     {"workers": 1}, scripted=False, steps=25, save_every=5, faults=[(15.0, "kill program", "chief", 0.0)], standby_s=0.0
 )
 """Standby processes have formed a cluster when a program is killed."""
+
+
+NEVER_JOINS = replace(
+    FORMED,
+    topology={"workers": 2},
+    faults=[(15.0, "freeze agent", "worker-0", FOREVER_S), (15.2, "kill program", "chief", 0.0)],
+)
+"""An agent is frozen permanently a moment before a generation begins with standby processes."""
+
+
+NEVER_BEGINS = Drawn(
+    {"workers": 1}, scripted=False, steps=9, save_every=3, faults=[(2.0, "freeze program", "worker-0", FOREVER_S)]
+)
+"""A program is frozen while it imports."""
+
+
+NEVER_RECORDS = Drawn(
+    {"workers": 1}, scripted=False, steps=9, save_every=3, faults=[(8.0, "freeze agent", "chief", FOREVER_S)]
+)
+"""The chief's agent is frozen, while its program trains to the end."""
 
 
 STALE = Drawn(

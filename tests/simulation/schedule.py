@@ -10,6 +10,7 @@ Invariants, each checked while a schedule runs or at its end:
     copies       an older copy of a task has neither agent nor program once its host can see the newer one
     end          every run ends, and every agent with it, however it was disturbed
     stop         a run that is requested to stop ends soon
+    stuck        after the last fault a run does a new step or ends within 90 s, and names a task that is not there
     seen         once a generation begins, no agent keeps a program of an earlier one; a killed program is noticed;
                  where it begins with standby processes, it has one of every task or is over soon
     policy       kills and freezes never fail a run, unless too few tasks are there when a rendezvous times out; a
@@ -32,7 +33,7 @@ from cluster.recovery import standby_cluster
 from cluster.run.membership import LEFT_OUT
 from cluster.spec import Role
 from tests.simulation import machine
-from tests.simulation.drawn import STOPPING, Drawn, draw
+from tests.simulation.drawn import FOREVER_S, STOPPING, Drawn, draw
 from tests.simulation.folder import Cache, SimFolder
 from tests.simulation.training import Training
 from tests.simulation.world import Broken, Now, SimTask, World
@@ -44,6 +45,10 @@ SEEN_S = 6.0
 STOP_S = 200.0
 STOP_TRAINING_S = 8.0
 """How long after a stop request, and after the last fault, the last step may be done."""
+STUCK_S = 90.0
+"""Longest time from a fault to a new step or the run's end."""
+REVIVED_S = 15.0
+"""After how long an engine replaces an agent that is stopped."""
 FOR_GOOD_S = 110.0
 """A task that would be lost for longer does not come back."""
 
@@ -95,9 +100,13 @@ class Schedule:
                 world.at(at, lambda kind=kind, name=name, seconds=seconds: self._inject(kind, name, seconds))
         with Now.of(world):
             self._watch()
-            world.run(lambda: all(task.ended or task.lost for task in world.tasks.values()))
+            world.run(self._is_over)
             self._check_end()
         return self.first_outcome
+
+    def _is_over(self) -> bool:
+        """Whether every agent has ended that can."""
+        return all(task.ended or task.gone for task in self.world.tasks.values())
 
     def _is_alone(self, name: str) -> bool:
         """Whether a task restarts alone, as the contract says."""
@@ -127,8 +136,15 @@ class Schedule:
             seconds = self._lose_sight(task, seconds)
         if program and kind == "kill program":
             self._kill(task, program)
-        if kind in STOPPING:
+        self._stop(task, kind, seconds, program, waiting)
+
+    def _stop(self, task: SimTask, kind: str, seconds: float, program: Any, waiting: list[Any]) -> None:
+        """Freeze the processes of a task that this kind of fault is about."""
+        if kind in (*STOPPING, "freeze agent"):
             self._freeze(task, seconds)
+            if self.drawn.revived and seconds > REVIVED_S and kind != "second copy":
+                self.world.at(REVIVED_S, lambda: self._revive(task))
+        if kind in (*STOPPING, "freeze standby"):
             for each in waiting:
                 self._freeze(each, seconds)
                 self.training.froze(each)
@@ -160,8 +176,15 @@ class Schedule:
 
         self.world.at(2 * COPY_S, ended)
 
+    def _revive(self, task: SimTask) -> None:
+        """Replace an agent that is still stopped, and with it its programs."""
+        if task.alive and task.frozen_until > self.world.now and self.world.tasks[task.name] is task:
+            task.kill(0.1)
+
     def _freeze(self, frozen: Any, seconds: float) -> None:
-        """Freeze a task or a program; one that is frozen already does not go on earlier for it."""
+        """Freeze a task or a program; one that is frozen already does not continue earlier."""
+        if frozen.frozen_until <= self.world.now:
+            frozen.frozen_since = self.world.now
         frozen.frozen_until = max(frozen.frozen_until, self.world.now + seconds)
 
     def _kill(self, task: SimTask, program: Any) -> None:
@@ -222,23 +245,40 @@ class Schedule:
             self._check_formed(newest)
         if self.stop_at is not None and outcome is None and self.world.now > self._last_fault() + STOP_S:
             raise Broken("stop: the run does not stop")
+        if (
+            outcome is None
+            and not self._is_over()
+            and self.world.now > self._last_change() + STUCK_S + self.drawn.stale_s
+        ):
+            raise Broken(f"stuck: no new step and no end since {self._last_change():.1f} s")
         if self.stop_at is not None and self.training.last_step_at > self._last_fault() + STOP_TRAINING_S:
             raise Broken("stop: training goes on")
-        if not all(task.ended or task.lost for task in self.world.tasks.values()):
+        if not self._is_over():
             self.world.at(0.5, self._watch)
 
     def _check_missing(self, outcome: dict[str, Any]) -> None:
         """Check that a run which misses tasks does not end while as many as it needs are there, and have been."""
         since = self.world.now - self.seen_s
         needed = 1 + self.drawn.min_workers if self.drawn.min_workers is not None else len(self.world.spec.members)
-        members = [self.world.tasks[member.name] for member in self.world.spec.members]
+        left_out = self.folder.records[f"generations/{self.folder.newest_generation}"].get(LEFT_OUT, ())
+        members = [self.world.tasks[member.name] for member in self.world.spec.members if member.name not in left_out]
         there = [each.name for each in members if each.alive and max(each.started_at, each.frozen_until) <= since]
-        if len(there) >= needed:
+        if len(there) >= needed and "chief" in there:
             raise Broken(f"policy: the cluster was not complete, although {there} were there: {outcome}")
+        if named := [name for name in there if name == outcome["task"] or repr(name) in outcome["error"]]:
+            raise Broken(f"stuck: {named} are named although they were there: {outcome}")
 
     def _last_fault(self) -> float:
-        ends = [at + seconds for at, _, _, seconds in self.drawn.faults]
+        ends = [at + seconds % FOREVER_S for at, _, _, seconds in self.drawn.faults]
         return max([self.stop_at or 0.0, *ends]) + self.drawn.stale_s
+
+    def _last_change(self) -> float:
+        """Return when a step was done last, a fault began or ended, or a task came back; a pause counts as well."""
+        now = self.world.now
+        faults = [min(now, at + seconds % FOREVER_S) for at, _, _, seconds in self.drawn.faults if at <= now]
+        started = [task.started_at for task in self.world.tasks.values()]
+        pause_s = self.folder.records[f"generations/{self.folder.newest_generation}"].get("pause_s", 0.0)
+        return max(*faults, *started, self.training.last_step_at, 0.0) + pause_s
 
     def _once_seen(self, generation: int, more_s: float, check: Callable[[], None]) -> None:
         """Check something once a generation was seen; where who began it died before others heard, they list it."""
@@ -286,13 +326,16 @@ class Schedule:
         self._once_seen(generation, record.get("pause_s", 0.0), begun)
 
     def _check_end(self) -> None:
+        if all(task.gone for task in self.world.tasks.values()):
+            return  # the command that watches the run ends it
         self._watch_last()
         outcome, drawn = self.first_outcome, self.drawn
-        if self.folder.records.get("summary") != outcome:
+        if self.folder.records.get("summary") != outcome and not self.world.tasks["chief"].gone:
             raise Broken("end: the chief wrote no summary of the outcome")
         if outcome["state"] == "succeeded" and self.training.result != list(range(1, drawn.steps + 1)):
             raise Broken(f"checkpoint: the result holds the steps {self.training.result}")
-        alive = [name for name, task in self.world.tasks.items() for each in task.programs if each.code is None]
+        ended = [task for task in self.world.tasks.values() if not task.gone]
+        alive = [task.name for task in ended for each in task.programs if each.code is None]
         if alive:
             raise Broken(f"end: programs of {alive} outlive the run")
         self._check_policy(outcome, Counter(drawn.kinds))

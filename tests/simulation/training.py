@@ -31,7 +31,7 @@ class SimProgram:
         self.agent_thread = owner.thread
         self.code: int | None = None
         self.generation = -1
-        self.frozen_until = 0.0
+        self.frozen_since = self.frozen_until = 0.0
         self.state = "importing"
         self.imported_at = world.now + world.random.uniform(0.3, 3)
         self.serves = False
@@ -62,6 +62,16 @@ class SimProgram:
     def started(self) -> bool:
         """Whether there is a process: a script starts only once its cluster is complete."""
         return self.code is None and (self.generation >= 0 or not self.training.scripted)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it is frozen."""
+        return self.code is None and not self.runs
+
+    @property
+    def stopped_s(self) -> float:
+        """For how long it has been frozen."""
+        return self.world.now - self.frozen_since if self.is_stopped else 0.0
 
     @property
     def runs(self) -> bool:
@@ -194,7 +204,7 @@ class Training:
         """
         if program.owner.name not in self.members:
             return
-        for name in self.members:
+        for name in self._members_of(program.generation):
             for other in self.world.tasks[name].programs:
                 if other.code is None and 0 <= other.generation < program.generation:
                     raise Broken(
@@ -217,13 +227,14 @@ class Training:
             if self.served:
                 self.session.append(program)
             return
-        formed = program.cluster
-        if any(each.cluster is not formed or (formed and each.standby) for each in self.joined.values()):
+        formed, members = program.cluster, self._members_of(program.generation)
+        joined = {name: each for name, each in self.joined.items() if name in members}
+        if any(each.cluster is not formed or (formed and each.standby) for each in joined.values()):
             return  # it waits for those who have formed this cluster, too
-        if set(self.joined) == self._members_of(program.generation):
+        if set(joined) == members:
             if formed:
                 formed.trains = True
-            self.session = list(self.joined.values())
+            self.session = list(joined.values())
             self._stopping = any(each._stop_requested for each in self._leaders(self.session))
             session, least_s = self.session, 0.05 if formed else 0.5
             self.world.at(self.world.random.uniform(least_s, 2), lambda: self._begin(session))

@@ -66,6 +66,11 @@ class SimTask:
         self._waiting = 0
 
     @property
+    def gone(self) -> bool:
+        """Whether nothing will bring it back: its machine is lost, or it is frozen permanently."""
+        return self.lost or self.frozen_until > World.LIMIT_S
+
+    @property
     def programs_in_use(self) -> list[Any]:
         """Its programs that are alive and no standby processes."""
         return [program for program in self.programs if program.code is None and not program.standby]

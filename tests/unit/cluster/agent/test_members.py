@@ -253,6 +253,9 @@ def test_a_frozen_task_that_returns_acts_on_nothing(without: RunFolder) -> None:
 
 def test_only_the_others_wait_for_the_chief_s_decision(without: RunFolder) -> None:
     cluster = without.load_cluster()
-    waits = [Members(without, cluster, cluster.task(name)).patience_s(60) for name in ("chief", "worker-0")]
-    assert 60 == waits[0]
+    waits = [
+        Members(without, cluster, cluster.task(name)).patience_s(60, [missing])
+        for name, missing in (("chief", "worker-1"), ("worker-0", "worker-1"), ("worker-0", "chief"))
+    ]
+    assert 60 == waits[0] == waits[2]  # without the chief nobody decides
     assert waits[1] > 2 * 60

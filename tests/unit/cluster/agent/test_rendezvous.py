@@ -411,6 +411,16 @@ def test_who_is_absent_at_the_hub_is_named_with_the_reason(
         assert f"nothing listens on 127.0.0.1:{three.task('worker-1').port}" in str(error)
 
 
+def test_a_task_that_answers_is_not_missing(gathered: Callable[..., Gathering]) -> None:
+    """worker-0 greets worker-2 only once it has met the silent worker-1, so that worker-2 waits for both."""
+    cluster = spec.build(3, ports=free_ports(4))
+    gathering = gathered(cluster)
+    names = ("chief", "worker-0", "worker-2")
+    arrivals = [arrive(cluster, name, timeout_s=1, hub=gathering.of(name)) for name in names]
+    errors = [arrival.end() for arrival in arrivals]
+    assert [{"worker-1"}] * 3 == [error.missing for error in errors if isinstance(error, rendezvous.Incomplete)]
+
+
 def test_whom_a_task_cannot_reach_it_names_although_the_hub_has_everybody(
     three: ClusterSpec, gathered: Callable[..., Gathering]
 ) -> None:

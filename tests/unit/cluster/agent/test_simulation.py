@@ -122,6 +122,14 @@ def test_an_older_copy_whose_rendezvous_timed_out_fails_nothing(simulated: pytes
     assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=HELD_UP), 50)}
 
 
+@pytest.mark.parametrize("drawn", [mutations.NEVER_JOINS, mutations.NEVER_BEGINS, mutations.NEVER_RECORDS])
+def test_a_run_survives_or_names_a_process_that_is_frozen_permanently(
+    simulated: pytest.MonkeyPatch, drawn: Drawn
+) -> None:
+    for schedule in islice(schedules(drawn=drawn), 30):
+        schedule.run()
+
+
 def test_a_schedule_can_be_repeated_exactly(simulated: pytest.MonkeyPatch) -> None:
     def trace(seed: int) -> list[tuple[float, str, str]]:
         schedule = Schedule(seed)
@@ -161,6 +169,9 @@ def test_a_schedule_can_be_repeated_exactly(simulated: pytest.MonkeyPatch) -> No
         (mutations.ready_or_not, "end"),
         (mutations.each_for_itself, "end"),
         (mutations.dead_ones_are_waited_for, "seen"),
+        (mutations.late_tasks_are_waited_for, "stuck"),
+        (mutations.stopped_programs_are_waited_for, "stuck"),
+        (mutations.only_the_chief_records_the_end, "stuck"),
     ],
 )
 def test_without_its_protection_an_invariant_breaks(

@@ -35,7 +35,7 @@ def test_a_frozen_program_is_ended_and_the_gang_starts_again(start_gang: StartGa
     assert "outside" == gang.run.generations()[1]["kind"]  # it did not fail by itself
     (restart,) = summary["restarts"]
     assert ("succeeded", "worker-0") == (summary["state"], restart["task"])
-    assert "no heartbeat for 8 s" in restart["cause"]
+    assert "for 8 s, stopped by a signal" in restart["cause"]
     assert 7 < restart["detected_s"] < 15
     assert ["worker-0"] == [event["task"] for event in gang.events("frozen")]
 
@@ -152,6 +152,37 @@ def test_a_silent_task_is_found_by_the_others(make_run: Callable[..., RunFolder]
     found = elapse_alive(dog, run, clock, watchdog.SILENT_S + 1)
     assert found is not None
     assert ("worker-0", "silent") == (found.task, found.kind)
+
+
+def test_a_task_that_does_not_join_a_generation_is_found(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+    """A generation that begins with standby processes has no rendezvous; an earlier program may still be alive."""
+    run = make_run(workers=2, evaluator=True)
+    beats(run)
+    run.begin_generation(1, standby_ports=1)
+    for name in ("chief", "worker-1"):
+        write_json(run.status(name), read_json(run.status(name)) | {"generation": 1})
+    dog = watch(run, "worker-1")
+    assert dog.examine() is None
+    everyone = [task.name for task in run.load_cluster().tasks]
+    assert elapse_alive(dog, run, clock, watchdog.SILENT_S - 1, *everyone) is None
+    found = elapse_alive(dog, run, clock, 4, *everyone)
+    assert found is not None
+    assert ("worker-0", "silent") == (found.task, found.kind)
+
+
+def test_a_program_that_a_signal_keeps_stopped_is_found_before_its_first_heartbeat(
+    make_run: Callable[..., RunFolder], clock: Clock
+) -> None:
+    run = make_run(workers=0)
+    beats(run, chief={"state": "waiting"})
+    dog = watch(run)
+    assert dog.examine(watchdog.FROZEN_S - 1) is None
+    clock.now += watchdog.EXAMINE_S
+    found = dog.examine(watchdog.FROZEN_S)
+    assert found is not None
+    assert ("chief", "frozen") == (found.task, found.kind)
+    write_json(run.control / "started.json", {"hang_timeout_s": 0})  # while a task is debugged
+    assert watch(run).examine(watchdog.FROZEN_S) is None
 
 
 def test_a_task_that_imports_may_be_silent_for_longer(

@@ -160,13 +160,13 @@ time.sleep(60)
 
 
 def test_a_process_that_was_stopped_is_distinguished_from_one_that_waits(child: subprocess.Popen[bytes]) -> None:
-    assert not processes.is_stopped(child.pid)
+    assert processes.stopped_at(child.pid) is None
     child.send_signal(signal.SIGSTOP)
-    wait_for(lambda: processes.is_stopped(child.pid), "the stop")
+    wait_for(lambda: processes.stopped_at(child.pid) is not None, "the stop")
     child.send_signal(signal.SIGCONT)
-    wait_for(lambda: not processes.is_stopped(child.pid), "the end of the stop")
+    wait_for(lambda: processes.stopped_at(child.pid) is None, "the end of the stop")
     child.kill()
-    assert not processes.is_stopped(2**30)
+    assert processes.stopped_at(2**30) is None
 
 
 def test_processes_are_found_by_their_environment(tmp_path: Path) -> None:
