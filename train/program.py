@@ -27,7 +27,7 @@ from train.data.function import service
 from train.loops import custom
 from train.loops.keras_fit import fit
 from train.loops.train_step import exact_order
-from train.model import initial, keras_compat, models, objectives
+from train.model import initial, keras_compat, layer_state, models, objectives
 from train.model.export import is_legacy
 from train.pipeline.division import Division
 from train.startup import rehearsal
@@ -196,7 +196,7 @@ def explain(error: Exception) -> ClusterError | None:
             "--stages"
         )
     if isinstance(error, tf.errors.OpError):
-        return sources.explain(error)
+        return sources.explain(error) or layer_state.explain(error)
     if isinstance(error, PermissionError):
         return PrerequisiteError(f"{system_error(error)}; give the task's user access to it")
     return None

@@ -83,6 +83,7 @@ def check(
     if not (own or unusual or cluster.kind.staged):
         return {}
     words = ["--config", json.dumps(config), "--strategy", cluster.strategy, "--data-dir", str(data_dir)]
+    words += ["--replicas", str(cluster.replicas)]
     words += ["--stages", str(cluster.stages if cluster.kind.staged else 0)]
     words += ["--pipelines", str(cluster.pipelines)]
     words += ["--memory-bytes", str(memory_bytes)] if memory_bytes else []

@@ -1,11 +1,14 @@
-"""Mends what layers of Keras 3 do on several replicas: moving averages, and dropout.
+"""Repairs what layers of Keras 3 do on several replicas: their state, such as moving averages, losses and dropout.
 
-The built-in trainer has stronger guarantees of its own for both, see `train/model/keras_compat.py`.
+The built-in trainer has stronger guarantees for state and dropout, see `train/model/layer_state.py` and
+`keras_compat.py`.
 """
 
 from __future__ import annotations
 
 import inspect
+import threading
+import weakref
 from typing import Any
 
 import keras
@@ -17,11 +20,12 @@ _APART = 0x9E3779B1
 
 def apply() -> list[str]:
     """Patch the layers where they still have a defect. Idempotent. Return the names of what was replaced."""
-    normalization, generator = keras.layers.BatchNormalization, keras.random.SeedGenerator
+    layer, generator = keras.layers.Layer, keras.random.SeedGenerator
     replaced = []
-    if not _mentions(normalization.build, "aggregation"):
-        normalization.build = _average_over_replicas(normalization.build)
-        replaced.append("BatchNormalization.build")
+    if not _mentions(layer.add_weight, "aggregate("):
+        layer.add_weight = _aggregated(layer.add_weight)
+        replaced.append("Layer.add_weight")
+    replaced += separate_losses()
     if not _mentions(generator.next, "replica"):
         generator.next = _draw_by_replica(generator.next)
         replaced.append("SeedGenerator.next")
@@ -32,19 +36,52 @@ def _mentions(function: Any, word: str) -> bool:
     return word in inspect.getsource(function)
 
 
-def _average_over_replicas(original: Any) -> Any:
-    def build(layer: Any, input_shape: Any) -> None:  # Keras reads the names of its arguments
-        """Build it with moving averages of all replicas: an aggregation, as Keras 2 had.
+def aggregate(variable: Any) -> None:
+    """Give a layer's state an aggregation, unless it has one: the mean, or the first replica's whole numbers.
 
-        Without one each replica has its own, and what the chief saves is that of its part of the data;
-        CentralStorageStrategy refuses to update them at all.
-        """
-        original(layer, input_shape)
-        for average in (layer.moving_mean, layer.moving_variance):
-            if hasattr(average.value, "_aggregation"):  # under a strategy with replicas
-                average.value._aggregation = tf.VariableAggregation.MEAN
+    Without one each replica has its own, and what the chief saves is that of its part of the data;
+    CentralStorageStrategy refuses to update it at all.
+    """
+    value, kinds = variable._value, tf.VariableAggregation
+    if hasattr(value, "_aggregation") and variable.aggregation == "none":  # under a strategy with replicas
+        value._aggregation = kinds.MEAN if value.dtype.is_floating else kinds.ONLY_FIRST_REPLICA
 
-    return build
+
+def _aggregated(original: Any) -> Any:
+    def add_weight(layer: Any, *args: Any, **options: Any) -> Any:
+        """Add a variable, which is aggregated over replicas if it is a layer's state."""
+        variable = original(layer, *args, **options)
+        if not variable.trainable:
+            aggregate(variable)
+        return variable
+
+    return add_weight
+
+
+def separate_losses() -> list[str]:
+    """Keep the losses that layers add apart by thread, as replicas are: they would clear each other's.
+
+    Replicas take turns where they exchange something, such as in BatchNormalization.
+    """
+    layer = keras.layers.Layer
+    if isinstance(vars(layer).get("_losses"), property) or _mentions(layer._clear_losses, "thread"):
+        return []
+    layer._losses, layer._loss_ids = _by_thread(list), _by_thread(set)
+    return ["Layer.losses"]
+
+
+def _by_thread(new: type[list[Any]] | type[set[Any]]) -> property:
+    local = threading.local()
+
+    def values() -> Any:
+        if not hasattr(local, "values"):
+            local.values = weakref.WeakKeyDictionary()
+        return local.values
+
+    def set_value(layer: Any, value: Any) -> None:
+        values()[layer] = new(value)
+
+    return property(lambda layer: values().setdefault(layer, new()), set_value)
 
 
 def _draw_by_replica(original: Any) -> Any:

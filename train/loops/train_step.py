@@ -7,7 +7,8 @@ activations of one; the loop is traced once whatever M is.
 
 What of a step happens how often:
     once a micro-batch   forward, loss, backward; BatchNormalization, over its examples; masks of Dropout, each its own
-    once a step          the sum over replicas, unscaling and the check that it is finite, clipping, the update
+    once a step          the sum over replicas, unscaling and the check that it is finite, clipping, the update; the
+                         update of layers' state, such as moving averages (`train/model/layer_state.py`)
 
 The loss of each example is divided by the global batch. The model's own losses, such as regularisation, are divided by
 the number of replicas and of micro-batches, each of which adds them: so they count once a step.
@@ -33,6 +34,7 @@ from train import named
 from train.data.batches import Batch
 from train.model import inputs, keras_compat
 from train.model.gradients import GradientPolicy
+from train.model.layer_state import LayerState
 from train.model.objectives import Objective, global_mean
 from train.named import Named
 
@@ -46,6 +48,8 @@ class Computed(NamedTuple):
     """Its share of the loss, a scalar."""
     score: tf.Tensor
     """Its share of the score, a scalar."""
+    state: list[tf.Tensor]
+    """What it contributes to the state of layers, see `LayerState`."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,12 @@ class TrainStep:
 
     def __post_init__(self) -> None:
         keras_compat.take_summed_gradients(self.policy.optimizer)
+        keras_compat.let_replicas_assign(self.model)
+
+    @functools.cached_property
+    def state(self) -> LayerState:
+        """The state of the model's layers."""
+        return LayerState(self.model, self.num_replicas * self.micro_batches)
 
     @property
     def parts(self) -> int:
@@ -96,8 +106,9 @@ class TrainStep:
         """
         batch = batch_of(replica if micro_batch is None else replica * self.micro_batches + micro_batch)
         with tf.GradientTape() as tape:
-            loss, score = self._forward(batch, step, replica, micro_batch)
-        return Computed(tape.gradient(loss, self.weights, output_gradients=self.policy.loss_gradient), loss, score)
+            loss, score, state = self._forward(batch, step, replica, micro_batch)
+        gradients = tape.gradient(loss, self.weights, output_gradients=self.policy.loss_gradient)
+        return Computed(gradients, loss, score, state)
 
     def update(self, computed: Computed) -> tf.Tensor:
         """Change the weights by the gradient of the global batch, the sum over all replicas.
@@ -109,17 +120,18 @@ class TrainStep:
         if self.accumulates:  # a loop outside of the replicas gives tensors without the device that they are summed on
             gradients = [tf.identity(gradient) for gradient in gradients]
         total = self.policy.sum(gradients)
+        self.state.assign(computed.state)
         self.policy.apply(total, self.model.trainable_variables)
         loss = self.policy.checked(computed.loss, gradients)
         return tf.stack([loss, computed.score])[tf.newaxis]
 
     @functools.cached_property
-    def _forward(self) -> Callable[..., tuple[tf.Tensor, tf.Tensor]]:
-        """Loss and score of a batch: (batch, step, replica, micro-batch) -> their shares."""
+    def _forward(self) -> Callable[..., Any]:
+        """Loss, score and state after a batch: (batch, step, replica, micro-batch) -> their shares."""
 
-        def forward(batch: Batch, step: tf.Tensor, replica: tf.Tensor, micro_batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
-            with keras_compat.random_place(step, replica, micro_batch):
-                return self.shares(batch)
+        def forward(batch: Batch, step: tf.Tensor, replica: tf.Tensor, micro_batch: Any) -> Any:
+            with keras_compat.random_place(step, replica, micro_batch), self.state.part() as state:
+                return *self.shares(batch), state()
 
         return never_inlined(forward) if self.as_function else forward
 
@@ -139,7 +151,8 @@ class TrainStep:
 
     def zeros(self) -> Computed:
         """Return what accumulation begins from."""
-        return Computed([tf.zeros(weight.shape) for weight in self.weights], tf.zeros([]), tf.zeros([]))
+        state = [tf.zeros(spec.shape, spec.dtype) for spec in self.state.specs]
+        return Computed([tf.zeros(weight.shape) for weight in self.weights], tf.zeros([]), tf.zeros([]), state)
 
     def add(self, total: Computed, part: Computed) -> Computed:
         """Return the sum of what was accumulated and of a micro-batch."""
@@ -147,7 +160,8 @@ class TrainStep:
             old if new is None else old + tf.cast(new, tf.float32)
             for old, new in zip(total.gradients, part.gradients, strict=True)
         ]
-        return Computed(gradients, total.loss + part.loss, total.score + part.score)
+        state = [old + new for old, new in zip(total.state, part.state, strict=True)]
+        return Computed(gradients, total.loss + part.loss, total.score + part.score, state)
 
     def accumulated(
         self, compute: Callable[..., Computed], run: Callable[[Callable[..., Any], tuple[Any, ...]], Any], args: Any

@@ -11,10 +11,11 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.stateless_scope import in_stateless_scope  # has no public name
-from keras.src.backend.tensorflow.optimizer import TFOptimizer  # neither has this
+from keras.src.backend.tensorflow.optimizer import TFOptimizer  # has no public name
+from tensorflow.python.distribute.ps_values import AggregatingVariable  # neither has this
 
-from train.keras3 import fit
+from train.keras3 import fit, replicas
+from train.model.layer_state import is_separate, variables_of
 
 
 @dataclass
@@ -40,6 +41,7 @@ def install() -> None:
     keras.random.SeedGenerator.next = _next_seed
     TFOptimizer._distributed_tf_update_step = _update
     fit.apply()
+    replicas.separate_losses()
 
 
 _keras_assign_add = keras.Variable.assign_add
@@ -52,14 +54,14 @@ def _assign_add(variable: keras.Variable, value: object) -> object:
     Keras reads, adds and writes: that loses updates where several tasks count at once, and where replicas share one
     variable (CentralStorageStrategy) each of them writes the old value again on top of the others'.
     """
-    if in_stateless_scope():  # Keras only tries the layer out
+    if is_separate(variable):
         return _keras_assign_add(variable, value)
     own = _own(variable)
     return own.assign_add(tf.cast(value, own.dtype))
 
 
 def _assign_sub(variable: keras.Variable, value: object) -> object:
-    if in_stateless_scope():
+    if is_separate(variable):
         return _keras_assign_sub(variable, value)
     own = _own(variable)
     return own.assign_sub(tf.cast(value, own.dtype))
@@ -191,8 +193,7 @@ def average_what_changes(optimizer: keras.optimizers.Optimizer) -> None:
 def synchronize_batch_normalization(model: keras.Model, replicas: int) -> int:
     """Normalise over the global batch in every BatchNormalization layer; return how many were changed.
 
-    Each replica would otherwise keep moving averages of its own part of the data, and the one whose task saves the
-    checkpoint would win.
+    Each replica would otherwise normalise its own part of the data.
     """
     if replicas == 1:
         return 0
@@ -201,7 +202,23 @@ def synchronize_batch_normalization(model: keras.Model, replicas: int) -> int:
         if isinstance(layer, tf.keras.layers.BatchNormalization):  # of the Keras in use
             changed += not layer.synchronized
             layer.synchronized = True
-            for average in layer.non_trainable_variables:
-                if hasattr(average.value, "_aggregation"):  # CentralStorageStrategy refuses to update it without one
-                    average.value._aggregation = tf.VariableAggregation.MEAN
     return changed
+
+
+def let_replicas_assign(model: keras.Model) -> None:
+    """Let replicas assign a model's variables under CentralStorageStrategy, as constraints and layers do.
+
+    Without an aggregation it refuses. What replicas assign is the same on all of them.
+    """
+    kinds = tf.VariableAggregation
+    for variable in model.variables:
+        own = getattr(variable, "_value", None)
+        if isinstance(own, AggregatingVariable) and own._aggregation == kinds.NONE:
+            own._aggregation = kinds.ONLY_FIRST_REPLICA
+
+
+def aggregate_state(model: keras.Model) -> None:
+    """Aggregate what layers assign in Keras's own `train_step`, as `LayerState` does in ours: at each assignment."""
+    let_replicas_assign(model)
+    for variable in variables_of(model):
+        replicas.aggregate(variable)

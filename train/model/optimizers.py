@@ -120,6 +120,20 @@ def build_for(
     return optimizer
 
 
+def check_replicas(optimizer: keras.optimizers.Optimizer, name: str, replicas: int) -> None:
+    """Check that so many replicas can use an optimizer: what Keras assigns on a condition takes one.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    for option, instead in (
+        ("gradient_accumulation_steps", "use --micro-batches"),
+        ("ema_overwrite_frequency", "evaluations and exports use the averages without it"),
+    ):
+        if replicas > 1 and (value := getattr(optimizer, option, None)):
+            raise UsageError(f"--optimizer.name {name}: {option}={value} on {replicas} replicas; {instead}")
+
+
 def averages(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     """Return the moving averages of the weights that an optimizer keeps, in their order; none where it keeps none."""
     if not getattr(optimizer, "use_ema", False):

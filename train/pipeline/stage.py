@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from train.loops.train_step import never_inlined
 from train.model import keras_compat
+from train.model.layer_state import LayerState
 from train.pipeline.edges import GRADIENTS, VALUES, Edges
 from train.pipeline.marks import Marks
 from train.pipeline.schedule import Action, Instruction
@@ -86,11 +87,14 @@ class Stage:
         self._inputs = tf.TensorSpec([micro_batch, *model.inputs[0].shape[1:]], model.inputs[0].dtype)
         self._outputs = tf.TensorSpec([micro_batch, *model.outputs[0].shape[1:]], model.outputs[0].dtype)
 
-        def forward(values: tf.Tensor, step: tf.Tensor, at: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
-            with keras_compat.random_place(step, tf.constant(replica, tf.int64), at):
+        self._state = LayerState(model, shares)
+
+        def forward(values: tf.Tensor, step: tf.Tensor, at: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None, list[Any]]:
+            with keras_compat.random_place(step, tf.constant(replica, tf.int64), at), self._state.part() as state:
                 outputs = model(values, training=True)
-            own = tf.add_n([tf.cast(term, tf.float32) for term in model.losses]) / shares if model.losses else None
-            return loss(outputs, step, at) if self._last else outputs, own
+                losses = model.losses
+            own = tf.add_n([tf.cast(term, tf.float32) for term in losses]) / shares if losses else None
+            return loss(outputs, step, at) if self._last else outputs, own, state()
 
         self._forward = never_inlined(forward)
         self.predict = never_inlined(lambda values: model(values, training=False))
@@ -103,6 +107,7 @@ class Stage:
         self._gradients: dict[int, tf.Tensor] = {}
         self._kept: dict[int, tuple[Any, ...]] = {}
         self._sums: list[tf.Tensor] | None = None
+        self._states: list[tf.Tensor] = []
         self._results: list[tf.Tensor] = []
         self._flags: list[tf.Tensor] = []
         self._chain: list[tf.Tensor | tf.Operation] = [step, step]
@@ -157,11 +162,12 @@ class Stage:
             values = self._features(self._step, micro_batch) if self._first else self._values.pop(at)
         with tf.control_dependencies([self._chain[-1]]):
             if self._remat:
-                outputs, own = self._forward(values, self._step, micro_batch)
+                outputs, own, state = self._forward(values, self._step, micro_batch)
                 self._kept[at] = (values, micro_batch)
             else:
-                tape, outputs, own = self._taped(values, micro_batch)
+                tape, outputs, own, state = self._taped(values, micro_batch)
                 self._kept[at] = (tape, outputs, own, values)
+        self._states = add(self._states, state) if self._states else state
         self._done(outputs)
         if not self._last:
             self._values[at] = outputs
@@ -170,18 +176,18 @@ class Stage:
         if own is not None:
             self._results.append(tf.stack([own, 0.0]))
 
-    def _taped(self, values: tf.Tensor, micro_batch: tf.Tensor) -> tuple[tf.GradientTape, tf.Tensor, tf.Tensor | None]:
+    def _taped(self, values: tf.Tensor, micro_batch: tf.Tensor) -> tuple[Any, ...]:
         with tf.GradientTape() as tape:
             if not self._first:
                 tape.watch(values)
-            outputs, own = self._forward(values, self._step, micro_batch)
-        return tape, outputs, own
+            outputs, own, state = self._forward(values, self._step, micro_batch)
+        return tape, outputs, own, state
 
     def _do_backward(self, at: int) -> None:
         with tf.control_dependencies([self._chain[-1]]):
             if self._remat:
                 values, micro_batch = self._kept.pop(at)
-                tape, outputs, own = self._taped(values, micro_batch)
+                tape, outputs, own, _ = self._taped(values, micro_batch)
             else:
                 tape, outputs, own, values = self._kept.pop(at)
             scale = self._scale()
@@ -205,6 +211,7 @@ class Stage:
 
     def _do_update(self, at: int) -> None:
         with tf.control_dependencies([self._chain[-1]]):
+            self._state.assign(self._states)
             self._flags.append(self._update(self.sums, at))
         self._sums = None
         self._done(self._flags[-1])

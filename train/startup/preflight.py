@@ -42,6 +42,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--config", type=json.loads, required=True, help="the run's configuration as JSON")
     parser.add_argument("--strategy", required=True, help="a key of cluster.strategies.STRATEGIES")
+    parser.add_argument("--replicas", type=int, default=1, help="that train it (default: %(default)s)")
     parser.add_argument("--stages", type=int, default=0, help="into which the model is cut (default: not cut)")
     parser.add_argument("--pipelines", type=int, default=1, help="of so many stages (default: %(default)s)")
     parser.add_argument("--memory-bytes", type=int, help="what each stage may hold (default: any amount)")
@@ -78,7 +79,9 @@ def check(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
     outputs = named.each(lambda count: tf.TensorSpec([EXAMPLES, *positions, count], tf.float32), source.num_outputs)
     if not stages:
         model = new_model()
-        optimizers.build_for(config, model)
+        optimizers.check_replicas(optimizers.build_for(config, model), config.optimizer.name, options.replicas)
+        parts = max(options.replicas * config.micro_batches, config.bitwise_elastic)
+        _check_state(model, source.feature_shape, parts)
         outputs = _output_spec(model, source.feature_shape)
     objective = objectives.of(config, classifies=source.classifies, predicts_text=source.is_text)
     _check_function(f"--loss {config.loss!r}", labels, outputs, objective.loss)
@@ -125,6 +128,27 @@ def _output_spec(model: keras.Model, feature_shape: Named) -> Named:
 
     outputs = model(named.each(symbolic, feature_shape, inputs.dtypes(model, feature_shape)))
     return named.each(lambda one: tf.TensorSpec(one.shape, tf.float32), outputs)
+
+
+def _check_state(model: keras.Model, feature_shape: Named, parts: int) -> None:
+    """Check that what layers assign in a step of several parts can be divided."""
+    import tensorflow as tf
+
+    from train.model import inputs
+    from train.model.layer_state import LayerState
+
+    state = LayerState(model, parts)
+
+    def forward(features: Named) -> None:
+        with state.part():
+            model(features, training=True)
+
+    def spec(shape: tuple[int, ...], dtype: str) -> Any:
+        return tf.TensorSpec([EXAMPLES, *shape], dtype)
+
+    if state.variables:
+        specs = named.each(spec, feature_shape, inputs.dtypes(model, feature_shape))
+        tf.function(forward, autograph=False).get_concrete_function(specs)
 
 
 def _check_function(where: str, labels: Named, outputs: Named, function: object) -> None:

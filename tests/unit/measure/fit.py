@@ -26,6 +26,7 @@ from cluster.run.heartbeat import Heartbeat  # noqa: E402
 from cluster.spec import build  # noqa: E402
 from cluster.system.journal import read_json_lines  # noqa: E402
 from cluster.system.json_files import read_json  # noqa: E402
+from tests.unit.measure.tracking import Tracking  # noqa: E402
 from train.config import Optimizer, TrainConfig  # noqa: E402
 from train.context import TaskContext  # noqa: E402
 from train.data import (  # noqa: E402
@@ -87,7 +88,7 @@ def new_model(dropout: float, *, plain: bool = False) -> keras.Model:
     if plain:
         return keras.Sequential([keras.Input((FEATURES,)), layers.Dense(8, activation="tanh"), layers.Dense(CLASSES)])
     inner = keras.Sequential([keras.Input((8,)), layers.BatchNormalization(momentum=0.5)])
-    hidden = [layers.Dense(8, activation="tanh"), inner, layers.Dropout(dropout)]
+    hidden = [layers.Dense(8, activation="tanh"), inner, Tracking(), layers.Dropout(dropout)]
     return keras.Sequential([keras.Input((FEATURES,)), *hidden, layers.Dense(CLASSES)])
 
 
@@ -174,14 +175,16 @@ def main(result: Path) -> None:
     tf.config.experimental.enable_op_determinism()
     own = types.ModuleType("own_callbacks")
     own.made = lambda run, task: [Kill(1000)]  # type: ignore[attr-defined]
+    own.clipped = lambda rate: keras.optimizers.Adam(rate, global_clipnorm=0.05)  # type: ignore[attr-defined]
     sys.modules["own_callbacks"] = own
+    clipped = dataclasses.replace(CONFIG.optimizer, name="own_callbacks:clipped")
     folder = Path(tempfile.mkdtemp())
     prepare(folder / "data")
     one, two = tf.distribute.OneDeviceStrategy("/CPU:0"), tf.distribute.MirroredStrategy(["/CPU:0", "/CPU:1"])
     keras_compat.install()
     found = {
-        "one": train(folder / "one", one),
-        "two": train(folder / "two", two),
+        "one": train(folder / "one", one, optimizer=clipped),
+        "two": train(folder / "two", two, optimizer=clipped),
         "resumed": resumed(folder, two),
         "weighted": weighted(folder, two),
         "micro_batches": in_micro_batches(folder, one, two),

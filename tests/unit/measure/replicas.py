@@ -285,10 +285,7 @@ def normalized(name: str, guarded: bool, found: dict[str, sources.Source]) -> di
         optimizer.build(model.trainable_variables)
     train_step = TrainStep(model, GradientPolicy(optimizer), OBJECTIVE, GLOBAL_BATCH, strategy.num_replicas_in_sync)
     feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED)
-    try:
-        result = steps.synchronous(strategy, train_step, feed, STEPS)(0, STEPS, False)
-    except ValueError as error:
-        return {"error": str(error)}
+    result = steps.synchronous(strategy, train_step, feed, STEPS)(0, STEPS, False)
     averages = [variable.numpy().tolist() for variable in model.non_trainable_variables]
     return {"changed": changed, "averages": averages, "losses": result.losses.tolist()}
 

@@ -34,6 +34,8 @@ class Training:
         model = context.model
         with context.strategy.scope():
             keras_compat.synchronize_batch_normalization(model, context.strategy.num_replicas_in_sync)
+            if not is_legacy() and context.strategy.num_replicas_in_sync > 1:
+                keras_compat.aggregate_state(model)
         state = CallbackState() if context.config.callbacks else None
         self._policy = context.new_policy()
         if context.config.micro_batches == 1:

@@ -11,7 +11,7 @@ import pytest
 from cluster import spec
 from cluster.errors import TimedOut, UsageError
 from cluster.launch import configuration
-from train.config import TrainConfig
+from train.config import Optimizer, TrainConfig
 from train.data.prepare import arrays
 
 PARTS = """
@@ -32,6 +32,14 @@ def exits(shape, outputs): sys.exit(0)
 def sleeps(shape, outputs): time.sleep(600)
 def each(labels, outputs): return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, outputs)
 def scalar(labels, outputs): return tf.reduce_mean(each(labels, outputs))
+class Assigns(keras.layers.Layer):
+    def build(self, shape): self.seen = self.add_weight(initializer="zeros", trainable=False, name="seen")
+    def call(self, inputs):
+        tf.cond(tf.reduce_any(inputs > 0), lambda: self.seen.assign(1.0), lambda: 1.0)
+        return inputs
+def conditional(shape, outputs):
+    return keras.Sequential([keras.Input(shape), Assigns(), keras.layers.Dense(outputs)])
+def accumulating(rate): return keras.optimizers.SGD(rate, gradient_accumulation_steps=2)
 def fails(labels, outputs): raise ValueError("a\\x1b[2Jb")
 """
 
@@ -44,9 +52,10 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     monkeypatch.syspath_prepend(tmp_path / "own")
     arrays.prepare("own_tried:data", tmp_path / "data")
 
-    def of(model: str, loss: str = "own_tried:each") -> None:
-        config = TrainConfig(dataset="own_tried:data", model=model, loss=loss).to_json()
-        configuration.check(config, spec.build(workers=0), [str(tmp_path / "own")], tmp_path / "data")
+    def of(model: str, loss: str = "own_tried:each", optimizer: str = "adam", workers: int = 0) -> None:
+        settings = Optimizer(optimizer)
+        config = TrainConfig(dataset="own_tried:data", model=model, loss=loss, optimizer=settings).to_json()
+        configuration.check(config, spec.build(workers=workers), [str(tmp_path / "own")], tmp_path / "data")
 
     return of
 
@@ -71,6 +80,15 @@ def test_what_does_not_fit_is_refused(check: Callable[..., None], model: str, lo
         check(model, loss)
     assert named in str(refused.value)
     assert str(refused.value).isprintable()
+
+
+def test_what_takes_one_replica_is_refused_on_several(check: Callable[..., None]) -> None:
+    """An optimizer that accumulates by itself, and a layer that assigns its state inside a condition."""
+    check("own_tried:conditional", optimizer="own_tried:accumulating")
+    with pytest.raises(UsageError, match="gradient_accumulation_steps"):
+        check("own_tried:good", optimizer="own_tried:accumulating", workers=1)
+    with pytest.raises(UsageError, match="/seen"):
+        check("own_tried:conditional", workers=1)
 
 
 def test_a_model_that_never_returns_is_ended(check: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ import numpy as np
 from tests.unit.measured import measured
 
 
-def test_batch_normalization_is_over_the_global_batch() -> None:
-    """Weights and moving averages are those of one device that has the whole batch."""
+def test_two_devices_give_the_numbers_of_one() -> None:
+    """Weights, moving averages and other state of layers, losses, with an optimizer that clips."""
     found = measured("fit")
     for one, two in zip(found["one"]["weights"], found["two"]["weights"], strict=True):
         np.testing.assert_allclose(two, one, rtol=1e-4, atol=1e-6)
