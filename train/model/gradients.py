@@ -137,15 +137,17 @@ class GradientPolicy:
         return tf.where(tf.convert_to_tensor(self.loss_scale.scale) < 1, tf.constant(float("nan"), loss.dtype), loss)
 
     def install(self) -> None:
-        """Patch the optimizer to sum, unscale and clip, and to scale the loss.
+        """Patch the optimizer to sum, unscale and clip, and to scale the loss, if there is anything to do.
 
         For `Model.fit`: between the gradients and the update Keras's `train_step`, or a model's own, calls nothing
         but these methods of the optimizer. An optimizer that clips would clip each replica's gradients before the sum.
         """
         optimizer = self.optimizer
-        if hasattr(optimizer, "aggregate_gradients"):  # tf_keras, under parameter servers, which have no loss scale
-            if not self.clip_norm:
-                return
+        legacy = hasattr(optimizer, "aggregate_gradients")  # of tf_keras, which has no loss scale
+        own = any(getattr(optimizer, name, None) for name in ("clipnorm", "clipvalue", "global_clipnorm"))
+        if not self.clip_norm and self.loss_scale is None and (legacy or not own):
+            return
+        if legacy:
 
             def apply_gradients(pairs: Any, **_options: Any) -> tf.Variable:
                 gradients, variables = zip(*pairs, strict=True)
