@@ -7,8 +7,9 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from cluster.errors import PrerequisiteError
@@ -19,7 +20,7 @@ from cluster.launch.inputs.scripts import lay_out
 from cluster.launch.plan import Plan
 from cluster.messages import counted, short_path
 from cluster.run import claim, owner, provenance
-from cluster.run.folder import SCALE
+from cluster.run.folder import SCALE, RunFolder
 from cluster.runtime import registry, tensorboard
 from cluster.runtime.base import Shell
 from cluster.runtime.payload import data_words
@@ -69,12 +70,12 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
         if owner.read(plan.run):  # it has ended, but some of it may still be about to
             teardown.remove(plan.run, sh)
         _write_folder(plan, began, stages.get("record"))
-        try:
-            _start_tasks(plan, sh)
-        except BaseException as error:
-            state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-            teardown.record_end(plan.run, state, " ".join(str(error).split()))
-            raise
+        _start_tasks(plan, sh, on_error=partial(_record_end, plan.run))
+
+
+def _record_end(run: RunFolder, error: BaseException) -> None:
+    state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+    teardown.record_end(run, state, " ".join(str(error).split()))
 
 
 def go_on(plan: Plan, sh: Shell) -> None:
@@ -84,6 +85,7 @@ def go_on(plan: Plan, sh: Shell) -> None:
     """
     if not plan.request.trust:
         provenance.check(plan.run)  # once more: tasks lived until now, and what is noted next must be what was checked
+    provenance.begin(plan.run)
     if not plan.run.load_started().get("hang_timeout_s"):  # a task was debugged, which is over
         started = plan.run.load_started() | {"hang_timeout_s": plan.hang_timeout_s}
         json_files.write_json(plan.run.control / "started.json", started)
@@ -92,12 +94,13 @@ def go_on(plan: Plan, sh: Shell) -> None:
     _start_tasks(plan, sh)
 
 
-def _start_tasks(plan: Plan, sh: Shell) -> None:
+def _start_tasks(plan: Plan, sh: Shell, on_error: Callable[[BaseException], object] = lambda error: None) -> None:
     """Start the tasks; where that fails or is interrupted, end those that were started."""
     try:
         plan.runtime.start(plan, sh)
-    except BaseException:
+    except BaseException as error:
         with interrupts.ignored("ending what was started"):
+            on_error(error)
             left = teardown.try_remove(plan.run, sh)
         if left:  # what went wrong first is what the error says
             print(left, file=sys.stderr)
@@ -213,6 +216,8 @@ def _write_folder(plan: Plan, began: float, stages: dict[str, Any] | None) -> No
 
 
 def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> None:
+    if plan.resumes:
+        provenance.begin(plan.run)
     plan.run.create()
     if script := plan.runtime.seen(plan.payload).script:
         lay_out(plan.payload, plan.run, plan.cluster, seen_at=script.parent)

@@ -11,14 +11,16 @@ from cluster.errors import EXIT_FAILED, ClusterError, PrerequisiteError
 from cluster.results import summary
 from cluster.run import claim, owner
 from cluster.run.folder import RunFolder
-from cluster.run.liveness import silent
+from cluster.run.liveness import final_state, silent
 from cluster.runtime import registry
 from cluster.runtime.base import Runtime, Shell
 
 
 def in_progress(run: RunFolder) -> bool:
     """Whether the run still trains, or should: also before its first heartbeat."""
-    return run.cluster.exists() and not run.ended and (not silent(run) or _alive(run))
+    if not run.cluster.exists() or run.ended:
+        return False
+    return _alive(run) or (final_state(run) is None and not silent(run))
 
 
 def _alive(run: RunFolder) -> bool:
@@ -47,6 +49,7 @@ def remove(run: RunFolder, sh: Shell, *, grace_s: int = 10, also: Iterable[Runti
         PrerequisiteError: what runs its tasks does not answer.
         TimedOut: a process does not end.
     """
+    _record_outcome(run, "stopped")  # first: should this be interrupted, the run does not seem to continue
     for runtime in dict.fromkeys([*also, registry.of(run)]):
         runtime.remove(run, sh, grace_s)
     owner.forget(run)
@@ -82,10 +85,17 @@ def _left(run: RunFolder, error: BaseException) -> str:
 
 def record_end(run: RunFolder, state: str = "stopped", error: str = "") -> None:
     """Write the summary of a run that was ended before its tasks could, for whoever watches it."""
+    _record_outcome(run, state, error)
     with contextlib.suppress(Exception):  # a damaged folder must not keep anybody from ending the run
         if run.cluster.exists() and not run.summary.exists():
-            run.end(state, task="user" if state == "stopped" else "", exit_code=EXIT_FAILED, error=error)
             summary.write(run, settle_s=0)
+
+
+def _record_outcome(run: RunFolder, state: str, error: str = "") -> None:
+    """Record the outcome unless there is one."""
+    with contextlib.suppress(Exception):
+        if run.cluster.exists() and not run.summary.exists():
+            run.end(state, task="user" if state == "stopped" else "", exit_code=EXIT_FAILED, error=error)
 
 
 @dataclass(frozen=True)

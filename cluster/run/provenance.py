@@ -34,8 +34,24 @@ def write(run: RunFolder) -> None:
     """
     prepare()
     digests = dict(_digests(run))
-    others = [note for note in _notes(run.name) if note != digests]
+    others = [note for note in _notes(run.name) if note != digests and "rewriting" not in note]
     write_json(_path(run.name), [digests, *others][:NOTES])
+
+
+def begin(run: RunFolder) -> None:
+    """Note that this user's command changes the records of a run without tasks, until `write`; it may be killed.
+
+    Raises:
+        PrerequisiteError: the user's state folder cannot be written.
+    """
+    prepare()
+    write_json(_path(run.name), [_rewriting(run), *_notes(run.name)][:NOTES])
+
+
+def _rewriting(run: RunFolder) -> dict[str, str]:
+    """Return the note of records that are being changed, in this folder and in no other of that name."""
+    status = run.path.stat()
+    return {"rewriting": f"{run.path.resolve()} {status.st_dev} {status.st_ino}"}
 
 
 def check(run: RunFolder) -> None:
@@ -45,7 +61,7 @@ def check(run: RunFolder) -> None:
         UsageError: they do not.
     """
     records, notes = dict(_digests(run)), _notes(run.name)
-    if records in notes:
+    if records in notes or _rewriting(run) in notes:
         return
     if not notes:
         raise UsageError(

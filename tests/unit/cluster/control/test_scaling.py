@@ -67,6 +67,13 @@ def refusal(run: RunFolder, workers: str, ps: str = "") -> ClusterError:
     return refused.value
 
 
+def test_a_run_that_failed_is_shown_as_such_while_its_chief_is_frozen(training: Callable[..., RunFolder]) -> None:
+    run = training(workers=1)
+    beats(run, age_s=LOST_AFTER_S + 5)
+    run.end("failed", task="worker-0", exit_code=1, error="a bug")  # the chief would write the summary
+    assert "failed" == read_status(run, run.heartbeats())["state"] == listing.row(run)["result"]
+
+
 # Refusals: the run goes on undisturbed
 
 

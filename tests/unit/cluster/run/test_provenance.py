@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -160,7 +161,7 @@ def ready(
         if command == "rerun":
             write_json(run.summary, {"state": "succeeded"})
         if command == "scale":
-            run.summary.unlink()
+            run.reopen()
             write_json(run.status("chief"), {"task": "chief", "state": "training", "updated_at": time.time()})
         return run
 
@@ -310,3 +311,24 @@ def test_scaling_believes_the_records_as_little(ready: Callable[[str], RunFolder
     write_json(run.config, another)
     with pytest.raises(UsageError, match="config.json"):
         scaling.plan(run, "2", "")
+
+
+def test_a_resume_that_was_killed_while_it_wrote_the_records_can_be_tried_again(
+    started: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = started()
+
+    def killed(run: RunFolder) -> None:
+        raise SystemExit
+
+    with monkeypatch.context() as patch, contextlib.suppress(SystemExit):
+        patch.setattr(provenance, "write", killed)
+        started(resume="mine", workers="2")
+    assert 3 == len(run.load_cluster().tasks)
+    copy = run.path.with_name("copy")
+    shutil.copytree(run.path, copy)
+    provenance.check(run)
+    shutil.move(run.path, run.path.with_name("moved"))
+    shutil.move(copy, run.path)
+    with pytest.raises(UsageError):  # it is another folder
+        provenance.check(run)
