@@ -1,4 +1,4 @@
-"""TensorBoard, opened with the cards that one looks at first pinned: loss, accuracy and speed.
+"""TensorBoard, with runs called RUN/TASK, and with the cards that one looks at first pinned: loss, accuracy and speed.
 
 TensorBoard keeps pinned cards in a page's address and has no setting for them. So whoever opens it without any is sent
 to the address that has these. TensorBoard's own `main.py` is meant to be replaced by a file such as this one.
@@ -13,6 +13,7 @@ import urllib.parse
 
 from absl import app
 from tensorboard import default, main_lib, program
+from tensorboard.backend.event_processing import data_ingester, plugin_event_multiplexer
 from tensorboard.plugins import base_plugin
 from tensorboard.plugins.core import core_plugin
 
@@ -32,6 +33,14 @@ def query() -> str:
     """Return the part of the address that pins the cards, and shows all lines as they are."""
     cards = [{"plugin": "scalars", "tag": tag} for tag in PINNED]
     return "?" + urllib.parse.urlencode({"pinnedCards": json.dumps(cards, separators=(",", ":")), "smoothing": 0})
+
+
+class Multiplexer(plugin_event_multiplexer.EventMultiplexer):
+    """Calls a run RUN/TASK instead of RUN/tensorboard/TASK, the path of its folder."""
+
+    def AddRun(self, path, name=None):  # noqa: N802  # TensorBoard's name
+        """Add a run."""
+        return super().AddRun(path, (name or path).replace("/tensorboard/", "/", 1))
 
 
 class Loader(core_plugin.CorePluginLoader):
@@ -58,8 +67,10 @@ def main() -> None:
     main_lib.global_init()
     others = [each for each in default.get_plugins() if not isinstance(each, core_plugin.CorePluginLoader)]
     board = program.TensorBoard(plugins=[Loader(include_debug_info=True), *others])
+    data_ingester.plugin_event_multiplexer.EventMultiplexer = Multiplexer
     try:
-        app.run(board.main, flags_parser=board.configure)
+        # The fast loader is another program, which knows no other names.
+        app.run(board.main, flags_parser=lambda words: board.configure([*words, "--load_fast=false"]))
     except base_plugin.FlagsError as error:
         sys.exit(f"error: {error}")
 

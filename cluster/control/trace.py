@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from typing import Any
+from urllib.parse import urlencode
 
 from cluster.control import trace_cache
 from cluster.errors import RunFailed, TimedOut, UsageError
@@ -24,6 +25,7 @@ from cluster.system.json_files import create_json
 PATIENCE_S = 120.0
 """Longest wait for a trace: the calls that it holds, their trace's end, and a restart meanwhile."""
 POLL_S = 0.1
+TOOL = "trace_viewer@"
 WORKING = frozenset({"training", "saving", "evaluating"})
 
 
@@ -88,12 +90,19 @@ def lines(run: RunFolder, answer: dict[str, Any], steps: int) -> list[str]:
     held = answer["last"] - answer["first"] + 1
     more = f", {counted(steps, 'step')} requested: whole calls of the training are traced" if held != steps else ""
     port = tensorboard.running(run.path.parent)
-    where = f"{tensorboard.address(port)}/#profile" if port else "invoke tensorboard, then its Profile tab"
+    opened = f"/?{urlencode(_page(run, answer['task']))}#profile"
+    where = tensorboard.address(port) + opened if port else "invoke tensorboard, then its Profile tab"
     return [
         f"{plain(answer['task'])}: steps {answer['first']} to {answer['last']} traced ({held}{more})",
         f"trace        {run.name}/tensorboard/{plain(answer['task'])}/plugins/profile",
         f"TensorBoard  {where}",
     ]
+
+
+def _page(run: RunFolder, name: str) -> dict[str, str]:
+    """Return what the Profile tab's address says of a task's newest trace; the overview that it opens is of GPUs."""
+    newest = [f"{run.name}/tensorboard/{name}/{folder.name}" for folder in run.traces(name)[-1:]]
+    return {"run": newest[0], "tag": TOOL} if newest else {"tag": TOOL}
 
 
 def _ask(run: RunFolder, request: dict[str, Any]) -> None:

@@ -196,7 +196,7 @@ def test_tensorboard_must_show_the_run_on_loopback_only(training: RunFolder, por
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/data/runs", timeout=10) as answer:
             return json.load(answer)
 
-    wait_for(lambda: "contained/tensorboard/chief" in shown(), "TensorBoard to show the run")
+    wait_for(lambda: "contained/chief" in shown(), "TensorBoard to show the run")
 
 
 @pytest.fixture

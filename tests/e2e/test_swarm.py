@@ -174,7 +174,7 @@ def test_every_command_must_mean_the_same_on_hosts(swarm: Clusters) -> None:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/data/runs", timeout=10) as answer:
             return json.load(answer)
 
-    wait_for(lambda: "ps/tensorboard/chief" in shown(), "TensorBoard to show the run")
+    wait_for(lambda: "ps/chief" in shown(), "TensorBoard to show the run")
     swarm.invoke("chaos", "kill", "worker-0", timeout_s=300)
     assert 0 == run.generation, "under parameter servers only the worker starts again"
     swarm.invoke("scale", "--workers=2", "--run=ps", timeout_s=300)

@@ -72,6 +72,7 @@ class Metrics:
             sinks: where rows go as well.
         """
         self._sinks = sinks
+        self._run_name = run.name
         self._rows = run.metrics(task)
         self._talks = talks
         self._board = tf.summary.create_file_writer(str(run.tensorboard(task)))
@@ -119,7 +120,8 @@ class Metrics:
     def hparams(self, config: TrainConfig, results: dict[str, float]) -> None:
         """Record what was varied beside the run's results, for TensorBoard's HParams tab."""
         with self._board.as_default(0):
-            hparams.hparams({"preset": config.preset, **varied(config)})
+            # By default a hash of the values names the trial, which a rerun shares.
+            hparams.hparams({"preset": config.preset, **varied(config)}, trial_id=self._run_name)
             for name, value in results.items():
                 tf.summary.scalar(f"hparam/{name}", value)
 

@@ -12,6 +12,7 @@ CELL, LETTER, LINE = 26, 6, 12
 wide as TensorBoard shows pictures, and are not scaled."""
 MARGIN = 4
 MAX_NAME = 20
+LEGEND = ("rows: true", "columns: said")
 WHITE, BLUE, RED = np.array([255, 255, 255]), np.array([38, 111, 191]), np.array([214, 81, 58])
 
 
@@ -39,12 +40,11 @@ def confusion(classes: Sequence[str], truth_N: np.ndarray, said_N: np.ndarray) -
     count_KK = np.zeros((len(names), len(names)), int)
     np.add.at(count_KK, (truth_N, said_N), 1)
     share_KK = count_KK / np.maximum(count_KK.sum(axis=1, keepdims=True), 1)
-    edge = max(map(len, names)) * LETTER + 2 * MARGIN
+    edge = max(map(len, [*names, *LEGEND])) * LETTER + 2 * MARGIN
     size = edge + CELL * len(names) + MARGIN
     picture = Image.new("RGB", (size, size), "white")
     draw = ImageDraw.Draw(picture)
-    draw.text((MARGIN, MARGIN), "rows: true", fill="gray")
-    draw.text((MARGIN, MARGIN + LINE), "columns: said", fill="gray")
+    draw.text((MARGIN, MARGIN), "\n".join(LEGEND), fill="gray", spacing=0)
     for row, name in enumerate(names):
         middle = edge + row * CELL + (CELL - LINE) // 2
         draw.text((edge - MARGIN - draw.textlength(name), middle), name, fill="black")

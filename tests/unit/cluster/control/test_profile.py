@@ -51,11 +51,15 @@ def answer(run: RunFolder, **answer: Any) -> threading.Thread:
 
 def test_a_task_that_trains_is_asked_and_its_trace_reported(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensorboard, "running", lambda runs_dir: 6007)
+    monkeypatch.setattr(trace_cache, "prepare", lambda folder: True)
+    for moment in ("2026_01_02_03_04_05", "2026_01_02_03_04_06"):
+        (run.tensorboard("worker-0") / "plugins" / "profile" / moment).mkdir(parents=True)
     thread = answer(run, first=41, last=45)
     assert [
         "worker-0: steps 41 to 45 traced (5)",
         "trace        demo/tensorboard/worker-0/plugins/profile",
-        "TensorBoard  http://127.0.0.1:6007/#profile",
+        "TensorBoard  http://127.0.0.1:6007/?run=demo%2Ftensorboard%2Fworker-0%2F2026_01_02_03_04_06"
+        "&tag=trace_viewer%40#profile",
     ] == trace.trace(run, "worker-0", 5, timeout_s=10)
     thread.join()
 

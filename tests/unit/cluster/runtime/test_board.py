@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import parse_qs, urlsplit
 
@@ -31,6 +32,14 @@ def zipped(text: str) -> io.BytesIO:
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("index.html", text)
     return file
+
+
+def test_runs_are_named_by_run_and_task(tmp_path: Path) -> None:
+    for folder in ("one/tensorboard/chief", "one/tensorboard/chief/keras/train", "two/work/chief/logs"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "events.out.tfevents.1").touch()
+    runs = load().Multiplexer().AddRunsFromDirectory(str(tmp_path)).Runs()
+    assert {"one/chief", "one/chief/keras/train", "two/work/chief/logs"} == set(runs)
 
 
 @pytest.mark.parametrize("path", ["/", "/index.html"])

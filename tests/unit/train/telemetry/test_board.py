@@ -34,7 +34,9 @@ def test_hparams_are_what_was_varied_and_nothing_else(make_run: Callable[..., Ru
     config = TrainConfig(seed=7, optimizer=Optimizer(learning_rate=0.25)).pin()
     board = written(make_run(), lambda metrics: metrics.hparams(config, {"eval_accuracy": 0.5}))
     content = board.PluginTagToContent("hparams")[hparams_metadata.SESSION_START_INFO_TAG]
-    shown = hparams_metadata.parse_session_start_info_plugin_data(content).hparams
+    info = hparams_metadata.parse_session_start_info_plugin_data(content)
+    shown = info.hparams
+    assert "run" == info.group_name
     assert {"preset", "seed", "optimizer.learning_rate"} == set(shown)
     assert (7, 0.25) == (shown["seed"].number_value, shown["optimizer.learning_rate"].number_value)
     assert "hparam/eval_accuracy" in board.Tags()["tensors"]
@@ -94,3 +96,14 @@ def test_a_confusion_matrix_is_blue_on_its_diagonal_and_red_beside_it() -> None:
                   for column in range(3)] for row in range(3)]  # fmt: skip
     blue, red, white = pictures.BLUE.tolist(), pictures.RED.tolist(), pictures.WHITE.tolist()
     assert [[blue, white, white], [white, blue, white], [white, red, white]] == corner_KK
+
+
+@pytest.mark.parametrize("names", [["a", "b", "c"], ["boot", "a name of twenty letters and more"]])
+def test_the_legend_of_a_confusion_matrix_is_beside_the_names(names: list[str]) -> None:
+    picture_HWC = pictures.confusion(names, np.array([0, 1]), np.array([0, 1]))
+    left = picture_HWC.shape[1] - pictures.CELL * len(names) - pictures.MARGIN
+    shortest = left - pictures.MARGIN - len(names[0]) * pictures.LETTER
+    legend_height = pictures.MARGIN + len(pictures.LEGEND) * pictures.LINE
+    assert legend_height < shortest
+    assert (picture_HWC[:legend_height, left : left + pictures.CELL] == 255).all()
+    assert (picture_HWC[:legend_height, :left] < 255).any()
