@@ -26,6 +26,22 @@ from train.saving.timer import Past, SaveTimer
 EVALUATION_BATCH = 500
 
 
+def regularization(model: keras.Model) -> float:
+    """Return what the regularizers of a model's weights add to the loss at present."""
+    losses = getattr(model, "_get_regularization_losses", lambda: model.losses)  # tf_keras's are these outside of calls
+    return sum(float(term) for term in losses())
+
+
+def regularized(measure: Callable[[], dict[str, float]], own: Callable[[], float]) -> Callable[[], dict[str, float]]:
+    """Return an evaluation whose loss includes regularization, as the loss of a step and Keras's `val_loss` do."""
+
+    def measured() -> dict[str, float]:
+        results = measure()
+        return results | {"eval_loss": results["eval_loss"] + own()}
+
+    return measured
+
+
 def evaluation_batch(source: Source) -> int:
     """Return how many test examples one replica takes at once: no more than there are."""
     return min(EVALUATION_BATCH, source.test_examples)
@@ -164,7 +180,7 @@ class TaskContext:
             num_examples=self.source.test_examples,
             batch=batch,
         )
-        return self.with_baseline(measure)
+        return self.with_baseline(regularized(measure, lambda: regularization(self.model)))
 
     def with_baseline(self, measure: Callable[[], dict[str, float]]) -> Callable[[], dict[str, float]]:
         """Return an evaluation that also gives what a simple model of the same text reaches, on the chief."""

@@ -93,7 +93,7 @@ def evaluate(run: RunFolder, data_dir: Path, *, best: bool = False) -> dict[str,
     source, config, model, step = _restore(run, data_dir, as_trained=True, best=best)
     import tensorflow as tf
 
-    from train.context import evaluation_batch
+    from train.context import evaluation_batch, regularization, regularized
     from train.data import sources
     from train.loops import steps
     from train.model import objectives
@@ -108,7 +108,7 @@ def evaluate(run: RunFolder, data_dir: Path, *, best: bool = False) -> dict[str,
         batch=batch,
     )
     try:
-        results = measure()
+        results = regularized(measure, lambda: regularization(model))()
     except tf.errors.OpError as error:
         raise sources.explain(error) or error from None
     return {"run": run.name, "step": step, "examples": source.test_examples, **results}

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from train.context import TaskContext, evaluation_batch
+from train.context import TaskContext, evaluation_batch, regularization, regularized
 from train.data import memory
 from train.data.batches import Batch, BatchSlice, Replicas, eval_batches
 from train.loops import steps, train_step
@@ -105,9 +105,14 @@ class Pipeline:
             start = tf.zeros([rounds * pipelines, len(scored)])
             return train_step.repeat(tf.constant(rounds, tf.int64), add, start, parallel=1)
 
-        return context.with_baseline(
-            lambda: steps.results(self._total(evaluate_all()).numpy(), context.objective, context.source.test_examples)
-        )
+        def measure() -> dict[str, float]:
+            return steps.results(self._total(evaluate_all()).numpy(), context.objective, context.source.test_examples)
+
+        def own() -> float:
+            stages = sum(regularization(self._division.models[number]) for number in self._stages)
+            return float(self._total(tf.constant(stages, tf.float32))) / pipelines
+
+        return context.with_baseline(regularized(measure, own))
 
     def outputs(self, features: np.ndarray) -> Any:
         """Return what the model says of some examples; every task calls it."""
