@@ -151,6 +151,7 @@ class Actions:
             ["down", name, "--timeout", "3"],
             ["down", "--timeout", "3"],
             ["clean", "--older", "0m", "--yes"],
+            ["clean", name, "--yes"],
         ]
         return self.random.choice(choices)
 
