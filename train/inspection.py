@@ -72,7 +72,7 @@ def classify(run: RunFolder, data_dir: Path) -> dict[str, Any]:
 
     source = sources.find(TrainConfig.from_json(read_json(run.config)), data_dir, run)
     plain = not isinstance(source.feature_shape, Mapping) and not isinstance(source.classifies, Mapping)
-    if source.arrays is None or not plain or not source.classifies or source.is_text:
+    if source.arrays is None or not plain or not source.classifies or source.label_shape != ():
         raise PrerequisiteError(f"run {run.name} does not classify examples that are in memory")
     examples = memory.load(source.arrays.test)
     features_N, labels_N = examples.features.numpy(), examples.labels.numpy()

@@ -117,7 +117,12 @@ class Program:
         with chosen.scope(), strategy.policy(precision_of(self.spec.strategy, config.precision)):
             model = division.build(new_model) if division else new_model()
         self._began = initial.begin(model, self.run.init) if config.init_from else ""
-        objective = objectives.of(config, classifies=source.classifies, predicts_text=source.is_text)
+        shapes = (
+            None
+            if division
+            else lambda: (source.label_shape, models.output_shapes(models.call(model, source.feature_shape)))
+        )
+        objective = objectives.of(config, classifies=source.classifies, predicts_text=source.is_text, shapes=shapes)
         return TaskContext(
             run=self.run,
             task=self.task,

@@ -96,13 +96,18 @@ def evaluate(run: RunFolder, data_dir: Path, *, best: bool = False) -> dict[str,
     from train.context import evaluation_batch, regularization, regularized
     from train.data import sources
     from train.loops import steps
-    from train.model import objectives
+    from train.model import models, objectives
 
     batch = evaluation_batch(source)
     measure = steps.evaluation(
         None,
         model,
-        objectives.of(config, classifies=source.classifies, predicts_text=source.is_text),
+        objectives.of(
+            config,
+            classifies=source.classifies,
+            predicts_text=source.is_text,
+            shapes=lambda: (source.label_shape, models.output_shapes(models.call(model, source.feature_shape))),
+        ),
         sources.eval_feed(None, source, batch),
         num_examples=source.test_examples,
         batch=batch,

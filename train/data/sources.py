@@ -40,7 +40,8 @@ class Source:
         num_outputs: classes, or values to predict.
         classifies: whether labels are classes.
         feature_shape: one example's shape, a tuple. Of a model with several inputs it is a dictionary of them by name,
-            and with several heads `classes`, `num_outputs` and `classifies` are.
+            and with several heads `label_shape`, `classes`, `num_outputs` and `classifies` are.
+        label_shape: that of its labels.
         train_examples: examples in an epoch.
         test_examples: examples to test on.
         train_dataset: returns the batches of a `BatchSlice`, step by step one for each replica.
@@ -63,6 +64,7 @@ class Source:
     num_outputs: Named
     classifies: Named
     feature_shape: Named
+    label_shape: Named
     train_examples: int
     test_examples: int
     train_dataset: Callable[[BatchSlice], tf.data.Dataset]
@@ -97,6 +99,7 @@ def _in_memory(found: arrays.ArraySet, context: int) -> Source:
         found.num_outputs,
         named.each(lambda file: file.dtype.startswith("int"), found.train.labels),
         named.each(lambda file: file.shape[1:], found.train.features),
+        named.each(lambda file: file.shape[1:], found.train.labels),
         found.train.num_examples,
         found.test.num_examples,
         functools.partial(memory.train_dataset, found.train),
@@ -116,6 +119,7 @@ def _streamed(found: shards.ShardSet) -> Source:
         found.num_outputs,
         found.train.label_dtype.startswith("int"),
         found.train.feature_shape,
+        found.train.label_shape,
         found.train.num_examples,
         found.test.num_examples,
         functools.partial(stream.train_dataset, found.train),
@@ -136,6 +140,7 @@ def _called(found: functions.Record, data_dir: Path, seed: int, service: Service
         "num_outputs": found.num_outputs,
         "classifies": classifies,
         "feature_shape": functions.of_each(found.example["features"], "shape"),
+        "label_shape": functions.of_each(found.example["labels"], "shape"),
         "train_examples": found.counts["train"],
         "test_examples": found.counts["test"],
         "weighted": "weights" in found.example,

@@ -14,6 +14,7 @@ Shapes: n shards of this replica, V shards of all replicas.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from train.data.batches import Batch
 from train.elastic.exact_sum import exact_sum
 from train.elastic.virtual_shards import VirtualShards
 from train.loops.train_step import Computed, TrainStep, repeat
-from train.model import exchange, keras_compat
+from train.model import exchange, keras_compat, masks
 
 
 class ComputedShards(NamedTuple):
@@ -73,9 +74,13 @@ class ElasticTrainStep(TrainStep):
             return part.gradients, part.state, tf.stack([loss, part.score])
 
         numbers_n = self.shards.of(replica)
+        counts_O = self._counts(batch_of, numbers_n) if self.masked else None
         like = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in weights]
         signature = (like, self.state.specs, tf.TensorSpec([2], tf.float32))
-        gradients, state, results_n2 = tf.map_fn(one, numbers_n, fn_output_signature=signature, parallel_iterations=1)
+        with contextlib.nullcontext() if counts_O is None else masks.of_batch(counts_O, self.global_batch):
+            gradients, state, results_n2 = tf.map_fn(
+                one, numbers_n, fn_output_signature=signature, parallel_iterations=1
+            )
         return ComputedShards(numbers_n, gradients, state, results_n2)
 
     def update(self, computed: ComputedShards) -> tf.Tensor:  # type: ignore[override]
@@ -86,6 +91,19 @@ class ElasticTrainStep(TrainStep):
         losses_n = self.policy.checked(computed.results_n2[:, 0], [])
         results_n2 = tf.stack([losses_n, computed.results_n2[:, 1]], 1)
         return tf.tensor_scatter_nd_update(tf.zeros([self.parts, 2]), computed.numbers_n[:, tf.newaxis], results_n2)
+
+    def _counts(self, batch_of: Callable[[tf.Tensor], Batch], numbers_n: tf.Tensor) -> tf.Tensor:
+        """Return how many positions of each output count in all shards."""
+
+        def of_shard(shard: tf.Tensor) -> tf.Tensor:
+            def add(micro_batch: tf.Tensor, total_O: tf.Tensor) -> tf.Tensor:
+                return total_O + self.count(batch_of(shard * self.micro_batches + micro_batch))
+
+            return repeat(tf.constant(self.micro_batches, tf.int64), add, self.zero_counts(), parallel=1)
+
+        signature = tf.TensorSpec(self.zero_counts().shape, tf.int64)
+        counts_nO = tf.map_fn(of_shard, numbers_n, fn_output_signature=signature, parallel_iterations=1)
+        return masks.over_replicas(tf.reduce_sum(counts_nO, 0))
 
     def _shard(
         self,

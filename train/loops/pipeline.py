@@ -85,28 +85,28 @@ class Pipeline:
         examples, batch = memory.load(arrays.test), evaluation_batch(context.source)
         share = {"replica_batch": batch, "num_replicas": pipelines}
         rounds = eval_batches(context.source.test_examples, **share)
-        scored = (context.objective.loss, context.objective.score, *context.objective.metrics.values())
+        scored = context.objective.reported.values()
 
-        def add(at: tf.Tensor, totals_NM: tf.Tensor) -> tf.Tensor:
-            with tf.control_dependencies([totals_NM]):
+        def add(at: tf.Tensor, totals_N2M: tf.Tensor) -> tf.Tensor:
+            with tf.control_dependencies([totals_N2M]):
                 at = tf.identity(at)
             given = memory.eval_batch(examples, at, tf.constant(self._division.pipeline, tf.int64), **share)
             outputs = self._forward(lambda: self._as_input(given.features), batch, edges.EVALUATED)
             if not self._has_last:
                 with tf.control_dependencies([outputs]):
-                    return tf.identity(totals_NM)
+                    return tf.identity(totals_N2M)
             outputs = train_step.full_precision(outputs)
-            totals_M = tf.stack([tf.reduce_sum(of(given.labels, outputs) * given.weights) for of in scored])
+            totals_M2 = [steps.totals(of, given, outputs) for of in scored]
             place = [[at * pipelines + self._division.pipeline]]
-            return tf.tensor_scatter_nd_update(totals_NM, place, [totals_M])
+            return tf.tensor_scatter_nd_update(totals_N2M, place, [tf.transpose(totals_M2)])
 
         @tf.function(autograph=False)
         def evaluate_all() -> tf.Tensor:
-            start = tf.zeros([rounds * pipelines, len(scored)])
+            start = tf.zeros([rounds * pipelines, 2, len(scored)])
             return train_step.repeat(tf.constant(rounds, tf.int64), add, start, parallel=1)
 
         def measure() -> dict[str, float]:
-            return steps.results(self._total(evaluate_all()).numpy(), context.objective, context.source.test_examples)
+            return steps.results(self._total(evaluate_all()).numpy(), context.objective)
 
         def own() -> float:
             stages = sum(regularization(self._division.models[number]) for number in self._stages)

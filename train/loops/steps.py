@@ -16,10 +16,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from train.data.batches import eval_batches
+from train.data.batches import Batch, eval_batches
 from train.data.sources import Feed
 from train.loops.train_step import TrainStep, as_input, full_precision, repeat
-from train.model.objectives import Objective
+from train.model import masks
+from train.model.objectives import Objective, PerExample
+from train.named import Named
 from train.telemetry.step_timer import Marked, ReplicaTimer, StepTimer
 from train.telemetry.timing import Times
 
@@ -85,6 +87,7 @@ def synchronous(
     in_parts = train_step.accumulates or train_step.parts > 1
 
     def compute(marks: ReplicaTimer, given: Any, step: tf.Tensor, micro_batch: tf.Tensor | None = None) -> Any:
+        marks = ReplicaTimer() if masks.is_counting() else marks
         replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
         batch_of = marks.feed(lambda part: feed.batch(given, step, part), in_parts=in_parts)
         return train_step.compute(batch_of, step, replica, micro_batch)
@@ -202,18 +205,15 @@ def evaluation(
     batches = eval_batches(num_examples, replica_batch=batch, num_replicas=replicas)
 
     def start() -> tf.Tensor:
-        return tf.zeros([batches * replicas, 2 + len(objective.metrics)])
+        return tf.zeros([batches * replicas, 2, len(objective.reported)])
 
-    def add(totals_NM: tf.Tensor, given: Any, at: tf.Tensor) -> tf.Tensor:
+    def add(totals_N2M: tf.Tensor, given: Any, at: tf.Tensor) -> tf.Tensor:
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group if strategy else 0
         replica = tf.cast(replica, tf.int64)
         examples = feed.batch(given, at, replica)
         outputs_BK = full_precision(model(as_input(model, examples.features), training=False))
-        losses_B = objective.loss(examples.labels, outputs_BK) * examples.weights
-        scores_B = objective.score(examples.labels, outputs_BK) * examples.weights
-        own = [metric(examples.labels, outputs_BK) * examples.weights for metric in objective.metrics.values()]
-        totals_M = tf.stack([tf.reduce_sum(values_B) for values_B in (losses_B, scores_B, *own)])
-        return tf.tensor_scatter_nd_update(totals_NM, [[at * replicas + replica]], [totals_M])
+        totals_M2 = [totals(of, examples, outputs_BK) for of in objective.reported.values()]
+        return tf.tensor_scatter_nd_update(totals_N2M, [[at * replicas + replica]], [tf.transpose(totals_M2)])
 
     @tf.function(autograph=False)
     def evaluate_all() -> tf.Tensor:
@@ -224,17 +224,28 @@ def evaluation(
         totals = repeat(tf.constant(batches, tf.int64), evaluate, strategy.run(start) if strategy else start())
         return strategy.reduce("SUM", totals, axis=None) if strategy else totals
 
-    return lambda: results(evaluate_all().numpy(), objective, num_examples)
+    return lambda: results(evaluate_all().numpy(), objective)
 
 
-def results(totals_NM: np.ndarray, objective: Objective, num_examples: int) -> dict[str, float]:
-    """Return the results of an evaluation from the sums of each batch's losses, scores and own metrics.
+def totals(function: PerExample, examples: Batch, outputs_BK: Named) -> list[tf.Tensor]:
+    """Return the sum of a function's values, and the number of examples, or of positions without a mask, in it."""
+    with masks.summed() as counts:
+        values_B = function(examples.labels, outputs_BK)
+    counts_B = counts[0] if counts else tf.ones_like(examples.weights)
+    return [tf.reduce_sum(values_B * examples.weights), tf.reduce_sum(counts_B * examples.weights)]
+
+
+def results(totals_N2M: np.ndarray, objective: Objective) -> dict[str, float]:
+    """Return the results of an evaluation from the sums and the counts of each batch, in the order of `reported`.
 
     Each replica has filled in batches of its own, the same ones at any number of replicas: so are these results.
     """
-    totals = totals_NM.astype(np.float64).cumsum(0)[-1].tolist()
-    names = ("loss", objective.score_name, *objective.metrics)
-    means = {f"eval_{name}": total / num_examples for name, total in zip(names, totals, strict=True)}
+    sums, counts = totals_N2M.astype(np.float64).cumsum(0)[-1].tolist()
+    parts = zip(objective.reported, sums, counts, strict=True)
+    means = {f"eval_{name}": total / count if count else 0.0 for name, total, count in parts}
+    if objective.heads:  # each may have a mask of its own
+        losses = (head.weight * means[f"eval_{name}_loss"] for name, head in objective.heads.items())
+        means["eval_loss"] = sum(losses)
     return means | ({"eval_perplexity": _exp(means["eval_loss"])} if objective.predicts_text else {})
 
 

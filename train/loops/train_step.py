@@ -10,7 +10,8 @@ What of a step happens how often:
     once a step          the sum over replicas, unscaling and the check that it is finite, clipping, the update; the
                          update of layers' state, such as moving averages (`train/model/layer_state.py`)
 
-The loss of each example is divided by the global batch. The model's own losses, such as regularisation, are divided by
+The loss of each example is divided by the global batch, that of each position by the positions in it that no mask
+excludes (`train/model/masks.py`). The model's own losses, such as regularisation, are divided by
 the number of replicas and of micro-batches, each of which adds them: so they count once a step.
 
 TensorFlow's Grappler may add in another order where sums meet: `exact_order` keeps it from that.
@@ -32,7 +33,7 @@ from tensorflow.python.eager import context
 
 from train import named
 from train.data.batches import Batch
-from train.model import inputs, keras_compat
+from train.model import inputs, keras_compat, masks
 from train.model.gradients import GradientPolicy
 from train.model.layer_state import LayerState
 from train.model.objectives import Objective, global_mean
@@ -96,7 +97,7 @@ class TrainStep:
     def compute(
         self, batch_of: Callable[[tf.Tensor], Batch], step: tf.Tensor, replica: tf.Tensor, micro_batch: Any = None
     ) -> Computed:
-        """Compute the gradients of this replica's batch, or of one of its micro-batches.
+        """Compute the gradients of this replica's batch, or of one of its micro-batches; or `count` its positions.
 
         Args:
             batch_of: the number of a part of the global batch -> its examples.
@@ -105,6 +106,8 @@ class TrainStep:
             micro_batch: int64 scalar; None: the batch is not cut.
         """
         batch = batch_of(replica if micro_batch is None else replica * self.micro_batches + micro_batch)
+        if masks.is_counting():
+            return self.count(batch)
         with tf.GradientTape() as tape:
             loss, score, state = self._forward(batch, step, replica, micro_batch)
         gradients = tape.gradient(loss, self.weights, output_gradients=self.policy.loss_gradient)
@@ -133,7 +136,7 @@ class TrainStep:
             with keras_compat.random_place(step, replica, micro_batch), self.state.part() as state:
                 return *self.shares(batch), state()
 
-        return never_inlined(forward) if self.as_function else forward
+        return never_inlined(forward) if self.as_function and not self.masked else forward
 
     def shares(self, batch: Batch) -> tuple[tf.Tensor, tf.Tensor]:
         """Return a batch's share of the loss and of the score.
@@ -141,13 +144,33 @@ class TrainStep:
         The shares of the loss add up to what one device would compute for the whole batch.
         """
         outputs_BK = full_precision(self.model(as_input(self.model, batch.features), training=True))
-        losses_B = self.objective.loss(batch.labels, outputs_BK)
+        with masks.averaged(self._compared(outputs_BK)):
+            losses_B = self.objective.loss(batch.labels, outputs_BK)
+            scores_B = self.objective.score(batch.labels, outputs_BK)
         loss = global_mean(losses_B, batch.weights, self.global_batch)
         if self.model.losses:
             own = tf.add_n([tf.cast(term, tf.float32) for term in self.model.losses])
             loss += own / (self.num_replicas * self.micro_batches)
-        scores_B = self.objective.score(batch.labels, outputs_BK)
         return loss, global_mean(scores_B, tf.ones_like(batch.weights), self.global_batch)
+
+    @functools.cached_property
+    def masked(self) -> bool:
+        """Whether a mask may reach an output: then positions are counted before a part of a batch is averaged."""
+        outputs = getattr(self.model, "outputs", None)  # only a model that was made of `keras.Input`s has them
+        return not outputs or any(masks.of(output) is not None for output in outputs)
+
+    def count(self, batch: Batch) -> tf.Tensor:
+        """Return how many positions of each output count in a part of a batch, and change no state."""
+        with keras.StatelessScope():
+            return masks.count(self._compared(self.model(as_input(self.model, batch.features), training=False)))
+
+    def _compared(self, outputs_BK: Named) -> list[Any]:
+        """Return the outputs that are compared with labels, one by one."""
+        return [outputs_BK[head] for head in self.objective.heads] or [outputs_BK]
+
+    def zero_counts(self) -> tf.Tensor:
+        """Return what counting begins from."""
+        return tf.zeros([max(1, len(self.objective.heads))], tf.int64)
 
     def zeros(self) -> Computed:
         """Return what accumulation begins from."""
@@ -176,13 +199,27 @@ class TrainStep:
             args: of each replica.
         """
 
+        def count(total_O: tf.Tensor, micro_batch: tf.Tensor, *args: Any) -> Any:
+            with masks.counting():
+                return total_O + compute(*args, micro_batch)
+
         def add(total: Computed, micro_batch: tf.Tensor, *args: Any) -> Computed:
             return self.add(total, compute(*args, micro_batch))
 
-        def body(micro_batch: tf.Tensor, total: Any) -> Any:
-            return run(add, (total, micro_batch, *args))
+        def add_averaged(total: Computed, micro_batch: tf.Tensor, counts_O: tf.Tensor, *args: Any) -> Computed:
+            with masks.of_batch(counts_O, self.global_batch):
+                return add(total, micro_batch, *args)
 
-        return repeat(tf.constant(self.micro_batches, tf.int64), body, run(self.zeros, ()), parallel=1)
+        def over_all(function: Callable[..., Any], start: Any, *args: Any) -> Any:
+            def body(micro_batch: tf.Tensor, total: Any) -> Any:
+                return run(function, (total, micro_batch, *args))
+
+            return repeat(tf.constant(self.micro_batches, tf.int64), body, start, parallel=1)
+
+        if not self.masked:
+            return over_all(add, run(self.zeros, ()), *args)
+        counts = run(masks.over_replicas, (over_all(count, run(self.zero_counts, ()), *args),))
+        return over_all(add_averaged, run(self.zeros, ()), counts, *args)
 
 
 def never_inlined(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -214,7 +251,7 @@ def as_input(model: keras.Model, features: Named) -> Named:
 
 def full_precision(outputs_BK: Named) -> Named:
     """Return a model's outputs in float32, whatever its layers compute in: losses are computed in that."""
-    return named.each(lambda of: tf.cast(of, tf.float32), outputs_BK)
+    return tf.nest.map_structure(lambda of: masks.keep(tf.cast(of, tf.float32), of), outputs_BK)
 
 
 def part_of(batch: Batch, part: tf.Tensor, parts: int) -> Batch:

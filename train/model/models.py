@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from tensorflow import keras  # Keras 3, or tf_keras where `--loop fit` needs that
@@ -113,8 +113,7 @@ def build(name: str, feature_shape: Named, num_outputs: Named, **options: Any) -
         options: of a built-in model.
 
     Raises:
-        UsageError: there is no such function, or it does not return a model of the Keras in use that gives
-            `[B, num_outputs]`, or `[B, T, num_outputs]` for T tokens; with several outputs a dictionary of such.
+        UsageError: there is no such function, or it does not return a model of the Keras in use for these features.
     """
     function = MODELS[name] if name in MODELS else references.load("--model", name)
     model = references.call("--model", name, functools.partial(function, **options), feature_shape, num_outputs)
@@ -124,25 +123,19 @@ def build(name: str, feature_shape: Named, num_outputs: Named, **options: Any) -
             f"--model {name!r} returned {type(model).__module__}.{type(model).__name__}, expected {expected}; "
             "use `from tensorflow import keras`, which is the Keras that the chosen loop needs"
         )
-    # Called, not `build`: that leaves a model that is a class of the user's own without its layers' variables.
-    symbolic = named.each(
-        lambda shape, dtype: keras.Input(shape, dtype=dtype), feature_shape, inputs.dtypes(model, feature_shape)
-    )
-    outputs = references.call("--model", name, model, symbolic)
-    if isinstance(num_outputs, Mapping) and (not isinstance(outputs, Mapping) or set(outputs) != set(num_outputs)):
-        given = f"outputs called {', '.join(outputs)}" if isinstance(outputs, Mapping) else type(outputs).__name__
-        raise UsageError(
-            f"--model {name!r} gives {given}; expected a dictionary of outputs called {', '.join(num_outputs)}, as "
-            "the labels are"
-        )
-    sequences = [tuple(one.shape[1:]) for one in named.leaves(symbolic) if "int" in str(one.dtype)]
-    for which, (count, output) in zip(
-        named.in_words(num_outputs), named.leaves(named.each(lambda *both: both, num_outputs, outputs)), strict=True
-    ):
-        shape = getattr(output, "shape", None)
-        if shape is None or tuple(shape) not in [(None, *positions, count) for positions in ((), *sequences)]:
-            given = type(output).__name__ if shape is None else str(tuple(shape))
-            raise UsageError(
-                f"--model {name!r} gives{which} {given}, expected (None, {count}): an output a class or value"
-            )
+    references.call("--model", name, call, model, feature_shape)
     return model
+
+
+def call(model: keras.Model, feature_shape: Named) -> Any:
+    """Return what a model gives of features without values: Keras's symbolic tensors.
+
+    Before, a model that is a class of the user's own may be without its layers' variables: `build` does not make them.
+    """
+    types = inputs.dtypes(model, feature_shape)
+    return model(named.each(lambda shape, dtype: keras.Input(shape, dtype=dtype), feature_shape, types))
+
+
+def output_shapes(outputs: Any) -> Named:
+    """Return the shapes of what `call` returns, for one example; None for what is not one tensor."""
+    return named.each(lambda of: None if isinstance(of, list | tuple) else tuple(of.shape[1:]), outputs)

@@ -14,7 +14,7 @@ from cluster.errors import UsageError
 from cluster.run import launch_records, records
 from cluster.run.folder import RunFolder
 from train.config import TrainConfig
-from train.model import optimizers
+from train.model import masks, optimizers
 from train.pipeline import blocks, measure, schedule
 from train.pipeline.blocks import ModelBlock
 from train.pipeline.partition import Block, Plan, Stage, limit, partition
@@ -76,6 +76,9 @@ def find(
                 f"--stages {stages} in {pipelines} pipelines: the model has BatchNormalization, whose averages would "
                 "differ between them; use one pipeline"
             )
+    produced = (tensor for layer in model.layers for node in layer._inbound_nodes for tensor in node.output_tensors)
+    if any(masks.of(tensor) is not None for tensor in produced):
+        raise UsageError(f"--stages {stages}: the model has masks, which stages do not pass on; use another strategy")
     names = [name.strip() for name in pipeline.cut.split(",") if name.strip()] if layers is None else layers
     _check_chain(model, chain, stages, names)
     plan = Plan(stages, pipeline.schedule, config.micro_batches, pipeline.remat, memory_bytes)

@@ -66,34 +66,46 @@ def check(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
     import tensorflow as tf
 
     from train.data import sources
-    from train.model import models, objectives, optimizers
+    from train.model import masks, models, objectives, optimizers
 
     source = sources.find(config, options.data_dir)
 
     def new_model() -> keras.Model:
         return models.of(config, source.feature_shape, source.num_outputs)
 
-    stages = _stages(new_model, config, options) if options.stages else {}
-    labels = _label_spec(source)
-    positions = tuple(labels.shape[1:]) if source.is_text else ()
-    outputs = named.each(lambda count: tf.TensorSpec([EXAMPLES, *positions, count], tf.float32), source.num_outputs)
-    if not stages:
+    stages: dict[str, Any] = {}
+    if options.stages:
+        model, stages = _stages(new_model, config, options)
+    else:
         model = new_model()
         optimizers.check_replicas(optimizers.build_for(config, model), config.optimizer.name, options.replicas)
         parts = max(options.replicas * config.micro_batches, config.bitwise_elastic)
         _check_state(model, source.feature_shape, parts)
-        outputs = _output_spec(model, source.feature_shape)
-    objective = objectives.of(config, classifies=source.classifies, predicts_text=source.is_text)
-    _check_function(f"--loss {config.loss!r}", labels, outputs, objective.loss)
+    _check_ranges(config, model, source)
+    outputs = models.call(model, source.feature_shape)
+    shapes = source.label_shape, models.output_shapes(outputs)
+    objectives.check_outputs(config, source.num_outputs, shapes)
+    objective = objectives.of(config, classifies=source.classifies, predicts_text=source.is_text, shapes=lambda: shapes)
+    if options.stages and objectives.DATA_LOSS in objective.score_name:  # not even the last stage knows the shapes
+        raise UsageError(f"--strategy pipeline: no score compares what --model {config.model!r} gives with the labels")
+    found = [masks.of(output) for output in tf.nest.flatten(outputs)]
+    if config.needs_tf_keras(options.strategy) and any(mask is not None for mask in found):
+        raise UsageError(
+            f"--loop fit under parameter servers with a mask of --model {config.model!r}; use --loop custom"
+        )
+    given = _label_spec(source), tf.nest.map_structure(_spec, outputs), [_spec(mask, tf.bool) for mask in found]
+    _check_function(f"--loss {config.loss!r}", *given, objective.loss)
     for name, metric in objective.metrics.items():
-        _check_function(f"--metrics {config.metrics!r}: {name}", labels, outputs, metric)
+        _check_function(f"--metrics {config.metrics!r}: {name}", *given, metric)
     if (best := config.best.metric) and best not in objective.evaluated:
         raise UsageError(f"--best.metric {best!r}{nearest(best, objective.evaluated)}")
     return stages
 
 
-def _stages(new_model: Callable[[], keras.Model], config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the stages of a model that computes as the tasks do."""
+def _stages(
+    new_model: Callable[[], keras.Model], config: TrainConfig, options: argparse.Namespace
+) -> tuple[keras.Model, dict[str, Any]]:
+    """Return the model without values, and its stages, which compute as those of the tasks do."""
     import tensorflow as tf
 
     from train.pipeline.cut import describe
@@ -106,7 +118,7 @@ def _stages(new_model: Callable[[], keras.Model], config: TrainConfig, options: 
     with policy(precision_of(options.strategy, config.precision)):
         model, _ = without_values(new_model)
     record = records.read(options.record, launch_records.stages, None) if options.record else None
-    return describe(
+    return model, describe(
         model,
         config,
         options.stages,
@@ -116,18 +128,28 @@ def _stages(new_model: Callable[[], keras.Model], config: TrainConfig, options: 
     )
 
 
-def _output_spec(model: keras.Model, feature_shape: Named) -> Named:
-    """Return what a model gives of a batch, in full precision."""
+def _check_ranges(config: TrainConfig, model: keras.Model, source: Source) -> None:
+    """Check that a model takes whole numbers in types that can hold them."""
+    import numpy as np
     import tensorflow as tf
-    from tensorflow import keras
 
     from train.model import inputs
 
-    def symbolic(shape: tuple[int, ...], dtype: str) -> Any:
-        return keras.Input(shape, batch_size=EXAMPLES, dtype=dtype)
-
-    outputs = model(named.each(symbolic, feature_shape, inputs.dtypes(model, feature_shape)))
-    return named.each(lambda one: tf.TensorSpec(one.shape, tf.float32), outputs)
+    if source.arrays is None:
+        return
+    files = source.arrays.train.features
+    types = inputs.dtypes(model, files)
+    for which, (file, dtype) in named.in_words(named.each(lambda *both: both, files, types)).items():
+        if not file.dtype.startswith("int") or (dtype == "float32" and getattr(model, "inputs", None)):
+            continue  # Keras, too, rounds for an input that takes floats
+        most = 2**24 if dtype == "float32" else tf.as_dtype(dtype).max
+        least = -most if dtype == "float32" else tf.as_dtype(dtype).min
+        values = np.memmap(file.path, file.dtype, "r")
+        if wrong := [value for value in (int(values.min()), int(values.max())) if not least <= value <= most]:
+            raise UsageError(
+                f"--model {config.model!r} takes features{which} as {dtype}, which cannot hold {wrong[0]}; declare "
+                "keras.Input(..., dtype='int64')"
+            )
 
 
 def _check_state(model: keras.Model, feature_shape: Named, parts: int) -> None:
@@ -151,12 +173,25 @@ def _check_state(model: keras.Model, feature_shape: Named, parts: int) -> None:
         tf.function(forward, autograph=False).get_concrete_function(specs)
 
 
-def _check_function(where: str, labels: Named, outputs: Named, function: object) -> None:
-    """Check that a loss or a metric takes labels and outputs, and gives a value for each example."""
+def _spec(tensor: Any, dtype: Any = "float32") -> Any:
+    """Return what is known of a symbolic tensor, for a batch of `EXAMPLES`; None of None."""
     import tensorflow as tf
 
+    return None if tensor is None else tf.TensorSpec([EXAMPLES, *tensor.shape[1:]], dtype)
+
+
+def _check_function(where: str, labels: Named, outputs: Named, found: list[Any], function: Callable[..., Any]) -> None:
+    """Check that a loss or a metric takes labels and outputs, with their masks, and gives a value for each example."""
+    import tensorflow as tf
+
+    def masked(labels: Named, outputs: Named, found: list[Any]) -> Any:
+        for output, mask in zip(tf.nest.flatten(outputs), found, strict=True):
+            if mask is not None:
+                output._keras_mask = mask
+        return function(labels, outputs)
+
     try:
-        losses = tf.function(function).get_concrete_function(labels, outputs).structured_outputs
+        losses = tf.function(masked, autograph=False).get_concrete_function(labels, outputs, found).structured_outputs
     except ClusterError:
         raise
     except (Exception, SystemExit) as error:
@@ -172,7 +207,8 @@ def _described(specs: Named, *, dtype: bool = True) -> str:
     """Return types and shapes in words."""
     words = [
         f"{which.strip()} {spec.dtype.name if dtype else ''} [{', '.join(['B', *map(str, spec.shape[1:])])}]"
-        for which, spec in named.in_words(specs).items()
+        for which, one in named.in_words(specs).items()
+        for spec in (one if isinstance(one, list | tuple) else [one])
     ]
     return " ".join(", ".join(words).split())
 

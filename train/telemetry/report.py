@@ -269,6 +269,8 @@ class Report:
             return ()
         if len(shape) != 3 or shape[-1] not in (1, 3) or source.arrays.test.features.dtype != "uint8":
             return ()
+        if source.label_shape != () or self._context.objective.score_name != "accuracy":
+            return ()
         return source.classes
 
     def _show_events(self, step: int) -> None:

@@ -71,4 +71,4 @@ def test_outputs_of_any_shape_can_be_shown(shape: tuple[int, ...], names: list[s
 
 def test_a_perplexity_may_exceed_any_number() -> None:
     text = objectives.build("sparse_categorical_crossentropy", classifies=True, predicts_text=True)
-    assert math.inf == steps.results(np.array([[2000.0, 0.0]]), text, 2)["eval_perplexity"]
+    assert math.inf == steps.results(np.array([[[2000.0, 0.0], [2, 2]]]), text)["eval_perplexity"]

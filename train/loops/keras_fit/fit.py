@@ -7,6 +7,7 @@ knows; which of them `tf.keras` is was decided before TensorFlow was imported (`
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -20,7 +21,7 @@ from train.loops.callback_state import CallbackState
 from train.loops.keras_fit.fit_step import MicroBatches, separate_steps
 from train.loops.keras_fit.follower import Follower
 from train.loops.train_step import as_input, full_precision
-from train.model import keras_compat
+from train.model import keras_compat, masks
 from train.model.export import is_legacy
 from train.model.objectives import PerExample
 from train.telemetry.report import Report
@@ -117,43 +118,65 @@ def _compiled(context: TaskContext) -> dict[str, Any]:
     Scores are unweighted, as in evaluation and in the custom loop. As in training by that, the first head's alone is
     computed of several.
     """
-    objective, classifies = context.objective, context.source.classifies
+    objective, classifies, shapes = context.objective, context.source.classifies, context.source.label_shape
     if not isinstance(classifies, Mapping):
-        score = _score(objective.score, classifies, objective.score_name)
-        return {"loss": _Loss(objective.loss, classifies), "metrics": [score]}
+        score = _Score(_Compared(objective.score, classifies, shapes), objective.score_name)
+        return {"loss": _Loss(_Compared(objective.loss, classifies, shapes)), "metrics": [score]}
     first, head = next(iter(objective.heads.items()))
     # Keras puts the head's name before that of a metric, if there are several heads.
     name = head.score_name if len(classifies) > 1 else objective.score_name
     return {
-        "loss": {each: _Loss(of.loss, classifies[each]) for each, of in objective.heads.items()},
+        "loss": {
+            each: _Loss(_Compared(of.loss, classifies[each], shapes[each])) for each, of in objective.heads.items()
+        },
         "loss_weights": {each: of.weight for each, of in objective.heads.items()},
-        "metrics": {first: [_score(head.score, classifies[first], name)]},
+        "metrics": {first: [_Score(_Compared(head.score, classifies[first], shapes[first]), name)]},
     }
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """A function of labels and outputs, as Keras passes them."""
+
+    function: PerExample
+    classifies: bool
+    label_shape: tuple[int, ...]
+
+    def __call__(self, labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:
+        """Return its values, `[B] float32`: Keras may have given the labels the rank and the type of the outputs."""
+        labels = tf.reshape(labels, [-1, *self.label_shape])
+        return self.function(tf.cast(labels, tf.int64) if self.classifies else labels, full_precision(outputs_BK))
 
 
 class _Loss(keras.losses.Loss):
     """A loss of each example for Keras, which takes its mean over the global batch."""
 
-    def __init__(self, function: PerExample, classifies: bool) -> None:
+    def __init__(self, function: _Compared) -> None:
         super().__init__(name="loss")
-        self._function, self._classifies = function, classifies
+        self._function = function
+
+    def __call__(self, y_true: tf.Tensor, y_pred: tf.Tensor, sample_weight: tf.Tensor | None = None) -> tf.Tensor:
+        """Return the mean. Keras would apply the mask once more, and by each replica's own number of positions."""
+        self._mask = masks.of(y_pred)
+        return super().__call__(y_true, tf.identity(y_pred), sample_weight)
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
         """Return the loss of each example, `[B] float32`."""
-        return self._function(_labels(self._classifies, y_true, y_pred), full_precision(y_pred))
+        if self._mask is not None:
+            y_pred._keras_mask = self._mask
+        return self._function(y_true, y_pred)
 
 
-def _score(function: PerExample, classifies: bool, name: str) -> keras.metrics.Metric:
-    return keras.metrics.MeanMetricWrapper(
-        lambda labels, outputs: function(_labels(classifies, labels, outputs), full_precision(outputs)), name
-    )
+class _Score(keras.metrics.Mean):
+    """The mean of a score of each example."""
 
+    def __init__(self, function: _Compared, name: str) -> None:
+        super().__init__(name)
+        self._function = function
 
-def _labels(classifies: bool, labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:
-    """Return labels as the data has them: Keras makes them as many-dimensional as the outputs, and of their type."""
-    if not classifies:
-        return labels
-    return tf.cast(tf.reshape(labels, tf.shape(outputs_BK)[:-1]), tf.int64)
+    def update_state(self, y_true: tf.Tensor, y_pred: tf.Tensor, **_weights: Any) -> Any:
+        """Count a batch, without weights."""
+        return super().update_state(self._function(y_true, y_pred))
 
 
 def _data(context: TaskContext, first: int) -> Any:

@@ -10,7 +10,7 @@ from tensorflow import keras
 from cluster.errors import UsageError
 from train.context import TaskContext
 from train.data.batches import Batch
-from train.loops.train_step import Computed, TrainStep, part_of, repeat
+from train.loops.train_step import Computed, TrainStep, part_of
 from train.model import keras_compat
 from train.model.gradients import GradientPolicy
 
@@ -63,14 +63,13 @@ class MicroBatches:
         features, labels, *weights = data
         batch = Batch(features, labels, weights[0] if weights else tf.ones([examples]))
 
-        def add(micro_batch: tf.Tensor, total: Computed) -> Computed:
+        def compute(micro_batch: tf.Tensor) -> Computed:
             def batch_of(_part: tf.Tensor) -> Batch:
                 return part_of(batch, micro_batch, self._step.micro_batches)
 
-            return self._step.add(total, self._step.compute(batch_of, step, replica, micro_batch))
+            return self._step.compute(batch_of, step, replica, micro_batch)
 
-        count = tf.constant(self._step.micro_batches, tf.int64)
-        shares_12 = self._step.update(repeat(count, add, self._step.zeros(), parallel=1))
+        shares_12 = self._step.update(self._step.accumulated(compute, lambda function, args: function(*args), ()))
         if self._separate:
             self.reset()
         for mean, share in zip(self._means, tf.unstack(shares_12[0]), strict=True):

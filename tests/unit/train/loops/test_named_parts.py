@@ -103,7 +103,7 @@ def test_its_data_keeps_the_names(source: sources.Source) -> None:
 
 
 def test_it_is_tried_trained_evaluated_and_exported_by_name(source: sources.Source, tmp_path: Path) -> None:
-    options = argparse.Namespace(data_dir=tmp_path, stages=0)
+    options = argparse.Namespace(data_dir=tmp_path, stages=0, strategy="one", replicas=1)
     preflight.check(config(metrics="own_named:metrics"), options)
     objective = objective_of(source, metrics="own_named:metrics")
     built, losses = trained(source, objective)
@@ -184,14 +184,17 @@ def test_heads_are_refused_where_the_labels_have_none() -> None:
         objectives.of(config(), classifies=True, predicts_text=False)
 
 
-def test_a_model_whose_outputs_are_not_the_labels_is_refused(own: ModuleType, source: sources.Source) -> None:
+def test_a_model_whose_outputs_are_not_the_labels_is_refused(
+    own: ModuleType, source: sources.Source, tmp_path: Path
+) -> None:
     def other(feature_shape: Any, num_outputs: Any) -> keras.Model:
         plain = model(feature_shape, num_outputs)
         return keras.Model(plain.input, {"kind": plain.output["kind"], "price": plain.output["size"]})
 
     vars(own)["model"] = other
+    assert source.num_outputs
     with pytest.raises(UsageError, match="kind, price"):
-        models.of(config(), source.feature_shape, source.num_outputs)
+        preflight.check(config(), argparse.Namespace(data_dir=tmp_path, stages=0, strategy="one", replicas=1))
 
 
 @pytest.mark.parametrize(
@@ -219,4 +222,4 @@ def test_a_best_metric_that_no_evaluation_has_is_refused_before_anything_starts(
     best = TrainConfig().best
     wrong = type(best)(metric="eval_kind_accurcy")
     with pytest.raises(UsageError, match="--best.metric 'eval_kind_accurcy'.*eval_kind_accuracy"):
-        preflight.check(config(best=wrong), argparse.Namespace(data_dir=tmp_path, stages=0))
+        preflight.check(config(best=wrong), argparse.Namespace(data_dir=tmp_path, stages=0, strategy="one", replicas=1))

@@ -79,7 +79,7 @@ def config(**more: Any) -> TrainConfig:
 @pytest.mark.usefixtures("own")
 def test_a_language_model_is_tried_trained_and_evaluated_by_metrics_of_its_own(tmp_path: Path) -> None:
     arrays.prepare("own_words:data", tmp_path)
-    options = argparse.Namespace(data_dir=tmp_path, stages=0)
+    options = argparse.Namespace(data_dir=tmp_path, stages=0, strategy="one", replicas=1)
     preflight.check(config(), options)
     source, strategy = sources.find(config(), tmp_path), tf.distribute.OneDeviceStrategy("/CPU:0")
     objective = objectives.of(config(), classifies=True, predicts_text=False)

@@ -29,13 +29,6 @@ class Subclass(keras.Model):
         return self.dense(self.flatten(features))
 
 
-def branches(outputs: int, of: Callable[[list[Any]], Any]) -> keras.Model:
-    """Return a model with two outputs."""
-    features = keras.Input(SHAPE)
-    flat = keras.layers.Flatten()(features)
-    return keras.Model(features, of([keras.layers.Dense(outputs)(flat) for _ in range(2)]))
-
-
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], keras.Model]:
     """Builds the model of a function of the user's."""
@@ -84,22 +77,6 @@ def test_the_function_gets_the_shape_and_the_outputs(build: Build) -> None:
     calls = []
     build(lambda *arguments: calls.append(arguments) or flat(OUTPUTS))
     assert [(SHAPE, OUTPUTS)] == calls
-
-
-@pytest.mark.parametrize("kind", [flat, Subclass])
-def test_another_number_of_outputs_is_refused(kind: Callable[[int], keras.Model], build: Build) -> None:
-    message = refusal(build, lambda shape, outputs: kind(outputs + 1))
-    assert "--model 'own_models:model' gives (None, 4), expected (None, 3): an output a class or value" == message
-
-
-def test_outputs_of_another_rank_are_refused(build: Build) -> None:
-    message = refusal(build, lambda shape, outputs: keras.Sequential([keras.Input(SHAPE), keras.layers.Dense(outputs)]))
-    assert "gives (None, 4, 3), expected (None, 3)" in message
-
-
-@pytest.mark.parametrize(("of", "kind"), [(list, "list"), (lambda two: {"a": two[0], "b": two[1]}, "dict")])
-def test_several_outputs_are_refused(of: Callable[[list[Any]], Any], kind: str, build: Build) -> None:
-    assert f"gives {kind}, expected (None, 3)" in refusal(build, lambda shape, outputs: branches(outputs, of))
 
 
 def test_what_is_no_model_is_refused(build: Build) -> None:

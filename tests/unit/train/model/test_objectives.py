@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 import types
+from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow import keras
 
 from cluster.errors import UsageError
+from train.config import TrainConfig
 from train.model import objectives
 
 VALUES = np.array([0.3, 2.0, 5.5, 1.25, 0.1], np.float32)
@@ -88,3 +91,70 @@ def test_a_loss_of_the_users_own_keeps_the_score_of_the_data(classifies: bool, m
 def test_a_loss_that_is_not_there_is_refused_in_one_line() -> None:
     with pytest.raises(UsageError, match="^--loss 'no_such_module:loss': ModuleNotFoundError: No module named"):
         objectives.build("no_such_module:loss", classifies=True)
+
+
+@pytest.mark.parametrize(
+    ("labels", "outputs"),
+    [((3, 4), (3, 4, 5)), ((6,), (6, 5)), ((1,), (5,)), ((1,), (1, 5)), ((), (5,))],
+)
+def test_classes_at_every_position_are_those_of_keras(labels: tuple[int, ...], outputs: tuple[int, ...]) -> None:
+    """Of images, of sequences, and of labels with an axis of size 1."""
+    random = np.random.default_rng(0)
+    labels_B = tf.constant(random.integers(0, 5, (7, *labels)))
+    outputs_B = tf.constant(random.normal(size=(7, *outputs)), tf.float32)
+    objective = objectives.build("sparse_categorical_crossentropy", classifies=True, shapes=(labels, outputs))
+    assert ("accuracy", (7,)) == (objective.score_name, tuple(objective.loss(labels_B, outputs_B).shape))
+    expected = keras.losses.SparseCategoricalCrossentropy(from_logits=True)(labels_B, outputs_B)
+    np.testing.assert_allclose(np.mean(objective.loss(labels_B, outputs_B)), expected, rtol=1e-6)
+    accuracy = keras.metrics.SparseCategoricalAccuracy()
+    accuracy.update_state(labels_B, outputs_B)
+    np.testing.assert_allclose(np.mean(objective.score(labels_B, outputs_B)), accuracy.result(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("labels", "outputs"), [((3, 4, 2), (3, 4, 2)), ((3, 4), (3, 4, 1)), ((3, 4), (3, 4))])
+@pytest.mark.parametrize("classifies", [True, False])
+def test_values_at_every_position_are_those_of_keras(
+    labels: tuple[int, ...], outputs: tuple[int, ...], classifies: bool
+) -> None:
+    """Of an autoencoder, whose labels may be whole numbers, too."""
+    random = np.random.default_rng(0)
+    labels_B = random.integers(0, 255, (7, *labels)).astype(np.int64 if classifies else np.float32)
+    outputs_B = random.normal(size=(7, *outputs)).astype(np.float32)
+    objective = objectives.build("mean_squared_error", classifies=False, shapes=(labels, outputs))
+    assert "absolute_error" == objective.score_name
+    expected = keras.losses.MeanSquaredError()(labels_B, outputs_B)
+    np.testing.assert_allclose(np.mean(objective.loss(labels_B, outputs_B)), expected, rtol=1e-6)
+    expected = keras.losses.MeanAbsoluteError()(labels_B, outputs_B)
+    np.testing.assert_allclose(np.mean(objective.score(labels_B, outputs_B)), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "labels", "outputs"),
+    [
+        ("sparse_categorical_crossentropy", (), (6,)),
+        ("sparse_categorical_crossentropy", (3,), (5,)),
+        ("sparse_categorical_crossentropy", (3,), (4, 5)),
+        ("sparse_categorical_crossentropy", (), None),
+        ("sparse_categorical_crossentropy", (), {"a": (5,)}),
+        ("mean_squared_error", (5,), (1,)),
+        ("mean_squared_error", (3, 4), (4, 3)),
+        ("mean_squared_error", (), ()),
+    ],
+)
+def test_outputs_that_a_built_in_loss_cannot_compare_are_refused(loss: str, labels: Any, outputs: Any) -> None:
+    with pytest.raises(UsageError, match="^--model"):
+        objectives.check_outputs(TrainConfig(loss=loss), 5, (labels, outputs))
+
+
+@pytest.mark.parametrize("outputs", [(64,), (1,), (), None, {"mean": (2,), "spread": (2,)}])
+def test_a_loss_of_the_users_own_takes_any_outputs(outputs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they cannot be compared with the labels, the score is the loss alone."""
+    module = types.ModuleType("own_losses")
+    module.any = lambda labels, outputs: tf.cast(labels, tf.float32)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "own_losses", module)
+    config = TrainConfig(loss="own_losses:any", loop="custom")
+    objectives.check_outputs(config, 5, ((), outputs))
+    objective = objectives.of(config, classifies=True, predicts_text=False, shapes=lambda: ((), outputs))
+    names = {(1,): "absolute_error", (64,): "accuracy"}
+    assert objective.score_name == (names.get(outputs, "data_loss") if isinstance(outputs, tuple) else "data_loss")
+    assert [2.0, 3.0] == objective.loss(tf.constant([2, 3]), None).numpy().tolist()
