@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -111,3 +112,15 @@ def test_ctrl_c_ends_a_preset_that_never_returns(tmp_path: Path) -> None:
     _, message = plan.communicate(timeout=300)
     assert (130, "interrupted") == (plan.returncode, message.strip())
     wait_for(lambda: not processes.start_ticks(pid), "the preset's end")
+
+
+def test_temporary_files_of_a_preset_are_removed(
+    resolve: Resolve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of TensorFlow's autograph are, which a program that leaves with `os._exit` leaves behind."""
+    (scratch := tmp_path / "t").mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    lines = "import tempfile\ndef mine():\n    tempfile.mkstemp()\n    return TrainConfig(seed=7)"
+    assert 7 == resolve(lines)["seed"]
+    assert [] == list(scratch.iterdir())
