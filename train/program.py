@@ -115,7 +115,7 @@ class Program:
         if self.spec.kind.staged and self.task.role != Role.EVALUATOR:  # that has a whole model
             division = Division(self.spec, self.task, config, self.run)
         with chosen.scope(), strategy.policy(precision_of(self.spec.strategy, config.precision)):
-            model = division.build(new_model) if division else new_model()
+            model = division.build(new_model, source.feature_shape) if division else new_model()
         self._began = initial.begin(model, self.run.init) if config.init_from else ""
         shapes = (
             None

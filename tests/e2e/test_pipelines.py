@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,6 +111,50 @@ def test_frozen_layers_averages_first_weights_and_the_best_checkpoint_must_be_th
         best = [finished(clusters.run(run).checkpoints / BEST) for run in ("tuned", name)]
         assert 1 == len(best[1])
         assert [saved.step for saved in best[0]] == [saved.step for saved in best[1]]
+
+
+TIED = """
+import numpy as np
+from tensorflow import keras
+
+
+class Tied(keras.layers.Layer):
+    def __init__(self, embedding, **options):
+        super().__init__(**options)
+        self.embedding = embedding
+
+    def call(self, values):
+        return keras.ops.matmul(values, keras.ops.transpose(self.embedding.embeddings))
+
+
+def data():
+    tokens = np.random.default_rng(0).integers(0, 11, (240, 5)).astype(np.int32)
+    labels = (3 * tokens + 1).astype(np.int64) % 11
+    return {"train": (tokens, labels), "test": (tokens[:40], labels[:40])}
+
+
+def model(feature_shape, outputs):
+    inputs = keras.Input((None,), dtype="int32")
+    embedding = keras.layers.Embedding(11, 16, name="embedding", embeddings_regularizer="l2")
+    hidden = keras.layers.Dense(16, activation="relu", name="first")(embedding(inputs))
+    hidden = keras.layers.Dense(16, name="second")(keras.layers.Dropout(0.1)(hidden))
+    return keras.Model(inputs, Tied(embedding, name="tied")(hidden))
+"""
+
+
+@pytest.mark.long
+def test_weights_that_the_first_and_the_last_stage_share_must_be_those_of_one_device(
+    clusters: Clusters, tmp_path: Path
+) -> None:
+    (tmp_path / "tied.py").write_text(TIED)
+    own = Clusters(clusters.runs_dir, {"PYTHONPATH": str(tmp_path), "DATA_DIR": str(tmp_path / "data")})
+    training = ("--dataset=tied:data", "--model=tied:model", "--global-batch=8", "--optimizer.schedule=cosine")
+    stages = (*PIPELINE, "--stages=3")
+    for name, options in {"tied": ("--workers=0",), "tied-1": stages, "tied-2": (*stages, "--workers=0")}.items():
+        own.invoke(*words(name, *options), *training)
+    alone, tasks, devices = (summary(own.run(name)) for name in ("tied", "tied-1", "tied-2"))
+    assert tasks["weights_sha256"] == devices["weights_sha256"]
+    assert alone["metrics"]["eval_loss"] == pytest.approx(tasks["metrics"]["eval_loss"], rel=1e-6)
 
 
 @pytest.mark.long

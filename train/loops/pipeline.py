@@ -8,6 +8,8 @@ Shapes: S steps of one loop; N batches and M means of an evaluation.
 
 from __future__ import annotations
 
+import functools
+import operator
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -159,7 +161,7 @@ class Pipeline:
             return self._update(number, sums, at)
 
         return Stage(
-            division.models[number],
+            division.parts[number],
             number,
             division.stages,
             self._micro_batch,
@@ -214,7 +216,8 @@ class Pipeline:
         for stage in self._stages.values():
             stage.begin(step)
         with tf.control_dependencies([step]):
-            self._updates_before = tf.identity(self._policy.optimizer.iterations.value)
+            self._steps_before = tf.identity(self._policy.optimizer.iterations.value)
+            self._rate = tf.convert_to_tensor(self._policy.optimizer.learning_rate)
         order = [each for each in schedule.interleave(self._programs) if each[0] in self._stages]
         computes = [each for each in order if each[1].action is not schedule.Action.UPDATE]
         for number, instruction in order if self._asynchronous else computes:
@@ -235,14 +238,15 @@ class Pipeline:
     _finite: tf.Tensor | None = None
 
     def _agree(self) -> None:
-        """Add up gradients over the pipelines, and find what all stages must know of them: norm, and all finite?"""
+        """Add up gradients over pipelines and over stages that share weights; find their norm and if all are finite."""
         division, policy = self._division, self._policy
-        self._summed = {number: stage.sums for number, stage in self._stages.items()}
+        self._summed = {number: list(stage.sums) for number, stage in self._stages.items()}
         if division.pipelines > 1:
             self._summed = {
                 number: edges.sum_over_pipelines(sums, number, division.pipelines)
                 for number, sums in self._summed.items()
             }
+        self._share()
         if policy.loss_scale is not None:
             finite = tf.stack([policy.finite(sums) for sums in self._summed.values()])
             own = tf.cast(finite, tf.float32)
@@ -255,31 +259,57 @@ class Pipeline:
         if policy.clip_norm:
             self._norm = self._global_norm()
 
+    def _share(self) -> None:
+        """Add up the gradients of each variable that several stages use."""
+        division = self._division
+        for index, (variable, users) in enumerate(division.shared):
+            places = [
+                (number, next(at for at, one in enumerate(division.parts[number].trained) if one is variable))
+                for number in users
+                if number in self._stages
+            ]
+            if not places:
+                continue
+            gradients = [self._summed[number][at] for number, at in places]
+            if division.whole:
+                total = functools.reduce(operator.add, gradients)
+            else:
+                total = edges.sum_over_stages(gradients[0], index, len(users), division.pipeline)
+            for number, at in places:
+                self._summed[number][at] = total
+
     def _update(self, number: int, sums: Sequence[tf.Tensor], at: int) -> tf.Tensor:
-        """Apply a stage's gradients; return 0 once that is done, or NaN where training must end for them."""
-        policy, variables = self._policy, self._division.models[number].trainable_variables
-        gradients = list(sums) if self._asynchronous else list(self._summed[number])
+        """Apply a stage's gradients; return 0 once that is done, or NaN where training must end for them.
+
+        Between steps the optimizer counts steps, as schedules of its learning rate expect. Within one, PipeDream has it
+        count updates, which the bias corrections of Adam need.
+        """
+        policy, variables = self._policy, self._division.updated(number)
+        summed = sums if self._asynchronous else self._summed[number]
+        of = {id(each): one for each, one in zip(self._division.parts[number].trained, summed, strict=True)}
+        gradients = [of[id(variable)] for variable in variables]
         # Stages of one process share the optimizer, which counts every update of any of them.
-        done = at if self._asynchronous else 0
-        policy.optimizer.iterations.assign(self._updates_before + done)
+        iterations, before = policy.optimizer.iterations, self._steps_before
+        micro_batches = self._context.config.micro_batches
+        iterations.assign(before * micro_batches + at if self._asynchronous else before)
         if gradients:
-            policy.update(gradients, variables, self._finite, self._norm)
-        else:  # all weights of the stage are frozen, and its optimizer counts as those of the others do
-            applied = tf.ones([], tf.bool) if self._finite is None else self._finite
-            policy.optimizer.iterations.assign_add(tf.cast(applied, tf.int32))
-        with tf.control_dependencies([policy.optimizer.iterations.value.read_value()]):
+            with keras_compat.fixed_rate(policy.optimizer, self._rate):
+                policy.update(gradients, variables, self._finite, self._norm)
+        counts = at == micro_batches - 1 if self._finite is None else self._finite
+        iterations.assign(before + tf.cast(counts, before.dtype))
+        with tf.control_dependencies([iterations.value.read_value()]):
             return tf.zeros([]) if policy.loss_scale else keras_compat.nan_if_broken(tf.zeros([]), gradients)
 
     def _global_norm(self) -> tf.Tensor:
         """Return the norm of all stages' gradients, with the bits of `tf.linalg.global_norm` on one device."""
-        models = self._division.models
+        parts = self._division.parts
         halves = {
             id(variable): tf.nn.l2_loss(gradient)
             for number, gradients in self._summed.items()
-            for variable, gradient in zip(models[number].trainable_variables, gradients, strict=True)
+            for variable, gradient in zip(parts[number].trained, gradients, strict=True)
         }
         if not self._division.whole:
-            trained = [(owner, model.trainable_variables) for owner, model in enumerate(models)]
+            trained = [(owner, self._division.led(owner)) for owner in range(self._division.stages)]
             for owner, variables in ((owner, variables) for owner, variables in trained if variables):
                 own = tf.stack([halves[id(each)] for each in variables]) if owner in self._stages else tf.zeros([])
                 shared = self._shared(own, tf.TensorSpec([len(variables)], tf.float32), owner, edges.NORM)

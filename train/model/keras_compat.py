@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +26,7 @@ class Place:
     replica: tf.Tensor
     micro_batch: tf.Tensor | None = None
     drawn: dict[int, int] = field(default_factory=dict)
+    """How many seeds each generator has given, by its `id`."""
 
 
 _DRAWS = 2**44
@@ -96,7 +97,9 @@ def _own(variable: keras.Variable) -> tf.Variable:
 
 
 @contextlib.contextmanager
-def random_place(step: tf.Tensor, replica: tf.Tensor, micro_batch: tf.Tensor | None = None) -> Iterator[None]:
+def random_place(
+    step: tf.Tensor, replica: tf.Tensor, micro_batch: tf.Tensor | None = None, drawn: Mapping[int, int] | None = None
+) -> Iterator[Place]:
     """Draw random numbers of the layers called inside from (seed, step, replica, micro-batch), without state.
 
     Keras's own generators count their calls in a variable that all replicas share: every replica then drops the same
@@ -106,10 +109,12 @@ def random_place(step: tf.Tensor, replica: tf.Tensor, micro_batch: tf.Tensor | N
         step: int64 scalar, optimizer steps done before this one.
         replica: int64 scalar.
         micro_batch: int64 scalar, the number of one of several; None: as number 0.
+        drawn: how many seeds the stages before have drawn from each generator, by its `id`; None: none.
     """
-    token = _place.set(Place(step, replica, micro_batch))
+    inside = Place(step, replica, micro_batch, dict(drawn or {}))
+    token = _place.set(inside)
     try:
-        yield
+        yield inside
     finally:
         _place.reset(token)
 
@@ -139,7 +144,8 @@ def draw_seed(place: Place, generator: object, own: tf.Tensor) -> tf.Tensor:
         generator: which draws, of either Keras.
         own: the generator's own seed, int64 scalar.
     """
-    call = place.drawn[id(generator)] = place.drawn.get(id(generator), -1) + 1
+    call = place.drawn.get(id(generator), 0)
+    place.drawn[id(generator)] = call + 1
     draw = own * 1009 + call
     if place.micro_batch is not None:
         draw += place.micro_batch * _DRAWS
@@ -166,6 +172,16 @@ def take_summed_gradients(optimizer: keras.optimizers.Optimizer) -> None:
     tf_keras has an argument for it.
     """
     optimizer._all_reduce_sum_gradients = list  # pairs of gradient and variable
+
+
+@contextlib.contextmanager
+def fixed_rate(optimizer: keras.optimizers.Optimizer, rate: tf.Tensor) -> Iterator[None]:
+    """Give an optimizer a learning rate inside, instead of that which follows from its count of updates."""
+    optimizer._get_current_learning_rate = lambda: rate
+    try:
+        yield
+    finally:
+        del optimizer._get_current_learning_rate
 
 
 def average_what_changes(optimizer: keras.optimizers.Optimizer) -> None:

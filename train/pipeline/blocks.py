@@ -2,7 +2,7 @@
 
 A cut needs a place that exactly one tensor crosses. It lies before a layer with weights, so that what a compiler may
 fuse with the layer before it (activations, additions, batch normalisation) stays in the same stage: a cut there would
-change bits. A layer that is called twice keeps all between its calls in one block.
+change bits. Stages can share a layer's weights, but not its state, such as the averages of batch normalisation.
 """
 
 from __future__ import annotations
@@ -66,6 +66,11 @@ def chain(model: keras.Model) -> list[ModelBlock]:
     if len(model.outputs) != 1:
         raise UsageError(f"--strategy pipeline needs a model with one output; this one has {len(model.outputs)}")
     nodes = _sorted_nodes(model)
+    if unknown := [node.operation.name for node in nodes if None in node.output_tensors[0].shape[1:]]:
+        raise UsageError(
+            f"--strategy pipeline needs known shapes, and that of the output of {unknown[0]!r} is unknown; build the "
+            "model from the feature shape that its function is given"
+        )
     cuts = [(0, model.inputs[0])]
     cuts += [(at, crossing) for at in range(1, len(nodes)) if (crossing := _cut_before(nodes, at, model)) is not None]
     cuts.append((len(nodes), model.outputs[0]))
@@ -73,6 +78,18 @@ def chain(model: keras.Model) -> list[ModelBlock]:
         ModelBlock(tuple(nodes[first:last]), inputs, outputs)
         for (first, inputs), (last, outputs) in itertools.pairwise(cuts)
     ]
+
+
+def with_shape(model: keras.Model, feature_shape: Any) -> keras.Model:
+    """Return the model for examples of this shape, with the same layers, if it declares only a part of the shape."""
+    functional = model._functional if isinstance(model, keras.Sequential) else model
+    inputs: list[Any] = getattr(functional, "inputs", None) or []
+    if len(inputs) != 1 or not hasattr(functional, "_nodes_by_depth") or None not in inputs[0].shape[1:]:
+        return model
+    declared = inputs[0]
+    entered = keras.Input(feature_shape, dtype=declared.dtype, name=declared.name)
+    left = functional._run_through_graph([entered], operation_fn=lambda operation: operation)
+    return keras.Model(entered, left, name=model.name)
 
 
 def stage_model(blocks: Sequence[ModelBlock], number: int) -> keras.Model:
@@ -172,16 +189,23 @@ def _sorted_nodes(model: keras.Model) -> list[Any]:
 
 def _cut_before(nodes: Sequence[Any], at: int, model: keras.Model) -> Any | None:
     """Return the only tensor that crosses the place before a node, where a cut may be; otherwise None."""
-    tensors = _crossing(nodes, at, model)
-    if len(tensors) != 1 or tensors[0] is model.inputs[0]:
-        return None
-    layer = nodes[at].operation
-    if not _has_weights(layer) or isinstance(layer, keras.layers.BatchNormalization):
-        return None
+    tensors, layer = _crossing(nodes, at, model), nodes[at].operation
+    if len(tensors) != 1 or tensors[0] is model.inputs[0] or not keras.backend.is_float_dtype(tensors[0].dtype):
+        return None  # integers have no gradient
     before = {id(node.operation) for node in nodes[:at]}
-    shared = any(id(node.operation) in before for node in nodes[at:])
-    weighs = any(_has_weights(node.operation) for node in nodes[:at])
-    return tensors[0] if weighs and not shared else None
+    if not _has_weights(layer) or isinstance(layer, keras.layers.BatchNormalization) or id(layer) in before:
+        return None
+    again = [node.operation for node in nodes[at:] if id(node.operation) in before]
+    # Keras takes every call of the layer that made a model's input for that input.
+    if any(_has_state(one) or one is tensors[0]._keras_history.operation for one in again):
+        return None
+    return tensors[0] if any(_has_weights(node.operation) for node in nodes[:at]) else None
+
+
+def _has_state(layer: Any) -> bool:
+    """Return whether a layer has variables that were never weights: a frozen weight is no state."""
+    layers = layer._flatten_layers() if isinstance(layer, keras.Layer) else ()
+    return any(each._non_trainable_variables for each in layers)
 
 
 def _has_weights(layer: Any) -> bool:

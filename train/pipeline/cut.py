@@ -15,7 +15,7 @@ from cluster.run import launch_records, records
 from cluster.run.folder import RunFolder
 from train.config import TrainConfig
 from train.model import masks, optimizers
-from train.pipeline import blocks, measure, schedule
+from train.pipeline import blocks, measure, parts, schedule
 from train.pipeline.blocks import ModelBlock
 from train.pipeline.partition import Block, Plan, Stage, limit, partition
 
@@ -29,16 +29,14 @@ class Cut:
         costs: of each block.
         plan: how the stages run.
         stages: which of the blocks each has.
+        parts: the model of each stage, and what it uses.
     """
 
     blocks: list[ModelBlock]
     costs: list[Block]
     plan: Plan
     stages: list[Stage]
-
-    def of(self, stage: int) -> list[ModelBlock]:
-        """Return the blocks of a stage."""
-        return self.blocks[self.stages[stage].first : self.stages[stage].last]
+    parts: list[parts.Part]
 
 
 def find(
@@ -66,33 +64,29 @@ def find(
         UsageError: it cannot be cut so, or cannot be trained in stages.
     """
     chain, pipeline = blocks.chain(model), config.pipeline
-    if any(isinstance(each, keras.layers.BatchNormalization) for each in model._flatten_layers()):
-        if pipeline.remat:
-            raise UsageError(
-                "--remat: the model has BatchNormalization, whose averages would count every batch twice; leave it out"
-            )
-        if pipelines > 1:
-            raise UsageError(
-                f"--stages {stages} in {pipelines} pipelines: the model has BatchNormalization, whose averages would "
-                "differ between them; use one pipeline"
-            )
-    produced = (tensor for layer in model.layers for node in layer._inbound_nodes for tensor in node.output_tensors)
-    if any(masks.of(tensor) is not None for tensor in produced):
-        raise UsageError(f"--stages {stages}: the model has masks, which stages do not pass on; use another strategy")
+    if masks.of(model.outputs[0]) is not None:
+        raise UsageError(
+            f"--stages {stages}: a mask reaches the output {model.output_names[0]!r}, and no stage knows the unmasked "
+            "positions of the whole batch; leave the mask out, or use another strategy"
+        )
     names = [name.strip() for name in pipeline.cut.split(",") if name.strip()] if layers is None else layers
     _check_chain(model, chain, stages, names)
     plan = Plan(stages, pipeline.schedule, config.micro_batches, pipeline.remat, memory_bytes)
     copies = _slots(config) + (config.micro_batches > 1)  # a gradient, and the sum of those before
-    costs = blocks.estimate(chain, config.global_batch // (pipelines * config.micro_batches), copies)
+    micro_batch = config.global_batch // (pipelines * config.micro_batches)
+    costs = blocks.estimate(chain, micro_batch, copies)
     if len(seconds) == len(costs):
         costs = [dataclasses.replace(cost, seconds=each) for cost, each in zip(costs, seconds, strict=True)]
-    return Cut(chain, costs, plan, partition(costs, plan, names))
+    chosen = partition(costs, plan, names)
+    built = parts.build(model, [chain[stage.first : stage.last] for stage in chosen], micro_batch)
+    parts.check(built, remat=pipeline.remat, asynchronous=pipeline.schedule == "pipedream", pipelines=pipelines)
+    return Cut(chain, costs, plan, chosen, built)
 
 
 def cut(
     model: keras.Model, config: TrainConfig, stages: int, run: RunFolder | None = None, pipelines: int = 1
-) -> list[list[ModelBlock]]:
-    """Return the blocks of each stage, as the record of the run says that they were planned; for the rest see `find`.
+) -> list[parts.Part]:
+    """Return the model's stages as the record of the run says that they were planned; for the rest see `find`.
 
     Raises:
         UsageError: the cut follows from what was measured, and there is no record of it.
@@ -102,8 +96,7 @@ def cut(
         raise UsageError("--partition-by measured: no times of the blocks are recorded; start the run with `invoke up`")
     planned = planned or {"cut": [], "seconds": []}
     layers = planned["cut"] if len(planned["cut"]) == stages - 1 else None  # it may go on with more stages or fewer
-    found = find(model, config, stages, layers=layers, seconds=planned["seconds"], pipelines=pipelines)
-    return [found.of(number) for number in range(stages)]
+    return find(model, config, stages, layers=layers, seconds=planned["seconds"], pipelines=pipelines).parts
 
 
 def describe(

@@ -8,6 +8,7 @@ that their first values are those of one device. The others stay handles without
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -21,6 +22,7 @@ from train.model import keras_compat
 from train.pipeline import blocks
 from train.pipeline.cut import cut
 from train.pipeline.measure import release
+from train.pipeline.parts import Part, shared
 from train.saving.joint import Joint
 
 
@@ -40,29 +42,54 @@ class Division:
             range(self.stages) if self.tasks == 1 else range(self.task % self.stages, self.task % self.stages + 1)
         )
         """The stages that this task has."""
-        self.models: list[keras.Model] = []
+        self.parts: list[Part] = []
         """Of each stage; their layers and variables are those of the whole model."""
-        self._stage_of: dict[int, int] = {}
-        self._owned: dict[int, tf.Variable] = {}
+        self._users: dict[int, list[int]] = {}
+        self._held: dict[int, tf.Variable] = {}
+        self._written: set[int] = set()
+        """Of what this task holds, by `id`: of several stages that share a variable the first writes it."""
 
     @property
     def whole(self) -> bool:
         """Whether this task has all stages."""
         return len(self.own) == self.stages
 
-    def build(self, new_model: Callable[[], keras.Model]) -> keras.Model:
+    @property
+    def models(self) -> list[keras.Model]:
+        """Of each stage."""
+        return [part.model for part in self.parts]
+
+    def build(self, new_model: Callable[[], keras.Model], feature_shape: Any = None) -> keras.Model:
         """Return the model, with values for the variables of this task's stages alone.
+
+        Args:
+            new_model: returns the model.
+            feature_shape: of an example; None: the one that the model declares.
 
         Raises:
             UsageError: the model cannot be cut so.
         """
         model, created = without_values(new_model)
-        parts = cut(model, self._config, self.stages, self._run, self.pipelines)
-        self.models = [blocks.stage_model(part, number) for number, part in enumerate(parts)]
-        for number, part in enumerate(self.models):
-            self._stage_of |= {id(variable): number for variable in part.variables}
+        shaped = blocks.with_shape(model, feature_shape)
+        self.parts = cut(shaped, self._config, self.stages, self._run, self.pipelines)
+        for number, part in enumerate(self.parts):
+            for variable in part.used:
+                self._users.setdefault(id(variable), []).append(number)
         self._give_values(created)
         return model
+
+    def led(self, stage: int) -> list[keras.Variable]:
+        """Return the trained variables of which a stage is the first user."""
+        return [each for each in self.parts[stage].trained if self._users[id(each)][0] == stage]
+
+    def updated(self, stage: int) -> list[keras.Variable]:
+        """Return the variables that a stage updates: within one task the first user does it for all."""
+        return self.led(stage) if self.whole else self.parts[stage].trained
+
+    @property
+    def shared(self) -> list[tuple[keras.Variable, list[int]]]:
+        """The trained variables that several stages use, and the numbers of those stages."""
+        return [(variable, numbers) for variable, numbers in shared(self.parts) if variable.trainable]
 
     def build_optimizer(self, optimizer: keras.optimizers.Optimizer, model: keras.Model) -> None:
         """Build an optimizer of the whole model, with values for what it keeps of this task's weights alone."""
@@ -75,7 +102,7 @@ class Division:
             if isinstance(slots, list) and len(slots) == len(weights) and name != "_variables":
                 for slot, weight in zip(slots, weights, strict=True):
                     if isinstance(slot, keras.Variable):
-                        self._stage_of[id(slot)] = self._stage_of[id(weight)]
+                        self._users[id(slot)] = self._users[id(weight)]
         self._give_values(_take_uninitialized())
 
     def device(self, stage: int) -> str | None:
@@ -87,21 +114,22 @@ class Division:
 
     def joint(self) -> Joint:
         """Return this task's part in writing checkpoints: that of the tasks of the first pipeline."""
-        return Joint(self.task, self.stages, lambda variable: id(variable) in self._owned)
+        return Joint(self.task, self.stages, lambda variable: id(variable) in self._written)
 
     def release(self) -> None:
         """Free the memory of this task's variables, which must not be used any more: all that is needed is saved."""
-        for variable in self._owned.values():
+        for variable in self._held.values():
             release(variable)
 
     def _give_values(self, variables: Iterable[keras.Variable]) -> None:
         for variable in variables:
-            stage = self._stage_of.get(id(variable))
-            if stage is None or stage in self.own:
-                with tf.device(self.device(stage or 0)):
+            users = self._users.get(id(variable), [])
+            if not users or any(stage in self.own for stage in users):
+                with tf.device(self.device(users[0] if users else 0)):
                     variable._deferred_initialize()
-                if stage is not None:
-                    self._owned[id(variable.value)] = variable.value
+                if users:
+                    self._held[id(variable.value)] = variable.value
+                    self._written |= {id(variable.value)} if users[0] in self.own else set()
             else:
                 leave_without_value(variable)
 

@@ -21,7 +21,8 @@ DIRECTIONS = 4
 NORM, FLAG = 0, 1
 """What all stages share: the norms of gradients, and whether they are finite."""
 MOST_STAGES = 1_000
-EDGE_KEYS, NORM_KEYS, SUM_KEYS = 1_000_000, 20_000_000, 30_000_000
+MOST_SHARED = 10_000
+EDGE_KEYS, NORM_KEYS, SUM_KEYS, SHARED_KEYS = 1_000_000, 20_000_000, 30_000_000, 40_000_000
 """Group keys from here on are ours; tf.distribute counts its own from 0. A group has instance keys of its own."""
 TIMEOUT_S = 0.0
 """None: a neighbour may compile for long, and one that is lost is noticed by its closed connection."""
@@ -110,15 +111,27 @@ def sum_over_pipelines(tensors: Sequence[tf.Tensor], stage: int, pipelines: int)
 
     The order is that of TensorFlow's ring, which follows from the shapes and the number of pipelines alone.
     """
-    results = []
-    for number, tensor in enumerate(tensors):
-        keys = _keys(pipelines, SUM_KEYS + stage, number)
-        with tf.device("CPU:0"):
-            result = tf.raw_ops.CollectiveReduceV2(
-                input=tensor, ordering_token=[], merge_op="Add", final_op="Id", communication_hint="ring", **keys
-            )
-        results.append(tf.ensure_shape(result, tensor.shape))
-    return results
+    return [_sum(tensor, _keys(pipelines, SUM_KEYS + stage, number)) for number, tensor in enumerate(tensors)]
+
+
+def sum_over_stages(tensor: tf.Tensor, variable: int, users: int, pipeline: int) -> tf.Tensor:
+    """Return the sum over the stages of a pipeline that use a variable; each of them calls it.
+
+    Args:
+        tensor: what this stage has.
+        variable: its number among those that stages share.
+        users: how many stages use it.
+        pipeline: its number.
+    """
+    return _sum(tensor, _keys(users, SHARED_KEYS + MOST_SHARED * pipeline + variable, 0))
+
+
+def _sum(tensor: tf.Tensor, keys: dict[str, float]) -> tf.Tensor:
+    with tf.device("CPU:0"):
+        result = tf.raw_ops.CollectiveReduceV2(
+            input=tensor, ordering_token=[], merge_op="Add", final_op="Id", communication_hint="ring", **keys
+        )
+    return tf.ensure_shape(result, tensor.shape)
 
 
 def _keys(size: int, group: int, instance: int) -> dict[str, float]:

@@ -176,7 +176,7 @@ def _best(blocks: Sequence[Block], plan: Plan) -> list[int] | None:
 
 def _borders_of(blocks: Sequence[Block], plan: Plan, cut: Sequence[str]) -> list[int]:
     begins = {block.layers[0]: number for number, block in enumerate(blocks)}
-    inside = {layer: block.layers[0] for block in blocks for layer in block.layers}
+    inside = {layer: block.layers[0] for block in reversed(blocks) for layer in block.layers}
     borders = [0]
     for name in cut:
         if name not in inside:

@@ -17,7 +17,6 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from train.loops.train_step import never_inlined
@@ -25,6 +24,7 @@ from train.model import keras_compat
 from train.model.layer_state import LayerState
 from train.pipeline.edges import GRADIENTS, VALUES, Edges
 from train.pipeline.marks import Marks
+from train.pipeline.parts import Part
 from train.pipeline.schedule import Action, Instruction
 
 Features = Callable[[tf.Tensor], tf.Tensor]
@@ -41,7 +41,7 @@ class Stage:
 
     def __init__(
         self,
-        model: keras.Model,
+        part: Part,
         number: int,
         stages: int,
         micro_batch: int,
@@ -61,7 +61,7 @@ class Stage:
         """Prepare to execute.
 
         Args:
-            model: of this stage, see `blocks.stage_model`.
+            part: this stage's part of the model.
             number: of this stage, from 0.
             stages: of the pipeline.
             micro_batch: examples in one.
@@ -77,24 +77,27 @@ class Stage:
             device: on which it computes; None: wherever TensorFlow places it.
             marks: takes the times of computations; None: nothing does.
         """
-        self._model, self._number, self._stages = model, number, stages
+        model = part.model
+        self._number, self._stages = number, stages
         self._edges, self._features, self._update = edges, features, update
         self._scale = scale
         self._remat, self._accumulates, self._device = remat, accumulates, device
         self._marks, self._row = marks, replica * stages + number
         self._first, self._last = number == 0, number == stages - 1
-        self._variables = [variable.value for variable in model.trainable_variables]
+        self._variables = [variable.value for variable in part.trained]
         self._inputs = tf.TensorSpec([micro_batch, *model.inputs[0].shape[1:]], model.inputs[0].dtype)
         self._outputs = tf.TensorSpec([micro_batch, *model.outputs[0].shape[1:]], model.outputs[0].dtype)
 
         self._state = LayerState(model, shares)
 
         def forward(values: tf.Tensor, step: tf.Tensor, at: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None, list[Any]]:
-            with keras_compat.random_place(step, tf.constant(replica, tf.int64), at), self._state.part() as state:
+            place = keras_compat.random_place(step, tf.constant(replica, tf.int64), at, part.drawn)
+            with place, self._state.part() as state:
                 outputs = model(values, training=True)
-                losses = model.losses
-            own = tf.add_n([tf.cast(term, tf.float32) for term in losses]) / shares if losses else None
-            return loss(outputs, step, at) if self._last else outputs, own, state()
+                outputs = loss(outputs, step, at) if self._last else outputs
+                terms = part.losses()
+            own = tf.add_n([tf.cast(term, tf.float32) for term in terms]) / shares if terms else None
+            return outputs, own, state()
 
         self._forward = never_inlined(forward)
         self.predict = never_inlined(lambda values: model(values, training=False))

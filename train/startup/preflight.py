@@ -75,7 +75,7 @@ def check(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
 
     stages: dict[str, Any] = {}
     if options.stages:
-        model, stages = _stages(new_model, config, options)
+        model, stages = _stages(new_model, config, options, source.feature_shape)
     else:
         model = new_model()
         optimizers.check_replicas(optimizers.build_for(config, model), config.optimizer.name, options.replicas)
@@ -103,15 +103,18 @@ def check(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _stages(
-    new_model: Callable[[], keras.Model], config: TrainConfig, options: argparse.Namespace
+    new_model: Callable[[], keras.Model], config: TrainConfig, options: argparse.Namespace, feature_shape: Named
 ) -> tuple[keras.Model, dict[str, Any]]:
     """Return the model without values, and its stages, which compute as those of the tasks do."""
     import tensorflow as tf
 
+    from train.model import keras_compat
+    from train.pipeline.blocks import with_shape
     from train.pipeline.cut import describe
     from train.pipeline.division import without_values
     from train.strategy import policy
 
+    keras_compat.install()
     tf.config.threading.set_intra_op_parallelism_threads(config.threads)
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
@@ -119,7 +122,7 @@ def _stages(
         model, _ = without_values(new_model)
     record = records.read(options.record, launch_records.stages, None) if options.record else None
     return model, describe(
-        model,
+        with_shape(model, feature_shape),
         config,
         options.stages,
         pipelines=options.pipelines,

@@ -40,6 +40,25 @@ def not_a_chain():
     return keras.Model(inputs, keras.layers.Concatenate(name="all")([first, last, inputs]))
 
 
+def tied():
+    embedding = keras.layers.Embedding(11, 8, name="embedding")
+    inputs = keras.Input((6,), dtype="int32")
+    hidden = dense("hidden", 8)(embedding(inputs))
+    tie = keras.layers.Lambda(lambda values: values @ keras.ops.transpose(embedding.embeddings), name="tied")
+    return keras.Model(inputs, dense("last", 11)(tie(hidden)))
+
+
+def normalized(frozen=False):
+    normalization = keras.layers.BatchNormalization(name="normalization", trainable=not frozen)
+    nested = keras.Sequential([keras.Input((6,)), dense("inside", 6), normalization], name="nested")
+    return keras.Sequential([keras.Input((6,)), nested, dense("last", 11)])
+
+
+def masked():
+    embedding = keras.layers.Embedding(11, 8, mask_zero=True, name="embedding")
+    return keras.Sequential([keras.Input((6,), dtype="int32"), embedding, dense("hidden", 8), dense("last", 11)])
+
+
 def test_a_plan_says_what_each_stage_holds():
     gpipe, f1b = (cut.describe(new_model(), config(schedule=name), 2)["stages"] for name in ("gpipe", "1f1b"))
     model = new_model()
@@ -84,6 +103,10 @@ def test_memory_changes_the_cut_or_refuses_it():
         cut.describe(new_model(), config(), 3, memory_bytes=needed // 4)
 
 
+def layers_of(part):
+    return [layer.name for layer in part.model.layers if not isinstance(layer, keras.layers.InputLayer)]
+
+
 def test_measured_times_choose_the_cut_and_are_kept(monkeypatch, tmp_path):
     model, measured = new_model(), config(partition_by="measured")
     count = len(blocks.chain(model))
@@ -98,9 +121,9 @@ def test_measured_times_choose_the_cut_and_are_kept(monkeypatch, tmp_path):
     kept = records.read(run.stages, launch_records.stages)
     monkeypatch.setattr(measure, "block_seconds", lambda *_: pytest.fail("measured again"))
     assert described == cut.describe(model, measured, 2, record=kept)
-    assert ["embedding"] == [name for block in cut.cut(model, measured, 2, run)[0] for name in block.names]
+    assert ["embedding"] == layers_of(cut.cut(model, measured, 2, run)[0])
     scaled = cut.cut(model, measured, 3, run)
-    assert (3, ["embedding"]) == (len(scaled), [name for block in scaled[0] for name in block.names])
+    assert (3, ["embedding"]) == (len(scaled), layers_of(scaled[0]))
     with pytest.raises(pytest.fail.Exception):  # other micro-batches take other times
         cut.describe(model, TrainConfig(**{**vars(measured), "micro_batches": 2}), 2, record=kept)
 
@@ -131,6 +154,9 @@ def test_every_block_takes_time_and_equal_ones_are_measured_once(monkeypatch):
         (new_model, {"cut": "layer_0_attention_add"}, 2, "'embedding' and 'layer_0_attention'"),
         (not_a_chain, {}, 2, "'first' and 'features'"),
         (not_a_chain, {"cut": "last"}, 2, "last"),
+        (tied, {"schedule": "pipedream", "cut": "hidden"}, 2, "'embedding/embeddings'"),
+        (normalized, {"remat": True}, 2, "'nested/normalization/moving_mean'"),
+        (masked, {}, 2, "'last'"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(model, options, stages, named):
@@ -138,6 +164,23 @@ def test_what_cannot_be_cut_is_refused(model, options, stages, named):
         cut.find(model(), config(**options), stages)
     assert named in str(refused.value)
     assert str(refused.value).isprintable()
+
+
+def test_what_no_forward_changes_can_be_computed_again_and_in_several_pipelines():
+    cut.find(normalized(frozen=True), config(remat=True), 2)
+    cut.find(normalized(frozen=True), config(), 2, pipelines=2)
+    with pytest.raises(UsageError):
+        cut.find(normalized(), config(), 2, pipelines=2)
+
+
+def test_a_model_that_leaves_a_size_open_is_cut_for_the_size_of_its_data():
+    inputs = keras.Input((None,), dtype="int32")
+    hidden = dense("hidden", 8)(keras.layers.Embedding(11, 8)(inputs))
+    model = keras.Model(inputs, dense("last", 11)(hidden))
+    with pytest.raises(UsageError):
+        cut.find(model, config(), 2)
+    found = cut.find(blocks.with_shape(model, (6,)), config(), 2)
+    assert [(None, 6, 8), (None, 6, 11)] == [part.model.outputs[0].shape for part in found.parts]
 
 
 def test_conditions_are_texts():

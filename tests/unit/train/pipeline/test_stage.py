@@ -8,7 +8,7 @@ from tensorflow import keras
 from train.loops.train_step import never_inlined
 from train.model import keras_compat
 from train.model.transformer import transformer_lm
-from train.pipeline import blocks, schedule
+from train.pipeline import blocks, parts, schedule
 from train.pipeline.edges import LocalEdges
 from train.pipeline.partition import Plan, partition
 from train.pipeline.stage import Stage, add
@@ -101,9 +101,10 @@ def of_stages(task, number, name, remat=False, step=0, cut=()):
     def update(at):
         return lambda sums, _micro_batch: gradients.update({at: sums}) or tf.zeros([])
 
+    built = parts.build(task.model, [chain[each.first : each.last] for each in found], MICRO)
     stages = [
         Stage(
-            blocks.stage_model(chain[each.first : each.last], each.number),
+            built[each.number],
             each.number,
             number,
             MICRO,
@@ -172,12 +173,19 @@ def test_a_residual_block_is_never_cut():
     assert ("layer_0_attention_norm", "layer_0_attention", "layer_0_attention_add") in names
 
 
-def test_a_layer_that_is_called_twice_keeps_what_is_between_in_one_block():
-    shared = keras.layers.Dense(4, name="shared")
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (keras.layers.Dense, [("shared", "first"), ("middle", "shared"), ("last",)]),
+        (keras.layers.SpectralNormalization, [("shared", "first", "middle"), ("last",)]),
+    ],
+)
+def test_only_a_layer_without_state_can_be_called_in_several_blocks(kind, expected):
+    shared = kind(keras.layers.Dense(4), name="shared") if kind is not keras.layers.Dense else kind(4, name="shared")
     inputs = keras.Input((4,))
-    middle = keras.layers.Dense(4, name="middle")(shared(inputs))
+    middle = keras.layers.Dense(4, name="middle")(keras.layers.Dense(4, name="first")(shared(inputs)))
     outputs = keras.layers.Dense(2, name="last")(shared(middle))
-    assert [block.names for block in blocks.chain(keras.Model(inputs, outputs))] == [("shared", "middle"), ("last",)]
+    assert expected == [block.names for block in blocks.chain(keras.Model(inputs, outputs))]
 
 
 def of_pipedream(task, number):
@@ -186,8 +194,10 @@ def of_pipedream(task, number):
     found = partition(blocks.estimate(chain, MICRO, 1), Plan(number))
     edges = LocalEdges()
 
+    built = parts.build(task.model, [chain[each.first : each.last] for each in found], MICRO)
+
     def stage_of(each):
-        model = blocks.stage_model(chain[each.first : each.last], each.number)
+        model = built[each.number].model
         optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
         optimizer.build(model.trainable_variables)
 
@@ -197,7 +207,7 @@ def of_pipedream(task, number):
                 return tf.zeros([])
 
         return Stage(
-            model,
+            built[each.number],
             each.number,
             number,
             MICRO,
