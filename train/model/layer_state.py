@@ -73,7 +73,7 @@ class PartScope(keras.StatelessScope):
                 "micro-batches assign it outside, such as keras.ops.where(condition, new, old)"
             )
         else:
-            super().add_update(update)
+            super().add_update((variable, tf.stop_gradient(value)))  # none passes through a variable, either
 
 
 class LayerState:
