@@ -66,8 +66,8 @@ def find(
     chain, pipeline = blocks.chain(model), config.pipeline
     if masks.of(model.outputs[0]) is not None:
         raise UsageError(
-            f"--stages {stages}: a mask reaches the output {model.output_names[0]!r}, and no stage knows the unmasked "
-            "positions of the whole batch; leave the mask out, or use another strategy"
+            f"--stages {stages}: a mask reaches the output of {model.layers[-1].name!r}, and no stage knows the "
+            "unmasked positions of the whole batch; leave the mask out, or use another strategy"
         )
     names = [name.strip() for name in pipeline.cut.split(",") if name.strip()] if layers is None else layers
     _check_chain(model, chain, stages, names)

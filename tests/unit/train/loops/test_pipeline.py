@@ -123,11 +123,16 @@ class Reference(Setting):
     def _step(self, step: tf.Tensor) -> tf.Tensor:
         variables, total = self.model.trainable_variables, 0.0
         sums = [tf.zeros(variable.shape) for variable in variables]
+        state = [variable for variable in self.model.non_trainable_variables if "seed" not in variable.path]
+        before, after = [variable.numpy() for variable in state], []
         for micro_batch in range(self.config.micro_batches):
             batch = self.batch(step, micro_batch)
+            for variable, value in zip(state, before, strict=True):
+                variable.assign(value)
             with tf.GradientTape() as tape:
                 loss = self._loss(batch, step, micro_batch)
             total += loss
+            after.append([variable.numpy() for variable in state])
             gradients = tape.gradient(loss, [variable.value for variable in variables])
             sums = [
                 old if new is None else old + tf.convert_to_tensor(new)
@@ -136,6 +141,8 @@ class Reference(Setting):
         if self.config.optimizer.clip_norm:
             sums, _ = tf.clip_by_global_norm(sums, self.config.optimizer.clip_norm)
         self.optimizer.apply(sums, variables)
+        for variable, values in zip(state, zip(*after, strict=True), strict=True):
+            variable.assign(np.mean(values, axis=0))  # of equal whole numbers, too
         return total
 
     def _loss(self, batch: Any, step: tf.Tensor, micro_batch: int) -> tf.Tensor:
