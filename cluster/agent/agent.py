@@ -37,7 +37,7 @@ from cluster.errors import EXIT_FAILED, EXIT_PEER_LOST, EXIT_TIMEOUT, ClusterErr
 from cluster.gang import joining
 from cluster.gang.board import Board
 from cluster.recovery import attempts, ends, standby_cluster
-from cluster.recovery.attempts import OUTSIDE, OWN
+from cluster.recovery.attempts import OUTSIDE, OWN, PLANNED
 from cluster.run.heartbeat import Heartbeat
 from cluster.spec import Role, Task
 from cluster.system import fork_server, quiet
@@ -129,8 +129,10 @@ class Agent(Decisions):
         elif self.run.stop_requested and not self.restarts_alone:
             self.run.end("stopped", task=self.task.name)
         else:
-            cause = "its code was changed" if self.run.replaced.exists() else "the whole task was killed"
-            end = self.recovery.end(generation, OUTSIDE, cause, at=beat["updated_at"])
+            kind, cause = OUTSIDE, "the whole task was killed"
+            if self.run.replaced.exists():
+                kind, cause = PLANNED, "its code was changed"
+            end = self.recovery.end(generation, kind, cause, at=beat["updated_at"])
             if self.restarts_alone:
                 self._restart_alone(end)
             else:
@@ -324,10 +326,10 @@ class Agent(Decisions):
             self.members.take_in_returned(self.recovery, generation)
             if self.run.stop_requested and not self.serves and self.task.role != Role.EVALUATOR:
                 self._request_end(program)  # an evaluator ends after the run, whose last checkpoint it evaluates
-            if self._resuming or (program.can_wait and not self.standby.settled):
-                self._act_on_training(program, generation)
             if self.standby.ended:
                 standby_cluster.withdraw(self.run, self.task.name)
+            if self._resuming or (program.can_wait and not self.standby.settled):
+                self._act_on_training(program, generation)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 program.wait(POLL_S)
                 return self._act_on_exit(program, generation)

@@ -25,7 +25,7 @@ class MemoryKills:
         """Return whether the program, which ended with this code, was killed for memory, and not only its standby."""
         if code != -signal.SIGKILL:
             return False
-        in_container = memory.kills() > self._kills_before + int(standby.killed)
+        in_container = memory.kills() > self._kills_before + standby.kills
         return in_container or memory.in_kernel_log(program.pid, self._began_s)
 
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import tempfile
 import threading
-import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 
@@ -18,10 +17,6 @@ from cluster.recovery import ends
 from cluster.run import logs
 from cluster.system import fork_server, processes
 
-LOOK_S = 0.5
-"""How often to look whether the process is stopped."""
-AWAY_S = 4.0
-"""A longer time between two looks means that this process was stopped itself."""
 IMPORTS = "train.startup.preload"
 """The module whose `load` imports what the training program needs."""
 
@@ -42,9 +37,7 @@ class Program(ABC):
         self._pump: threading.Thread | None = None
         self._lines: list[str] = []
         self._end_requested = False
-        self._stopped_s = 0.0
-        self._stopped_clock: int | None = None
-        self._looked_s = float("-inf")
+        self._stop_timer = processes.StopTimer()
 
     def _start(self, folder: Path | None = None, descriptors: tuple[int, ...] = ()) -> None:
         """Start the process. Its output goes to its log and to this process's output."""
@@ -90,16 +83,7 @@ class Program(ABC):
     @property
     def stopped_s(self) -> float:
         """For how long a signal has kept it stopped, as far as this agent could look."""
-        now = time.monotonic()
-        if now - self._looked_s < LOOK_S:
-            return self._stopped_s
-        clock = processes.stopped_at(self.pid) if self._process and not self.ended else None
-        if clock is None or clock != self._stopped_clock:
-            self._stopped_s = 0.0
-        elif now - self._looked_s < AWAY_S:
-            self._stopped_s += now - self._looked_s
-        self._looked_s, self._stopped_clock = now, clock
-        return self._stopped_s
+        return self._stop_timer.look(self.pid) if self._process and not self.ended else 0.0
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Return the code that it ended with, negative for a signal.

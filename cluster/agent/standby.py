@@ -20,6 +20,12 @@ from cluster.system import memory
 STAGGER_S = 2.0
 """Tasks start their standby processes one after the other, the first once its program has trained for
 `WARM_SPARE_DELAY_S`, so that they do not slow down the start of the run."""
+STOPPED_S = 8.0
+"""A standby process that a signal has kept stopped for longer is replaced."""
+AGAIN_S = 15.0
+"""How long after a standby process ended another one is started, the first time; each further time doubles it. By then
+the others of its cluster have lost contact and ended, too."""
+LONGEST_AGAIN_S = 600.0
 MEMORY_BYTES = 700 * 2**20
 """The memory of a program that has imported TensorFlow."""
 FIRST_TO_KILL = 1000
@@ -50,21 +56,26 @@ class Standby:
         self._in_cluster = False
         """Whether it forms a cluster with other standby processes, so that it can train with these alone."""
         self._training_since: float | None = None
+        self._started_at = self._again_at = 0.0
+        self._kills = self._kills_before = self._removed = 0
 
     @property
     def settled(self) -> bool:
         """Whether there is nothing left to decide: it runs, or it is disabled."""
-        return self._program is not None or not self._enabled
+        return (self._program is not None and not self.ended) or not self._enabled
 
     @property
     def ended(self) -> bool:
-        """Whether the standby process has ended by itself."""
-        return self._program is not None and self._program.ended
+        """Whether the standby process has ended by itself, or a signal keeps it stopped."""
+        return self._program is not None and (self._program.ended or self._program.stopped_s > STOPPED_S)
 
     @property
-    def killed(self) -> bool:
-        """Whether the standby process was killed."""
-        return self._program is not None and self._program.ended and self._program.wait() == -signal.SIGKILL
+    def kills(self) -> int:
+        """How many standby processes were killed since `take`."""
+        return self._kills + int(self._program is not None and self._was_killed(self._program))
+
+    def _was_killed(self, program: Program) -> bool:
+        return program.ended and program.wait() == -signal.SIGKILL
 
     def keep(self, *, training: bool, variables: dict[str, str] | None = None, like: int = 0) -> None:
         """Start the standby process when it is due; to be called often while the task's program runs.
@@ -74,10 +85,13 @@ class Standby:
             variables: of the environment that it needs to form a cluster with the others; None: it does not.
             like: process that takes as much memory as it will with such a cluster.
         """
+        now = time.monotonic()
         if self._training_since is None:
-            self._training_since = time.monotonic() if training else None
+            self._training_since = now if training else None
             return
-        if self.settled or time.monotonic() - self._training_since < self._delay_s:
+        if self._program and self.ended:
+            self._remove(self._program)
+        if self.settled or now < max(self._training_since + self._delay_s, self._again_at):
             return
         needed = MEMORY_BYTES if variables is None else max(MEMORY_BYTES, memory.used_bytes(like))
         short = memory.available_bytes() < RESERVE_BYTES + needed * self._num_tasks
@@ -85,8 +99,20 @@ class Standby:
             self._enabled = False
             return
         self._in_cluster = variables is not None
+        self._started_at, self._kills_before = now, memory.kills()
         self._program = self._start(dict(os.environ) | {"STANDBY": "1"} | (variables or {}))
         self._set_kill_score(FIRST_TO_KILL)
+
+    def _remove(self, program: Program) -> None:
+        """Remove a standby process that ended, to start another one later unless there is too little memory."""
+        for_memory = memory.kills() > self._kills_before or memory.in_kernel_log(program.pid, self._started_at)
+        if self._was_killed(program):
+            self._kills += 1
+            self._enabled = not for_memory
+        program.end(0.0)
+        self._program = None
+        self._again_at = time.monotonic() + min(LONGEST_AGAIN_S, AGAIN_S * 2**self._removed)
+        self._removed += 1
 
     def take(self, *, in_cluster: bool = False) -> Program | None:
         """Hand over the standby process for the next attempt; None if there is none that lives and can be used.
@@ -95,6 +121,7 @@ class Standby:
             in_cluster: whether the next attempt is made with the cluster of the standby processes.
         """
         self._training_since = None
+        self._again_at, self._kills = 0.0, 0
         self._set_kill_score(0)
         program, self._program = self._program, None
         if program and (program.ended or program.is_stopped or self._in_cluster != in_cluster):

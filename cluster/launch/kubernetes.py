@@ -148,6 +148,7 @@ def _started(request: Request) -> dict[str, Any]:
     return {
         "hang_timeout_s": request.number("hang_timeout"),
         "max_restarts": request.number("max_restarts"),
+        "max_external_restarts": request.number("max_external_restarts"),
     }
 
 

@@ -33,6 +33,7 @@ class Plan(Workload):
     tensorboard_port: int | None
     hang_timeout_s: int
     max_restarts: int
+    max_external_restarts: int
     replaces: bool
     previous: RunFolder | None = None
     """The run that goes on, or is repeated."""

@@ -66,7 +66,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
     check_hardware(topology["strategy"])
     cluster = spec.build(**topology)
     kept = _kept(request, previous)
-    port, hang_timeout_s, max_restarts = kept.board_port, kept.number("hang_timeout"), kept.number("max_restarts")
+    port, hang_timeout_s = kept.board_port, kept.number("hang_timeout")
     run = _run_folder(request, stops_first=stops_first)
 
     runtime, why_runtime = registry.choose(request.runtime or _queue(previous) or registry.AUTO, cluster.kind)
@@ -119,7 +119,8 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         data=data,
         tensorboard_port=port,
         hang_timeout_s=0 if waits else hang_timeout_s,
-        max_restarts=max_restarts,
+        max_restarts=kept.number("max_restarts"),
+        max_external_restarts=kept.number("max_external_restarts"),
         replaces=request.fresh and run.path.exists(),
         previous=previous.run,
         init=() if request.resume else initial.find(config.get("init_from", ""), previous.run),
@@ -146,7 +147,8 @@ def _load(request: Request) -> _Previous:
 def _kept(request: Request, previous: _Previous) -> Request:
     """Return the request with the bounds that the run was started with, unless it gives others."""
     kept: dict[str, Any] = {}
-    for name, key in (("hang_timeout", "hang_timeout_s"), ("max_restarts", "max_restarts")):
+    for name in ("hang_timeout", "max_restarts", "max_external_restarts"):
+        key = "hang_timeout_s" if name == "hang_timeout" else name
         value = previous.started.get(key)
         if value is not None and (name, value) != ("hang_timeout", 0):  # 0: a task was debugged, and is not any more
             kept[name] = getattr(request, name) or str(int(value))

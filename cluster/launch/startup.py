@@ -233,6 +233,7 @@ def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> N
     requirements = str(plan.payload.requirements) if plan.payload.requirements else ""
     started = {"time": began, "runtime": plan.runtime.name, "requirements": requirements}
     started |= {"hang_timeout_s": plan.hang_timeout_s, "max_restarts": plan.max_restarts}
+    started |= {"max_external_restarts": plan.max_external_restarts}
     started |= {"gpus": plan.gpus.to_json(), "memory": plan.memory.requested, "network": plan.network.requested}
     started |= {"env": list(plan.payload.env), "code_dirs": [str(folder) for folder in plan.payload.code_dirs]}
     started |= {"secrets": [f"{name}={file}" for name, file in plan.payload.secrets.items()]}

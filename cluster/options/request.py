@@ -13,7 +13,7 @@ from cluster.agent.watchdog import HANG_TIMEOUT_S
 from cluster.errors import UsageError
 from cluster.options.option import Group, Needs, check_choices, declared, option, switch
 from cluster.paths import ROOT
-from cluster.recovery.attempts import MAX_RESTARTS
+from cluster.recovery.attempts import MAX_EXTERNAL_RESTARTS, MAX_RESTARTS
 from cluster.runtime import registry, tensorboard
 from cluster.spec import parse_count
 
@@ -234,6 +234,13 @@ class Request:
         MAX_RESTARTS,
         kinds=(int,),
         bounds=(0, 1000),
+    )
+    max_external_restarts: str = option(
+        Group.KEPT,
+        "restarts in a row of what is killed from outside and makes no progress",
+        MAX_EXTERNAL_RESTARTS,
+        kinds=(int,),
+        bounds=(0, 100_000),
     )
     min_workers: str = option(
         Group.KEPT,

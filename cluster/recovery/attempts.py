@@ -3,8 +3,9 @@
 An attempt is one generation of the gang, or one start of a task that restarts alone. It ends in one of these ways:
 
     OWN            the program failed by itself: an exception, an exit code, a crash, memory, a hang
-    OUTSIDE        it was killed or its machine was lost; this never counts, however often it happens
+    OUTSIDE        it was killed or its machine was lost
     LOST_CONTACT   the tasks lost contact and none reports a reason, most likely because of the network
+    PLANNED        its code was changed, or tasks left or joined the run; this never counts
 
 Progress is a later step than all previous attempts reached, or a newer checkpoint. A newer checkpoint is not enough if
 the attempt failed at the same step as the previous one: a program that always fails at step 27 has saved at step 10,
@@ -20,10 +21,12 @@ from typing import Any
 from cluster import settings
 from cluster.run.folder import RunFolder
 
-OWN, OUTSIDE, LOST_CONTACT = "own", "outside", "lost contact"
+OWN, OUTSIDE, LOST_CONTACT, PLANNED = "own", "outside", "lost contact", "planned"
 
 MAX_RESTARTS = 3
 """How often a program that fails by itself is started again without progress: the default of `--max-restarts`."""
+MAX_EXTERNAL_RESTARTS = 20
+"""How often what is killed from outside is started again without progress: the default of `--max-external-restarts`."""
 MAX_LOST_CONTACTS = 10
 """How often tasks that lost contact are started again without progress: more often, as none of them is at fault."""
 STEADY_S = 600.0
@@ -65,17 +68,22 @@ def without_progress(attempts: Sequence[Attempt], kinds: Collection[str] = (OWN,
     return count
 
 
-def too_many(attempts: Sequence[Attempt], max_restarts: int) -> int:
+def too_many(attempts: Sequence[Attempt], max_restarts: int, max_external_restarts: int = MAX_EXTERNAL_RESTARTS) -> int:
     """Return the number of attempts without progress, including the last, if it exceeds the limit; otherwise 0."""
-    for kinds, most in (((OWN,), max_restarts), ((OWN, LOST_CONTACT), max(max_restarts, MAX_LOST_CONTACTS))):
+    limits = (
+        ((OWN,), max_restarts),
+        ((OWN, LOST_CONTACT), max(max_restarts, MAX_LOST_CONTACTS)),
+        ((OUTSIDE,), max_external_restarts),
+    )
+    for kinds, most in limits:
         if attempts[-1].kind in kinds and (count := without_progress(attempts, kinds)) > most:
             return count
     return 0
 
 
 def pause_s(attempts: Sequence[Attempt]) -> float:
-    """Return how long to wait after the last of these attempts; 0 after a kill from outside."""
-    if attempts[-1].kind == OUTSIDE:
+    """Return how long to wait after the last of these attempts; 0 unless it failed by itself or lost contact."""
+    if attempts[-1].kind not in (OWN, LOST_CONTACT):
         return 0.0
     count = max(1, without_progress(attempts, (OWN, LOST_CONTACT)))
     return float(min(LONGEST_PAUSE_S, settings.seconds("RESTART_PAUSE_S") * 2 ** min(count - 1, 30)))
@@ -110,6 +118,10 @@ def first_generation(run: RunFolder) -> int:
     return max((g["generation"] for g in run.generations() if "task" not in g), default=0)
 
 
-def max_restarts(run: RunFolder) -> int:
-    """Return how many restarts without progress the run was started with."""
-    return int(run.started.get("max_restarts", MAX_RESTARTS))
+def limits(run: RunFolder) -> tuple[int, int]:
+    """Return the values of `--max-restarts` and `--max-external-restarts` that the run was started with."""
+    started = run.started
+    return (
+        int(started.get("max_restarts", MAX_RESTARTS)),
+        int(started.get("max_external_restarts", MAX_EXTERNAL_RESTARTS)),
+    )

@@ -56,6 +56,8 @@ class End:
     lived_s: float = 0.0
     may_follow: bool = False
     """Whether it may be a consequence of another task's end."""
+    host: str = ""
+    """The machine that the task ran on."""
 
     @property
     def reported(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Collection
 from dataclasses import asdict
@@ -10,7 +11,7 @@ from typing import Any
 from cluster.errors import EXIT_FAILED
 from cluster.messages import counted
 from cluster.recovery import attempts, ends, standby_cluster, step_record
-from cluster.recovery.attempts import OUTSIDE, Attempt
+from cluster.recovery.attempts import LOST_CONTACT, OUTSIDE, OWN, Attempt
 from cluster.recovery.ends import End
 from cluster.recovery.step_record import SINGLE_STEPS_FROM
 from cluster.run.folder import RunFolder
@@ -41,7 +42,8 @@ class Recovery:
         """Return the record of the end of this task, or of the one named, with the last step that it did."""
         name = task or self._task.name
         furthest = self._furthest(self._spec.task(name), generation)
-        return End(name, kind, cause, error, time.time() if at is None else at, furthest, lived_s, may_follow)
+        host = socket.gethostname() if name == self._task.name else self._spec.task(name).host
+        return End(name, kind, cause, error, time.time() if at is None else at, furthest, lived_s, may_follow, host)
 
     def _furthest(self, task: Task, generation: int) -> int:
         """Return the last step in a task's own record; others may have done one more."""
@@ -60,7 +62,7 @@ class Recovery:
         run, end = self._run, ends.root_cause(self._run, generation, own)
         saved = max(run.saved_steps, default=-1)
         tried = [*attempts.of_gang(run, generation), Attempt.of(asdict(end) | {"saved": saved})]
-        if count := attempts.too_many(tried, attempts.max_restarts(run)):
+        if count := attempts.too_many(tried, *attempts.limits(run)):
             self._fail(end, count)
             return
         step = max(run.newest_step, step_record.newest(run, generation))
@@ -74,7 +76,7 @@ class Recovery:
             run.event(end.task, "gang restart", step=step, cause=end.cause, error=end.error)
 
     def change_members(self, generation: int, left_out: Collection[str], end: End, event: str) -> None:
-        """Begin the next generation with other tasks; like a kill from outside, this never counts as a failure.
+        """Begin the next generation with other tasks; this never counts as a failure.
 
         Args:
             generation: the current one.
@@ -86,6 +88,7 @@ class Recovery:
         step = max(run.newest_step, step_record.newest(run, generation), 0)
         record = {"task": end.task, "cause": end.cause, "step": step, "failed_at": end.at, **_of_attempt(end)}
         record |= {"saved": max(run.saved_steps, default=-1), **self._carried_over(generation, end)}
+        record["kind"] = attempts.PLANNED
         if run.begin_generation(generation + 1, **record | {LEFT_OUT: sorted(left_out)}):
             run.event(end.task, event, step=step, cause=end.cause)
 
@@ -95,7 +98,7 @@ class Recovery:
         An evaluator never fails the run.
         """
         tried = [*attempts.of_task(self._run, self._task.name), Attempt.of(asdict(end))]
-        count = attempts.too_many(tried, attempts.max_restarts(self._run))
+        count = attempts.too_many(tried, *attempts.limits(self._run))
         if count and self._task.role != Role.EVALUATOR:
             self._fail(end, count)
             return 0.0
@@ -118,7 +121,7 @@ class Recovery:
 
         After a kill, or a failure before any step, that is the same step as in this generation.
         """
-        if end.kind != OUTSIDE and end.furthest >= 0:
+        if end.kind in (OWN, LOST_CONTACT) and end.furthest >= 0:
             return end.furthest
         before: int | None = self._run.begun(generation).get(SINGLE_STEPS_FROM)
         return before
@@ -129,7 +132,8 @@ class Recovery:
         if step < 0:  # it did no step in this attempt: use the others' steps
             step = max(self._run.newest_step, step_record.newest(self._run, self._run.generation), 0)
         after = f" after step {step}" if step else ""
-        error = f"failed {counted(count, 'time')} without progress{after}: {end.reported}"
+        verb, where = ("failed", "") if end.kind != OUTSIDE else ("ended from outside", f" on {end.host}")
+        error = f"{verb} {counted(count, 'time')} without progress{after}{where}: {end.reported}"
         self._run.end("failed", task=end.task, exit_code=EXIT_FAILED, step=step, error=error)
 
 

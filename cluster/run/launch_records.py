@@ -16,6 +16,7 @@ started = record(
         "runtime": (text, ABSENT),
         "hang_timeout_s": (seconds, ABSENT),
         "max_restarts": (count, ABSENT),
+        "max_external_restarts": (count, ABSENT),
         "min_workers": (count, ABSENT),
         "grow": (flag, ABSENT),
         "requirements": (text, ABSENT),

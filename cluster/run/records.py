@@ -166,6 +166,7 @@ end = exactly(
         "furthest": number,
         "lived_s": seconds,
         "may_follow": flag,
+        "host": text,
     }
 )
 """How one task's program ended, as its agent recorded it."""

@@ -16,6 +16,11 @@ from typing import Any, Protocol
 POLL_S = 0.02
 """Interval for polling a child if the kernel offers no descriptor to wait on."""
 
+LOOK_S = 0.5
+"""How often to look whether a process is stopped."""
+AWAY_S = 4.0
+"""A longer time between two looks means that this process was stopped itself."""
+
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -181,6 +186,27 @@ def stopped_at(pid: int) -> int | None:
     """
     fields = stat(pid)
     return int(fields[11]) + int(fields[12]) if fields and fields[0] in "Tt" else None
+
+
+class StopTimer:
+    """Measures for how long a signal has kept a process stopped, by looking at it again and again."""
+
+    def __init__(self) -> None:
+        self._looked_at = float("-inf")
+        self._clock: int | None = None
+        self._seconds = 0.0
+
+    def look(self, pid: int) -> float:
+        """Return the seconds in which the process was stopped and this process could look."""
+        now = time.monotonic()
+        passed_s = now - self._looked_at
+        if passed_s >= LOOK_S:
+            before, self._clock, self._looked_at = self._clock, stopped_at(pid), now
+            if self._clock is None or self._clock != before:
+                self._seconds = 0.0
+            elif passed_s < AWAY_S:
+                self._seconds += passed_s
+        return self._seconds
 
 
 def handles(pid: int, number: int) -> bool:

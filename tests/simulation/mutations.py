@@ -133,13 +133,13 @@ def damaged_records_stay(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
 def kills_count(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """A program that was killed counts as one that failed by itself, and no failure is forgiven."""
     patch.setattr(ends, "kind_of", lambda code, *, out_of_memory: attempts.OWN)
-    patch.setattr(attempts, "max_restarts", lambda run: 0)
+    patch.setattr(attempts, "limits", lambda run: (0, attempts.MAX_EXTERNAL_RESTARTS))
     return schedules()
 
 
 def failures_do_not_count(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """A program that fails by itself starts again for ever."""
-    patch.setattr(attempts, "too_many", lambda tried, most: 0)
+    patch.setattr(attempts, "too_many", lambda tried, *limits: 0)
     patch.setattr(attempts, "pause_s", lambda tried: 0.0)
     return schedules()
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 
 from cluster.system import process_table, processes
 
+STOPPED_S = 8.0
+"""How long the supervisor may be stopped: until it continues, it brings back no agent."""
 KILL_TIMEOUT_S = 10.0
 """Longest time for what is left to end; a process in an uninterruptible call to the kernel may take longer."""
 
@@ -47,10 +50,16 @@ def keep(work: Callable[[], None], on_terminate: Callable[[], object]) -> None:
 
 
 def _reap_until(child: int) -> int:
-    """Return the exit code of the child; reap adopted processes until then."""
+    """Return the exit code of the child, which is continued if a signal stops it; reap adopted processes until then."""
+    recorded = processes.identity(child)
     while True:
-        pid, status = os.waitpid(-1, 0)
-        if pid == child:
+        pid, status = os.waitpid(-1, os.WUNTRACED)
+        if os.WIFSTOPPED(status):
+            if pid == child:
+                timer = threading.Timer(STOPPED_S, processes.kill, (recorded, signal.SIGCONT))
+                timer.daemon = True
+                timer.start()
+        elif pid == child:
             return processes.as_exit_code(os.waitstatus_to_exitcode(status))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -38,6 +39,8 @@ from cluster.system.scratch import remove_abandoned, scratch_folder
 from cluster.system.waiting import wait_until
 
 POLL_S = 0.05
+STOPPED_S = 15.0
+"""An agent that a signal has kept stopped for longer is replaced. The other agents notice it a little earlier."""
 START_S = 60.0
 """Longest time until a live supervisor writes its first heartbeats: well under a second on an idle machine."""
 
@@ -109,6 +112,8 @@ class Supervisor:
         self.preload: str = how.get("preload", "")
         self.tasks: dict[str, Any] = how["tasks"]
         self.agents: dict[str, subprocess.Popen[bytes] | fork_server.ForkedProcess] = {}
+        self._stop_timers: dict[str, processes.StopTimer] = {}
+        self._is_debugged = not run.started.get("hang_timeout_s", 1)
         self._failures: dict[str, list[Attempt]] = {name: [] for name in self.tasks}
         self._due: dict[str, float] = {}
         """When an agent is started, or started again that failed by itself."""
@@ -124,6 +129,8 @@ class Supervisor:
             for name, agent in list(self.agents.items()):
                 if (code := agent.poll()) is not None:
                     self._act_on_exit(name, code)
+                elif not self._is_debugged and self._stop_timers[name].look(agent.pid) > STOPPED_S:
+                    agent.send_signal(signal.SIGKILL)
             self._start_those_due()
             time.sleep(POLL_S)
         # The chief's agent writes the summary, unless it was killed at the very end or this is not the run's end.
@@ -149,6 +156,7 @@ class Supervisor:
     def _start(self, name: str) -> None:
         task = self.tasks[name]
         with open_file(self.run.log(name), "ab") as log:
+            self._stop_timers[name] = processes.StopTimer()
             self.agents[name] = fork_server.start(
                 task["command"],
                 env=os.environ | task["environment"],
@@ -160,19 +168,16 @@ class Supervisor:
             )
 
     def _act_on_exit(self, name: str, code: int) -> None:
-        """Bring back an agent that was killed, however often, and one that fails by itself a few times."""
+        """Bring back an agent that was killed or that failed by itself, unless it did so too often."""
         del self.agents[name]
         if code == 0:
             return
         kind = ends.kind_of(code, out_of_memory=False)
-        if kind == attempts.OUTSIDE:
-            self._due[name] = time.monotonic()
-            return
         saved, step = max(self.run.saved_steps, default=-1), step_record.newest(self.run, self.run.generation)
         tried = self._failures[name]
-        tried.append(Attempt(attempts.OWN, step, saved))
-        if count := attempts.too_many(tried, attempts.max_restarts(self.run)):
-            why = f"{processes.describe_exit(code)}; see {self.run.log(name)}"
+        tried.append(Attempt(kind, step, saved))
+        if count := attempts.too_many(tried, *attempts.limits(self.run)):
+            why = f"{processes.describe_exit(code)} on {socket.gethostname()}; see {self.run.log(name)}"
             cause = f"its agent failed {counted(count, 'time')} without progress: {why}"
             self.run.end("failed", task=name, exit_code=EXIT_FAILED, error=cause)
         else:

@@ -60,6 +60,16 @@ def test_kills_from_outside_at_one_step_do_not_end_the_run(start_gang: StartGang
     }
 
 
+def test_kills_at_one_step_that_never_end_fail_the_run(start_gang: StartGang) -> None:
+    gang = start_gang("train(5), die()", workers=0, elastic={"max_external_restarts": 2})
+    summary = gang.summary()
+    assert ("failed", 2) == (summary["state"], gang.run.generation)
+    cause = summary["cause"]
+    assert ("chief", 5) == (cause["task"], cause["step"])
+    for known in ("3 times", socket.gethostname(), "SIGKILL"):
+        assert known in cause["error"]
+
+
 def test_a_worker_of_parameter_servers_that_cannot_work_fails_the_run(start_gang: StartGang) -> None:
     lines = "if NAME == 'worker-0': sys.exit(70)\n" + SERVERS_SERVE + "train(3), work()"
     gang = start_gang(lines, workers=2, ps=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,26 @@ def test_standby_processes_that_formed_a_cluster_go_on_with_it_on_the_other_port
     assert 2 == len(ports)
 
 
+def test_a_chief_that_is_frozen_permanently_is_replaced(start_gang: StartGang) -> None:
+    """Its standby process is ready, so that the next generation could begin without a rendezvous."""
+    gang = start_gang(FORMED, workers=1, config=IN_CLUSTER)
+    wait_for(lambda: ready(gang, 0), "the cluster of the standby processes")
+    gang.await_step("chief", 5)
+    began = time.monotonic()
+    for process in ("agent", "program"):
+        os.kill(gang.pid("chief", process), signal.SIGSTOP)
+    wait_for(lambda: gang.run.generation == 1, "the next generation", timeout_s=20)
+    beats = [("training", 1)] * 2
+    wait_for(
+        lambda: beats == [(b["state"], b.get("generation")) for b in map(gang.beat, ("chief", "worker-0"))],
+        "both tasks",
+    )
+    os.kill(gang.pid("worker-0"), signal.SIGKILL)  # which ends the fake training
+    summary = gang.summary()
+    assert time.monotonic() - began < 90
+    assert ("succeeded", "chief") == (summary["state"], summary["restarts"][0]["task"])
+
+
 def test_a_run_goes_on_where_one_of_these_died_at_the_last_moment(start_gang: StartGang) -> None:
     dies = f"import os\nif os.environ['TASK'] == 'worker-0' and 'STANDBY' in os.environ:{DIES_IN_CLUSTER}"
     imports = f"{dies}\nfrom tests.unit.trainer import *"
@@ -138,6 +159,68 @@ def test_a_standby_process_that_died_is_not_used(start_gang: StartGang) -> None:
     wait_for(lambda: processes.start_ticks(standby_id) is None, "the end of the standby process")
     os.kill(gang.pid("chief"), signal.SIGKILL)
     assert "succeeded" == gang.summary()["state"]
+
+
+class Process:
+    """A standby process, without a process."""
+
+    pid, stopped_s, is_stopped = 1, 0.0, False
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.code is not None
+
+    def wait(self) -> int:
+        assert self.code is not None
+        return self.code
+
+    def end(self, _grace_s: float) -> int:
+        self.code = -signal.SIGKILL if self.code is None else self.code
+        return self.code
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("for_memory", [False, True])
+def test_a_standby_process_that_ended_is_replaced_unless_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch, stopped: bool, for_memory: bool
+) -> None:
+    started: list[Process] = []
+    now, kills = 100.0, 0
+
+    def start(_environment: dict[str, str]) -> Any:
+        started.append(Process())
+        return started[-1]
+
+    monkeypatch.setattr(standby.time, "monotonic", lambda: now)
+    monkeypatch.setattr(standby.memory, "kills", lambda: kills)
+    monkeypatch.setattr(standby.memory, "in_kernel_log", lambda *_: False)
+    monkeypatch.setattr(standby.memory, "available_bytes", lambda: 2**50)
+    monkeypatch.setattr(standby.memory, "headroom_bytes", lambda: 2**50)
+    monkeypatch.setattr(standby.Standby, "_set_kill_score", lambda *_: None)
+    standing_by = standby.Standby(start, 0, 1)
+    for _ in range(2):
+        standing_by.keep(training=True)
+    assert 1 == len(started)
+    for restarts, pause_s in ((1, standby.AGAIN_S), (2, 2 * standby.AGAIN_S)):
+        if stopped:
+            started[-1].stopped_s = standby.STOPPED_S + 1
+        else:
+            started[-1].code = -signal.SIGKILL
+        kills += int(for_memory)
+        assert standing_by.ended
+        standing_by.keep(training=True)
+        now += pause_s - 1
+        standing_by.keep(training=True)
+        assert restarts == len(started)
+        now += 2
+        standing_by.keep(training=True)
+        if for_memory and not stopped:
+            assert (1, True, 1) == (len(started), standing_by.settled, standing_by.kills)
+            return
+        assert restarts + 1 == len(started)
 
 
 def test_without_enough_memory_there_is_no_standby_process(monkeypatch: pytest.MonkeyPatch) -> None:

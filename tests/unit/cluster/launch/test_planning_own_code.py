@@ -91,7 +91,7 @@ def test_a_run_goes_on_with_its_own_bounds_unless_others_are_given(
 ) -> None:
     monkeypatch.setattr(supervisor, "start", lambda run: None)
     rest = {"runtime": "local", "tensorboard_port": "0"}
-    bounds = {"hang_timeout": "600", "max_restarts": "0"}
+    bounds = {"hang_timeout": "600", "max_restarts": "0", "max_external_restarts": "7"}
     startup.start(
         planning.plan(Request(script=str(theirs), name="one", **bounds, **rest)), Commands(), began=time.time()
     )
@@ -99,12 +99,12 @@ def test_a_run_goes_on_with_its_own_bounds_unless_others_are_given(
     run.end("stopped")
     write_json(run.summary, {"state": "stopped"})
 
-    def resumed(**options: str) -> tuple[int, int]:
+    def resumed(**options: str) -> tuple[int, int, int]:
         plan = planning.plan(Request(resume="one", **rest, **options, trust=True))
-        return plan.hang_timeout_s, plan.max_restarts
+        return plan.hang_timeout_s, plan.max_restarts, plan.max_external_restarts
 
-    assert (600, 0) == resumed()
-    assert (30, 5) == resumed(hang_timeout="30", max_restarts="5")
+    assert (600, 0, 7) == resumed()
+    assert (30, 5, 9) == resumed(hang_timeout="30", max_restarts="5", max_external_restarts="9")
     write_json(run.control / "started.json", run.load_started() | {"hang_timeout_s": 0})  # as with --debug
     assert HANG_TIMEOUT_S == resumed()[0]
 

@@ -12,6 +12,7 @@ from cluster.recovery import attempts, ends, step_record
 from cluster.recovery.attempts import LOST_CONTACT, OUTSIDE, OWN, Attempt
 from cluster.recovery.policy import Recovery
 from cluster.run.folder import RunFolder
+from cluster.system.json_files import write_json
 from train.loops import outer
 from train.loops.steps import LoopResult, Signals
 
@@ -52,6 +53,17 @@ def test_what_others_save_is_no_progress_of_a_task_that_does_no_step() -> None:
 def test_the_run_fails_after_so_many_restarts_without_progress(max_restarts: int, tolerated: int) -> None:
     assert [0] * tolerated == [attempts.too_many([own(5)] * (n + 1), max_restarts) for n in range(tolerated)]
     assert tolerated + 1 == attempts.too_many([own(5)] * (tolerated + 1), max_restarts)
+
+
+def test_kills_without_progress_end_the_run() -> None:
+    """As by a memory watcher that kills at the same step again and again, while checkpoints are saved before it."""
+    most = attempts.MAX_EXTERNAL_RESTARTS
+    killed = [Attempt(OUTSIDE, 120, saved) for saved in range(100, 100 + most + 1)]
+    assert 0 == attempts.too_many(killed[:most], 3)
+    assert most + 1 == attempts.too_many(killed, 3)
+    assert 3 == attempts.too_many([Attempt(OUTSIDE, 5)] * 3, 3, 2)
+    assert 0 == attempts.too_many([*[Attempt(OUTSIDE, 5)] * most, Attempt(OUTSIDE, 6)], 3)  # a later step
+    assert 0 == attempts.too_many([Attempt(attempts.PLANNED, 5)] * 50, 3)
 
 
 def test_a_network_that_never_carries_ends_the_run_late() -> None:
@@ -153,8 +165,9 @@ class Story:
 def test_a_step_that_always_fails_ends_the_run_within_five_attempts_whatever_kills_it(
     make_run: MakeRun, seed: int, killed_share: float
 ) -> None:
-    draw = random.Random(seed)
-    story = Story(make_run(workers=0), draw.randint(1, 400), draw.choice([1, 7, 25, 400]), draw.randint(3, 500))
+    draw, run = random.Random(seed), make_run(workers=0)
+    write_json(run.control / "started.json", {"max_external_restarts": 1000})  # most kills come before any progress
+    story = Story(run, draw.randint(1, 400), draw.choice([1, 7, 25, 400]), draw.randint(3, 500))
     while story.attempt():
         assert story.own_failures < 5
         story.kills = [draw.randint(0, 60)] if draw.random() < killed_share else []
@@ -165,13 +178,13 @@ def test_a_step_that_always_fails_ends_the_run_within_five_attempts_whatever_kil
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_kills_from_outside_never_end_a_run(make_run: MakeRun, seed: int) -> None:
+def test_kills_from_outside_never_end_a_run_that_makes_progress(make_run: MakeRun, seed: int) -> None:
     draw = random.Random(seed)
-    story = Story(make_run(workers=0), 0, 25, 100)
-    story.kills = [draw.randint(0, 40) for _ in range(25)]
+    story = Story(make_run(workers=0), 0, 25, 10)
+    story.kills = [draw.randint(0, 19) for _ in range(50)]
     while story.attempt():
         pass
-    assert (None, [], 25) == (story.run.outcome, story.kills, story.run.generation)
+    assert (None, [], 50) == (story.run.outcome, story.kills, story.run.generation)
 
 
 # Who it was

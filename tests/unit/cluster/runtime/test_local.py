@@ -108,18 +108,19 @@ def test_an_agent_that_keeps_failing_ends_the_run(
     assert summary["cause"]["error"].startswith("its agent failed 4 times without progress: exit code ")
 
 
-def test_an_agent_that_is_killed_comes_back_however_often(
-    make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(("most", "attempts"), [(30, 31), (4, 5)])
+def test_an_agent_that_is_killed_comes_back_up_to_a_limit(
+    make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, most: int, attempts: int
 ) -> None:
     run = make_run(workers=0)
     script = f"echo >>{tmp_path}/attempts; [ $(wc -l <{tmp_path}/attempts) -gt 30 ] && exit 3; kill -9 $$"
     write_json(
         run.compose, {"runtime": "local", "tasks": {"chief": {"command": ["sh", "-c", script], "environment": {}}}}
     )
-    write_json(run.control / "started.json", {"time": 0.0, "max_restarts": 0})
+    write_json(run.control / "started.json", {"time": 0.0, "max_restarts": 0, "max_external_restarts": most})
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the supervisor runs in this very process
     supervisor.Supervisor(run).main()
-    assert 31 == len((tmp_path / "attempts").read_text().splitlines())
+    assert attempts == len((tmp_path / "attempts").read_text().splitlines())
 
 
 def test_a_supervisor_that_cannot_start_its_tasks_is_reported(make_run: Callable[..., RunFolder]) -> None:

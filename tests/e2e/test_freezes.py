@@ -1,0 +1,157 @@
+"""A frozen process of any kind, alone or with another: the run must recover or end within 90 s, and name it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.recovery import standby_cluster
+from cluster.run import owner
+from cluster.run.folder import RunFolder
+from cluster.system import processes
+from cluster.system.json_files import read_json
+from cluster.system.process_table import ProcessTable
+from tests.e2e.scenario import ENDLESS, SLOW_MACHINE_S, Clusters, step_of, summary
+from tests.waiting import wait_for
+
+pytestmark = [pytest.mark.usefixtures("data"), pytest.mark.long, pytest.mark.alone]
+
+BOUND_S = 90.0
+TOPOLOGIES = {
+    "multiworker": ("--workers=2",),
+    "elastic": ("--workers=2", "--min-workers=1", "--grow"),
+    "ps": ("--workers=1", "--ps=1", "--evaluator"),
+}
+ROLES = {
+    "multiworker": ("chief", "worker-0"),
+    "elastic": ("chief", "worker-0"),
+    "ps": ("chief", "worker-0", "ps-0", "evaluator"),
+}
+PROCESSES = ("agent", "program")
+"""Standby processes are left out: those that lose one of their cluster do not notice it, so it is not formed again."""
+SECONDS = (5.0, 30.0, None)
+
+
+@pytest.fixture(autouse=True)
+def with_standby_processes(clusters: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As users have them."""
+    monkeypatch.setitem(clusters.environment, "WARM_SPARE", "1")
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A process to freeze: the supervisor, or an agent, program or standby process of a task."""
+
+    kind: str
+    task: str = ""
+
+    def find(self, run: RunFolder) -> dict[str, int] | None:
+        """Return the identity of the process; None if there is none."""
+        if self.kind == "supervisor":
+            owned = owner.read(run)
+            assert owned
+            assert owned.supervisor
+            return _identity(_children(owned.supervisor["pid"]))
+        recorded = read_json(run.programs(self.task), {})
+        if not recorded:
+            return None
+        if self.kind != "standby":
+            return recorded.get(self.kind)
+        return _identity(_children(recorded["agent"]["pid"]) - {recorded["program"]["pid"]})
+
+
+def _children(pid: int) -> set[int]:
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return {int(child) for child in path.read_text().split()} if path.exists() else set()
+
+
+def _identity(pids: Iterable[int]) -> Any:
+    return next((processes.identity(pid) for pid in pids), None)
+
+
+def cases() -> list[Any]:
+    found = []
+    for strategy, roles in ROLES.items():
+        alone = [(Frozen(kind, task),) for kind in PROCESSES for task in roles]
+        whole = [(Frozen("agent", task), Frozen("program", task)) for task in roles]
+        pairs = [(Frozen("program", a), Frozen("program", b)) for a, b in itertools.combinations(roles, 2)]
+        pairs += [(Frozen("agent", a), Frozen("agent", b)) for a, b in itertools.combinations(roles, 2)]
+        with_supervisor = [(Frozen("supervisor"),), (Frozen("supervisor"), Frozen("agent", roles[-1]))]
+        found.append(pytest.param(strategy, [*alone, *whole, *pairs, *with_supervisor], id=strategy))
+    return found
+
+
+@pytest.mark.parametrize("seconds", SECONDS, ids=["5s", "30s", "permanent"])
+@pytest.mark.parametrize(("strategy", "frozen"), cases())
+def test_a_frozen_process_must_not_hold_up_the_run(
+    clusters: Clusters, strategy: str, frozen: list[tuple[Frozen, ...]], seconds: float | None
+) -> None:
+    name = f"{strategy}-{seconds or 'permanent'}"
+    run = clusters.up(name, *TOPOLOGIES[strategy], "--detach", "--", *ENDLESS)
+    for together in frozen:
+        _await_standby(run)
+        step = step_of(run)
+        found = [each for each in (one.find(run) for one in together) if each]
+        for process in found:
+            processes.kill(process, signal.SIGSTOP)
+        if seconds is not None:
+            time.sleep(seconds)  # the length of the freeze is what is tested
+            for process in found:
+                processes.kill(process, signal.SIGCONT)
+        _await_new_steps(run, step, together)
+    clusters.invoke("stop", name, timeout_s=BOUND_S)
+    assert "stopped" == summary(run)["state"]
+
+
+def test_a_run_with_a_frozen_task_must_stop_and_end(clusters: Clusters) -> None:
+    for command in ("stop", "down"):
+        name = f"frozen-{command}"
+        run = clusters.up(name, "--workers=1", "--detach", "--", *ENDLESS)
+        _await_standby(run)
+        for kind in ("agent", "program"):
+            processes.kill(Frozen(kind, "chief").find(run), signal.SIGSTOP)
+        clusters.invoke("status", name, timeout_s=BOUND_S)
+        clusters.invoke(command, name, timeout_s=BOUND_S)
+        assert "stopped" == summary(run)["state"]
+        clusters.invoke("down", name)
+        assert not [pid for pid in ProcessTable().with_environment("RUN_DIR", str(run.path)) if pid != os.getpid()]
+
+
+def _await_standby(run: RunFolder) -> None:
+    """Wait until the standby processes are ready where they form a cluster, otherwise until all tasks train."""
+
+    def ready() -> bool:
+        cluster, generation = run.load_cluster(), run.generation
+        if standby_cluster.possible(run, cluster):
+            return standby_cluster.complete(run, cluster.without(_left_out(run)), generation)
+        return all(Frozen("standby", task.name).find(run) for task in cluster.tasks)
+
+    wait_for(ready, "the standby processes", SLOW_MACHINE_S)
+
+
+def _left_out(run: RunFolder) -> list[str]:
+    return list(run.begun(run.generation).get("left_out", ()))
+
+
+def _await_new_steps(run: RunFolder, step: int, together: tuple[Frozen, ...]) -> None:
+    """Wait until the run trains in its newest generation, further than before, or has ended and named a frozen task."""
+    generation = run.generation
+
+    def recovered() -> bool:
+        if run.outcome:
+            assert run.outcome.get("task") in {one.task for one in together}, run.outcome
+            pytest.fail(f"local tasks are replaced, but the run ended: {run.outcome}")
+        beat = run.heartbeats().get("chief", {})
+        frozen = [each for each in (one.find(run) for one in together) if each]
+        still = any(processes.stopped_at(each["pid"]) is not None for each in frozen)
+        return not still and run.generation >= generation and beat.get("step", 0) > step
+
+    wait_for(recovered, f"new steps after {together} were frozen", BOUND_S)
