@@ -28,6 +28,14 @@ def short_path(path: Path) -> str:
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
+def shortened(text: str, most: int) -> str:
+    """Return a text without its middle if it is longer than `most`: an error's advice stands at the end."""
+    if len(text) <= most:
+        return text
+    tail = most * 3 // 5
+    return f"{text[: most - tail - 5].rstrip()} ... {text[-tail:].lstrip()}"
+
+
 def plain(text: str) -> str:
     r"""Return a line with everything that could steer a terminal, or pass for another line, written as `\x1b`."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from cluster.messages import shortened
 from cluster.recovery.attempts import LOST_CONTACT, OUTSIDE, OWN
 from cluster.run import records
 from cluster.run.folder import RunFolder
@@ -21,9 +22,11 @@ OWN_SIGNALS = frozenset(
     )
 )  # fmt: skip
 """Codes of a program that caused its own fatal signal; any other signal was sent from outside."""
-MOST_CHARACTERS = 500
+MAX_CHARACTERS = 1000
+"""Enough for an error's class, TensorFlow's advice at the end of its message, and our hint after it."""
 
-_TRACEBACK = "Traceback (most recent call last):"
+_TRACEBACK = re.compile(r"(?<!Exception Group )Traceback \(most recent call last\):\s*$")
+"""An unfinished progress bar may precede it."""
 _NAMED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception)\b")
 """The beginning of a line that names an exception without a traceback."""
 _GROUPED = re.compile(r"^ +[|+] ?")
@@ -111,7 +114,7 @@ def error_in(lines: Sequence[str], code: int) -> str | None:
     if code < 0:
         return _crash(lines)
     lines = [_GROUPED.sub("", line) for line in lines if not _LOGGED.match(line)]
-    begin = max((at for at, line in enumerate(lines) if line.strip() == _TRACEBACK), default=None)
+    begin = max((at for at, line in enumerate(lines) if _TRACEBACK.search(line)), default=None)
     stated = max((at for at, line in enumerate(lines) if line.startswith(_STATED)), default=None)
     if stated is not None and (begin is None or stated > begin):
         return _short([lines[stated].removeprefix(_STATED)])
@@ -133,8 +136,4 @@ def _crash(lines: Sequence[str]) -> str | None:
 
 
 def _short(message: Sequence[str]) -> str:
-    """Return a message in one line, shortened to its beginning and end if it is long."""
-    whole = " ".join(message)
-    if len(whole) > MOST_CHARACTERS and len(message) > 1:
-        whole = f"{message[0][: MOST_CHARACTERS // 2]} ... {message[-1][: MOST_CHARACTERS // 2]}"
-    return whole[:MOST_CHARACTERS]
+    return shortened(" ".join(message), MAX_CHARACTERS)

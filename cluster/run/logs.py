@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from cluster.messages import shortened
 from cluster.system.files import open_file, remove, rename
 
 PART_BYTES = 64 * 2**20
@@ -21,9 +23,16 @@ PART_BYTES = 64 * 2**20
 LINE_BYTES = 2**16
 """A longer line is split."""
 CHUNK_BYTES = 2**16
-KEPT_LINES = 200
-"""Enough for a traceback and its message."""
+KEPT_LINES = 1000
+"""Enough for a traceback and its message, in which TensorFlow may print a whole node."""
 KEPT_CHARACTERS = 2000
+
+LAST_BYTES = 4096
+"""Enough for the last line of a log."""
+
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b.?|.", re.DOTALL)
+"""A terminal's control sequence, or one character."""
+_STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
 GAP = b"... some output was left out here ...\n"
 
@@ -42,8 +51,8 @@ def copy(stream: IO[bytes], log: Path, last_lines: list[str], noise: tuple[bytes
     """
     rest, last = b"", b"\n"
     while data := stream.read1(CHUNK_BYTES):  # type: ignore[attr-defined]  # of a buffered reader
-        *lines, rest = (rest + data).split(b"\n")
-        lines = [line + b"\n" for line in lines]
+        lines = (rest + data).splitlines(keepends=True)  # also at a carriage return: a progress bar never ends its line
+        rest = b"" if lines[-1].endswith(b"\n") else lines.pop()
         if len(rest) >= LINE_BYTES:
             lines, rest = [*lines, rest], b""
         last = _pass_on(lines, log, last_lines, noise) or last
@@ -62,7 +71,8 @@ def _pass_on(lines: list[bytes], log: Path, last_lines: list[str], noise: tuple[
     with contextlib.suppress(OSError):
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
-    texts = [text[:KEPT_CHARACTERS] for line in kept if (text := line.decode(errors="replace").rstrip())]
+    whole = (line for line in kept if not line.endswith(b"\r"))
+    texts = [shortened(text, KEPT_CHARACTERS) for line in whole if (text := rendered(line.decode(errors="replace")))]
     last_lines[:] = [*last_lines, *texts][-KEPT_LINES:]
     return data
 
@@ -141,6 +151,10 @@ class Reader:
             yield GAP.removesuffix(b"\n")
         file.seek(self._offsets[key])
         while line := file.readline(LINE_BYTES):
+            if len(line) == LINE_BYTES and (drawn_over := line.rfind(b"\r")) > 0:
+                self._offsets[key] += drawn_over
+                file.seek(self._offsets[key])
+                continue
             if not (ended or line.endswith(b"\n") or len(line) == LINE_BYTES):
                 break
             self._offsets[key] += len(line)
@@ -148,11 +162,44 @@ class Reader:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a log; empty if there is none."""
+    """Return the last line of a log that is not empty, as a terminal shows it; empty if there is none."""
     try:
         with open_file(log, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - LINE_BYTES))
-            lines = file.read(LINE_BYTES).decode(errors="replace").splitlines()
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
+            lines = file.read(LAST_BYTES).decode(errors="replace").split("\n")
     except OSError:
         return ""
-    return lines[-1] if lines else ""
+    return next(filter(None, map(rendered, reversed(lines))), "")
+
+
+def rendered(line: str, *, styled: bool = False) -> str:
+    """Return what a terminal shows of a line in the end, after its carriage returns and backspaces.
+
+    Args:
+        line: as a program printed it.
+        styled: whether to keep colours and the like; every other control sequence is dropped.
+    """
+    if not any(control in line for control in "\r\b\x1b"):
+        return line.rstrip()
+    cells: list[tuple[str, str]] = []
+    at, style = 0, ""
+    for part in _CONTROL.findall(line):
+        if part == "\r":
+            at = 0
+        elif part == "\b":
+            at = max(0, at - 1)
+        elif part in ("\x1b[K", "\x1b[0K", "\x1b[2K"):
+            del cells[at if part != "\x1b[2K" else 0 :]
+        elif _STYLE.fullmatch(part):
+            style = "" if part in ("\x1b[m", "\x1b[0m") else style + part
+        elif part[0] not in "\x1b\n":
+            cells += [("", " ")] * (at - len(cells))
+            cells[at : at + 1] = [(style if styled else "", part)]
+            at += 1
+    while cells and cells[-1][1].isspace():
+        cells.pop()
+    shown, last = "", ""
+    for style, character in [*cells, ("", "")]:
+        shown += ("" if style == last else ("\x1b[m" if last else "") + style) + character
+        last = style
+    return shown

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from cluster.recovery import ends
 from train.keras3 import hook as folder_of_hook
 from train.keras3.hook import sitecustomize as hook
 
@@ -55,6 +56,22 @@ def test_a_call_that_keras_3_refuses_must_be_named(call: str, keras: Any, tmp_pa
     assert f"line 2 of train.py, `{call}`" in line
     assert "TF_USE_LEGACY_KERAS=1" in line
     assert 1 == len(line.splitlines())
+
+
+def test_the_cause_must_have_the_error_once_and_the_call(
+    keras: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("keras.Checkpoint('" + "model" * 150 + "')\n")
+    with pytest.raises(ValueError, match="must end in") as raised:
+        exec(compile(script.read_text(), str(script), "exec"), {"keras": keras, "__name__": "__main__"})
+    hook.explain(raised.type, raised.value, raised.tb)
+    cause = ends.error_in(capsys.readouterr().err.splitlines(), 1)
+    assert cause is not None
+    assert cause.startswith("ValueError: The filepath provided must end in")
+    assert 1 == cause.count("must end in")
+    assert "line 1 of train.py, `keras.Checkpoint('model" in cause
+    assert cause.endswith("--env TF_USE_LEGACY_KERAS=1")
 
 
 @pytest.mark.parametrize("call", ["keras.fit()", "[].nothing", "open('/nowhere/it')"])

@@ -85,10 +85,7 @@ def needs_keras_2(error: BaseException, trace: TracebackType | None) -> str | No
     frame, line = frames[own[-1]]
     file = Path(frame.f_code.co_filename)
     call = linecache.getline(str(file), line).strip()
-    return (
-        f"{type(error).__name__}: {message}: line {line} of {file.name}, `{call}`, is written for Keras 2: add "
-        "--env TF_USE_LEGACY_KERAS=1"
-    )
+    return f"line {line} of {file.name}, `{call:.200}`, is written for Keras 2: add --env TF_USE_LEGACY_KERAS=1"
 
 
 def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -98,8 +98,40 @@ def test_a_long_error_is_reported_by_its_begin_and_its_end() -> None:
     message = ["ValueError: begin", *["in between"] * 500, "end"]
     shown = ends.error_in(["Traceback (most recent call last):", "  File", *message], 70)
     assert shown is not None
-    assert len(shown) <= ends.MOST_CHARACTERS
-    assert "ValueError: begin ... end" == shown
+    assert len(shown) <= ends.MAX_CHARACTERS
+    assert shown.startswith("ValueError: begin in between")
+    assert shown.endswith("in between end")
+
+
+AUTO_SHARD = """\
+Did not find a shardable source, walked to a node which is not a dataset: name: "FlatMapDataset/_9"
+{attributes}
+. Consider either turning off auto-sharding or switching the auto_shard_policy to DATA to shard this dataset. You can do
+this by creating a new `tf.data.Options()` object then setting `options.experimental_distribute.auto_shard_policy =
+AutoShardPolicy.DATA` before applying the options object to the dataset via `dataset.with_options(options)`."""
+"""As TensorFlow 2.21 reports it: the node, then what to do."""
+
+
+@pytest.mark.parametrize("lines", [1, 300])
+def test_the_advice_at_the_end_of_a_long_error_is_kept(tmp_path: Path, lines: int) -> None:
+    attributes = "\n".join(["attr " + "x" * (6000 // lines)] * lines)
+    message = AUTO_SHARD.replace("\nthis by", " this by").replace("\nAuto", " Auto").format(attributes=attributes)
+    error = error_of(tmp_path, f"class InvalidArgumentError(Exception): pass\nraise InvalidArgumentError({message!r})")[
+        1
+    ]
+    assert error is not None
+    assert error.startswith("InvalidArgumentError: Did not find a shardable source")
+    assert "auto_shard_policy = AutoShardPolicy.DATA" in error
+
+
+def test_terminal_codes_and_progress_bars_are_no_part_of_an_error(tmp_path: Path) -> None:
+    """Keras colours its messages, and prints an error behind the bar of a batch that it was drawing."""
+    bar = "".join("\b" * 30 + "\r" + f"\x1b[1m{at}/9\x1b[0m ---- loss: 0.5" for at in range(1, 9))
+    message = "Exception encountered when calling Dense.call().\n\n\x1b[1mwrong shape\x1b[0m"
+    lines = f"import sys\nsys.stdout.write({bar!r}); sys.stdout.flush()\nraise ValueError({message!r})"
+    assert "ValueError: Exception encountered when calling Dense.call(). wrong shape" == error_of(tmp_path, lines)[1]
+    lines = f"import os, sys\nsys.stdout.write({bar!r}); sys.stdout.flush(); os._exit(9)"
+    assert "exit code 9, last line: 8/9 ---- loss: 0.5" == error_of(tmp_path, lines)[1]
 
 
 def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path) -> None:

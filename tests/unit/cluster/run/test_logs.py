@@ -138,3 +138,42 @@ def test_two_programs_of_a_task_print_to_one_log(log: Path, monkeypatch: pytest.
     wait_for(lambda: seen.extend(read(reader)) or not any(writer.is_alive() for writer in writers), "the writers")
     seen += read(reader)
     assert all(len(set(line.split())) == 1 for line in seen if line != GAP.strip())
+
+
+@pytest.mark.parametrize(
+    ("printed", "shown"),
+    [
+        ("plain  ", "plain"),
+        ("10 %\r20 %\r", "20 %"),
+        ("100 left\r9", "900 left"),
+        ("100 left\r9\x1b[K", "9"),
+        ("100 left\x1b[2K\rdone", "done"),
+        ("abc\b\bXY", "aXY"),
+        ("\b\b\ra\r\n", "a"),
+        ("\x1b[?25l\x1b]0;title\x07\x1b[31mred\x1b[0m\x1b[2A", "red"),
+        ("half an escape \x1b[3", "half an escape 3"),
+    ],
+)
+def test_a_line_is_rendered_as_a_terminal_shows_it_in_the_end(printed: str, shown: str) -> None:
+    assert shown == logs.rendered(printed)
+
+
+def test_colours_can_be_kept() -> None:
+    bar = "\x1b[1m1\x1b[0m/2 \x1b[32m##\x1b[0m--\r\x1b[1m2\x1b[0m/2 \x1b[32m####\x1b[0m"
+    assert "\x1b[1m2\x1b[m/2 \x1b[32m####\x1b[m" == logs.rendered(bar, styled=True)
+
+
+@pytest.mark.parametrize("chunk", [1, 50, 2**16])
+def test_the_state_of_a_progress_bar_is_logged_before_its_line_ends(
+    log: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(logs, "CHUNK_BYTES", chunk)
+    read_end, write_end = os.pipe()
+    with os.fdopen(read_end, "rb") as stream, os.fdopen(write_end, "wb", buffering=0) as program:
+        copying = threading.Thread(target=logs.copy, args=(stream, log, []))
+        copying.start()
+        program.write(b"Epoch 1/2\r\n\b\b\r1/9 ---\b\b\r2/9 ---\b\b\r3/9")
+        wait_for(lambda: log.exists() and "2/9 ---" == logs.last_line(log), "the second state")
+        program.close()
+        copying.join()
+    assert [b"Epoch 1/2\r", b"\b\b\r1/9 ---\b\b\r2/9 ---\b\b\r3/9"] == read(Reader(log))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import re
 
 import pytest
 
 from cluster.agent import health
 from cluster.run.folder import RunFolder
+from cluster.run.logs import LINE_BYTES, copy
 from cluster.view import logs
 from cluster.view.logs import print_logs
 from tests.unit.beats import beat
@@ -20,6 +22,30 @@ def test_logs_of_several_tasks_carry_their_names(run: RunFolder, capsys: pytest.
     print_logs(run, ["chief", "worker-0", "ps-0"], follow=False)
     shown = capsys.readouterr().out.splitlines()
     assert ["chief    | one", "chief    | two", "chief    | half a li", "worker-0 | three \ufffd"] == shown
+
+
+def test_a_progress_bar_is_shown_in_its_last_state(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    """As Keras prints it: each state is drawn over the one before, and nothing ends the line before the epoch."""
+    steps = [
+        f"\x1b[1m{at}/2000\x1b[0m \x1b[32m{'━' * (at // 100)}\x1b[0m 1ms/step - loss: {1 / at:.4f}"
+        for at in range(1, 2001)
+    ]
+    epoch = "".join("\b" * 80 + "\r" + step for step in steps)
+    assert len(epoch) > 2 * LINE_BYTES
+    printed = "".join(f"Epoch {number}/3\n{epoch}\n" for number in (1, 2, 3))
+    copy(io.BufferedReader(io.BytesIO(printed.encode())), run.log("chief"), [])
+    capsys.readouterr()
+    print_logs(run, ["chief"], follow=False)
+    last = f"2000/2000 {'━' * 20} 1ms/step - loss: 0.0005"
+    assert [
+        line for number in (1, 2, 3) for line in (f"Epoch {number}/3", last)
+    ] == capsys.readouterr().out.splitlines()
+
+
+def test_the_worker_of_our_trainer_refers_to_the_chief(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    run.log("worker-0").write_text("")
+    print_logs(run, ["worker-0"], follow=False)
+    assert "invoke logs chief" in capsys.readouterr().err
 
 
 def test_a_task_that_printed_nothing_is_named(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
