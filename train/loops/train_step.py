@@ -156,8 +156,7 @@ class TrainStep:
     @functools.cached_property
     def masked(self) -> bool:
         """Whether a mask may reach an output: then positions are counted before a part of a batch is averaged."""
-        outputs = getattr(self.model, "outputs", None)  # only a model that was made of `keras.Input`s has them
-        return not outputs or any(masks.of(output) is not None for output in outputs)
+        return any(masks.begins_at(layer) for layer in self.model._flatten_layers())
 
     def count(self, batch: Batch) -> tf.Tensor:
         """Return how many positions of each output count in a part of a batch, and change no state."""

@@ -14,6 +14,7 @@ import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 _positions: contextvars.ContextVar[Callable[[tf.Tensor], Any] | None] = contextvars.ContextVar(
@@ -26,6 +27,12 @@ _counting: contextvars.ContextVar[bool] = contextvars.ContextVar("counting", def
 def of(output: Any) -> tf.Tensor | None:
     """Return the mask of an output, `[B, ...] bool`; None where it has none, or is not a tensor."""
     return getattr(output, "_keras_mask", None)
+
+
+def begins_at(layer: keras.layers.Layer) -> bool:
+    """Whether a layer may make a mask. Symbolic outputs of a model do not tell: a nested model's have none."""
+    custom = not type(layer).compute_mask.__module__.startswith(("keras.", "tf_keras."))
+    return custom or isinstance(layer, keras.layers.Masking) or bool(getattr(layer, "mask_zero", False))
 
 
 def keep(output: tf.Tensor, source: tf.Tensor) -> tf.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -28,6 +29,15 @@ def test_padded_sequences_train_and_evaluate_as_in_keras_on_one_device(where: st
         np.testing.assert_allclose(found[name], expected[name], rtol=2e-5, atol=1e-6, err_msg=name)
     for name in ("loss", "accuracy"):
         assert found["evaluated"][name] == pytest.approx(expected["evaluated"][name], rel=1e-5)
+
+
+def test_the_mask_of_a_nested_model_is_expected_where_its_symbolic_output_has_none() -> None:
+    layers = keras.layers
+    inner = keras.Sequential([keras.Input((3, 4)), layers.Dense(4)])
+    model = keras.Sequential([keras.Input((3,)), layers.Embedding(5, 4, mask_zero=True), inner, layers.Dense(2)])
+    assert masks.of(model(tf.ones([1, 3]))) is not None
+    assert any(masks.begins_at(layer) for layer in model._flatten_layers())
+    assert not any(masks.begins_at(layer) for layer in inner._flatten_layers())
 
 
 def test_an_example_of_padding_alone_counts_nothing() -> None:

@@ -1,0 +1,142 @@
+"""Trains cases with our training program and with plain Keras.
+
+python -m tests.differential.cases FOLDER SEED ...         prints what came out of each as JSON
+python -m tests.differential.cases FOLDER --shrink SEED    of the smallest case like it that is still wrong
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import os
+import shutil
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from train.model import variables
+
+variables.set_defaults("off")  # as our trainer sets it for a user's model
+
+from cluster.errors import UsageError  # noqa: E402
+from cluster.run.folder import RunFolder  # noqa: E402
+from cluster.system import fork_server  # noqa: E402
+from tests.differential import trainer  # noqa: E402
+from tests.differential.draw import Case, draw, reduced, twin  # noqa: E402
+from tests.differential.refused import REFUSALS  # noqa: E402
+from tests.differential.source import write  # noqa: E402
+
+LOSSES, EVALUATIONS, WEIGHTS, OPTIMIZER, HALF = 1e-6, 1e-5, 1e-4, 1e-2, 0.2
+"""How far apart, relatively, numbers may be from those of plain Keras; in half precision all of them."""
+
+
+def load() -> None:
+    """Import what all forks need."""
+    import train.__main__
+    import train.data.__main__
+    import train.startup.preflight  # noqa: F401
+    from train import program  # noqa: F401
+
+
+def run(case: Case, folder: Path) -> dict[str, Any]:
+    """Train a case with our program and with plain Keras, and its twin; return what came out."""
+    name, began, other = f"case_{case.seed}", time.monotonic(), twin(case)
+    file = folder / f"{name}.py"
+    file.write_text(write(case))
+    try:
+        whole = trainer.start(trainer.plan(case, name, name))
+        if other == case:
+            again = RunFolder(whole.path.with_name(f"{name}_twin"))
+            shutil.copytree(whole.path, again.path)
+        else:
+            again = other and trainer.start(trainer.plan(other, name, f"{name}_twin"))
+    except UsageError as error:
+        return {"refused": str(error)}
+    try:
+        trainer.train(whole, case.killed_at if case.strategy == "ps" else ())
+        if again:
+            trainer.train(again, case.killed_at)
+    except trainer.Failed as error:
+        return {"failed": str(error)}
+    words = [str(file), str(whole.path), str(folder / f"{name}.json"), *([str(again.path)] if again else [])]
+    log = folder / f"{name}.log"
+    process = trainer.run_module([sys.executable, "-m", "tests.differential.compare", *words], log, os.environ)
+    if process.wait(timeout=trainer.LIMIT_S):
+        return {"failed": trainer.tail(log)}
+    return json.loads((folder / f"{name}.json").read_text()) | {"seconds": round(time.monotonic() - began, 1)}
+
+
+def problems(case: Case, found: dict[str, Any]) -> list[str]:
+    """Return what is wrong with what came out of a case."""
+    expected = [refusal.what for refusal in REFUSALS if refusal.applies(case)]
+    if "refused" in found:
+        return [] if expected else [f"refused, which docs/differential.md does not list: {found['refused']}"]
+    if expected:
+        return [f"was not refused, as docs/differential.md says: {expected[0]}"]
+    if "failed" in found:
+        return [found["failed"]]
+    half = case.precision != "fp32"
+    bounds = {"weights": WEIGHTS, "optimizer": OPTIMIZER}
+    wrong = [f"other bits than its twin: {', '.join(found['bits'][:5])}"] if found["bits"] else []
+    for name, value in found.items():
+        apart = max(value.values(), default=0.0) if isinstance(value, dict) else value
+        if name.startswith(("losses", "scores", "eval", "weights", "optimizer")):
+            bound = HALF if half else bounds.get(name, EVALUATIONS if name.startswith("eval") else LOSSES)
+            if not apart <= bound:
+                worst = max(value, key=value.get) if isinstance(value, dict) else name
+                wrong.append(f"{name}: {worst} is {apart:.1e} apart, relatively; expected at most {bound:g}")
+    return wrong
+
+
+def parsed(words: str) -> Case:
+    """Return the case of `SEED`, of `SEED:field=value;field=value`, or of the row `refused:NUMBER`."""
+    seed, _, changes = words.partition(":")
+    if seed == "refused":
+        return dataclasses.replace(REFUSALS[int(changes)].example, seed=100_000 + int(changes))
+    values = (change.split("=", 1) for change in changes.split(";") if change)
+    return dataclasses.replace(draw(int(seed)), **{name: ast.literal_eval(value) for name, value in values})
+
+
+def shrink(case: Case, folder: Path) -> Case:
+    """Return the smallest case found that is still wrong: one thing less each time."""
+    for smaller in reduced(case):
+        if problems(smaller, attempt(smaller, folder)):
+            print(f"still wrong: {smaller}", flush=True)
+            return shrink(smaller, folder)
+    return case
+
+
+def attempt(case: Case, folder: Path) -> dict[str, Any]:
+    """Run a case in a fresh folder; an error of ours is a failure of the case."""
+    shutil.rmtree(folder / "runs", ignore_errors=True)
+    try:
+        return run(case, folder)
+    except Exception:
+        return {"failed": traceback.format_exc()}
+
+
+def main(folder: Path, words: list[str]) -> None:
+    """Run cases, and print what came out of each; after `--shrink`, of the smallest that is still wrong."""
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ |= {"RUNS_DIR": str(folder / "runs"), "DATA_DIR": str(folder / "data"), "CUDA_VISIBLE_DEVICES": "-1"}
+    os.environ |= {"PYTHONPATH": str(folder), "XDG_STATE_HOME": str(folder / "state")}
+    sys.path.insert(0, str(folder))  # forks do not read PYTHONPATH
+    fork_server.preload("tests.differential.cases")
+    trainer.use_forks()
+    os.fsync = lambda _descriptor: None  # a busy disk would take most of the time
+    smallest = "--shrink" in words
+    for word in words:
+        if word == "--shrink":
+            continue
+        case = shrink(parsed(word), folder) if smallest else parsed(word)
+        found = attempt(case, folder)
+        wrong = problems(case, found)
+        program = (folder / f"case_{case.seed}.py").read_text() if wrong else ""
+        print(json.dumps({"case": word, "wrong": wrong, "program": program, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

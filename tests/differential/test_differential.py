@@ -1,0 +1,92 @@
+"""Training must give what plain Keras gives, or be refused: models and settings are drawn from a seed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import fast
+from tests.differential.refused import REFUSALS, table
+
+ROOT = Path(__file__).parents[2]
+QUICK, ALL, EACH = 19, 2000, 50
+"""Cases of `make test`, of `make test-all`, and of each of its tests."""
+PROCESSES = 2
+LIMIT_S = 3600
+
+
+@pytest.fixture(scope="module")
+def run_cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[str]], dict[str, dict[str, Any]]]:
+    """Runs cases in two processes; returns what came out of each."""
+    fast.leave_out("starts TensorFlow")
+
+    def run(cases: Sequence[str]) -> dict[str, dict[str, Any]]:
+        folder, processes = tmp_path_factory.mktemp("cases"), []
+        for number in range(PROCESSES):
+            command = [sys.executable, "-m", "tests.differential.cases", str(folder / str(number))]
+            with (folder / f"{number}.log").open("wb") as log:
+                processes.append(
+                    subprocess.Popen(
+                        [*command, *cases[number::PROCESSES]],
+                        cwd=ROOT,
+                        env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONHASHSEED": "0"},
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                    )
+                )
+        found = {}
+        for number, process in enumerate(processes):
+            process.wait(timeout=LIMIT_S)
+            lines = (folder / f"{number}.log").read_text().splitlines()
+            results = [json.loads(line) for line in lines if line.startswith('{"case"')]
+            assert len(results) == len(cases[number::PROCESSES]), "\n".join(lines[-30:])
+            found |= {result["case"]: result for result in results}
+        return found
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def quick(run_cases: Callable[[Sequence[str]], dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What came out of the first cases, and of an example for each row of the table of refusals."""
+    seeds = [str(seed) for seed in range(QUICK)]
+    return run_cases([*seeds, *(f"refused:{number}" for number in range(len(REFUSALS)))])
+
+
+def report(result: dict[str, Any]) -> str:
+    """Return what is wrong with a case, and the program that shows it without our code."""
+    seed = result["case"]
+    how = f"python -m tests.differential.cases /tmp/cases --shrink {seed}  # finds the smallest such case"
+    return "\n".join([f"seed {seed}: {'; '.join(result['wrong'])}", how, "what plain Keras gives:", result["program"]])
+
+
+@pytest.mark.parametrize("seed", range(QUICK))
+def test_a_case_must_train_as_plain_keras_does_or_be_refused(quick: dict[str, dict[str, Any]], seed: int) -> None:
+    assert not quick[str(seed)]["wrong"], report(quick[str(seed)])
+
+
+@pytest.mark.parametrize("number", range(len(REFUSALS)), ids=[row.what for row in REFUSALS])
+def test_what_the_table_lists_must_be_refused(quick: dict[str, dict[str, Any]], number: int) -> None:
+    assert "refused" in quick[f"refused:{number}"], report(quick[f"refused:{number}"])
+
+
+def test_the_documentation_must_have_the_table_of_refusals() -> None:
+    assert table() in (ROOT / "docs" / "differential.md").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(QUICK, ALL, EACH))
+def test_many_cases_must_train_as_plain_keras_does(
+    run_cases: Callable[[Sequence[str]], dict[str, Any]], first: int
+) -> None:
+    results = run_cases([str(seed) for seed in range(first, min(first + EACH, ALL))]).values()
+    wrong = [result for result in results if result["wrong"]]
+    assert not wrong, "\n\n".join(report(result) for result in wrong)
