@@ -1,6 +1,6 @@
 """The tasks: `invoke --list` shows them, `invoke --help TASK` one of them.
 
-Here are those that measure and test this project; the others are in `cluster/cli/tasks/`.
+Here are those that measure and test this project; the others are in `cluster/host/cli/tasks/`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import sys
 
 from invoke import Collection, Exit
 
-from cluster import spec
-from cluster.cli import options
-from cluster.cli.command_line import JSON_HELP, has_dry_run, in_checkout, shell, show, task
-from cluster.cli.tasks import checks, data, docs, image, k8s, machine, reports, runs, saved, tour
-from cluster.errors import UsageError
-from cluster.launch import startup
+from cluster.contract import spec
+from cluster.host.cli import options
+from cluster.host.cli.command_line import JSON_HELP, has_dry_run, in_checkout, shell, show, task
+from cluster.host.cli.tasks import checks, data, docs, image, k8s, machine, reports, runs, saved, tour
+from cluster.host.launch import startup
+from cluster.system.errors import UsageError
 
 
 @task(

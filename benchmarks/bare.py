@@ -9,8 +9,8 @@ import os
 import sys
 from pathlib import Path
 
-from cluster.run import heartbeat
-from cluster.run.folder import RunFolder
+from cluster.contract.run import heartbeat
+from cluster.contract.run.folder import RunFolder
 
 if __name__ == "__main__":
     heartbeat.HEARTBEAT_S = 10**6

@@ -14,10 +14,10 @@ from benchmarks import peers as others
 from benchmarks import results
 from benchmarks.figures import Figure
 from benchmarks.runs import DATASET, ROOT, Bench, bench
-from cluster.errors import EXIT_DONE, EXIT_FAILED, PrerequisiteError, RunFailed, TimedOut, UsageError, nearest
-from cluster.launch import folders
-from cluster.messages import counted, short_path
-from cluster.runtime import registry
+from cluster.host.launch import folders
+from cluster.host.runtime import registry
+from cluster.system.errors import EXIT_DONE, EXIT_FAILED, PrerequisiteError, RunFailed, TimedOut, UsageError, nearest
+from cluster.system.messages import counted, short_path
 
 NAMES = ("start", "throughput", "scaling", "determinism", "telemetry", "input", "tasks", "recovery", "images")
 """Modules of this package with a function `measure`, in the order in which they are measured."""

@@ -12,8 +12,8 @@ from typing import Any
 from benchmarks.baselines.common import EVERY
 from benchmarks.figures import step_seconds
 from benchmarks.runs import GLOBAL_BATCH, Bench, cores
-from cluster.errors import RunFailed, TimedOut
-from cluster.messages import counted
+from cluster.system.errors import RunFailed, TimedOut
+from cluster.system.messages import counted
 
 TRIAL_STEPS, FINALISTS = 100, 2
 """Steps of a setting's trial, and how many of the settings, the fastest, are tried again; the fastest run counts."""

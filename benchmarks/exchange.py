@@ -11,8 +11,8 @@ from benchmarks.figures import Figure
 from benchmarks.marked import COMPUTED, SUMMED
 from benchmarks.runs import Bench
 from benchmarks.scaling import ONE, SAME_SHARE, own_cores, start
-from cluster.run.folder import RunFolder
-from cluster.runtime.local import supervisor
+from cluster.contract.run.folder import RunFolder
+from cluster.host.runtime.local import supervisor
 
 STEPS = 200
 WARM_CALLS = 2

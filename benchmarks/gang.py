@@ -20,15 +20,15 @@ from benchmarks import slow_links
 from benchmarks.figures import Figure, Goal
 from benchmarks.runs import ROOT, Bench
 from benchmarks.slow_links import Host
-from cluster import spec
-from cluster.errors import PrerequisiteError, TimedOut
-from cluster.messages import counted
-from cluster.run import provenance
-from cluster.run.folder import RunFolder
-from cluster.runtime.local import supervisor
-from cluster.runtime.local.runtime import processes_of
+from cluster.contract import spec
+from cluster.contract.run import provenance
+from cluster.contract.run.folder import RunFolder
+from cluster.host.runtime.local import supervisor
+from cluster.host.runtime.local.runtime import processes_of
 from cluster.system import memory, processes
+from cluster.system.errors import PrerequisiteError, TimedOut
 from cluster.system.json_files import read_json, write_json
+from cluster.system.messages import counted
 from cluster.system.ports import free_ports
 
 COUNTS = (8, 16, 32, 64)

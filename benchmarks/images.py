@@ -13,9 +13,9 @@ from typing import IO
 
 from benchmarks.figures import Figure, Goal
 from benchmarks.runs import Bench
-from cluster.errors import RunFailed
-from cluster.image import contents, engine, images
-from cluster.paths import ROOT
+from cluster.host.image import contents, engine, images
+from cluster.system.errors import RunFailed
+from cluster.system.paths import ROOT
 
 CONTEXT = ("cluster", "train", "docker", "requirements", ".dockerignore")
 CHANGED = "train/loops/steps.py"

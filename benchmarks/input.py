@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.figures import Figure, Goal, ratios
 from benchmarks.runs import DATASET, GLOBAL_BATCH, Bench
-from cluster.launch import folders
+from cluster.host.launch import folders
 from cluster.system.json_files import read_json
 
 BATCHES = 900

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.run.folder import RunFolder
+from cluster.contract.run.folder import RunFolder
 
 COMPUTED, SUMMED = "computed", "summed"
 

@@ -19,8 +19,8 @@ from typing import Any
 from benchmarks.baselines.common import EVERY
 from benchmarks.contenders import Contender, Setting, threads
 from benchmarks.runs import GLOBAL_BATCH, ROOT, Bench
-from cluster.errors import PrerequisiteError
-from cluster.messages import counted, short_path
+from cluster.system.errors import PrerequisiteError
+from cluster.system.messages import counted, short_path
 
 ENVIRONMENTS = ROOT / ".build" / "peers"
 PIP = shlex.split("-m pip --disable-pip-version-check --quiet install")

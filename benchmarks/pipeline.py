@@ -12,10 +12,10 @@ from statistics import fmean, median
 from benchmarks.figures import Figure, Goal, ratios
 from benchmarks.runs import Bench, cores
 from benchmarks.scaling import start_pinned
-from cluster.errors import PrerequisiteError
-from cluster.options.request import Request
-from cluster.run.folder import RunFolder
-from cluster.runtime.local import supervisor
+from cluster.contract.run.folder import RunFolder
+from cluster.host.options.request import Request
+from cluster.host.runtime.local import supervisor
+from cluster.system.errors import PrerequisiteError
 from train.pipeline import schedule, timeline
 from train.pipeline.schedule import Action, Span
 

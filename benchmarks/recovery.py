@@ -6,10 +6,10 @@ from functools import partial
 
 from benchmarks.figures import Figure, ratios
 from benchmarks.runs import ENDLESS, LIMIT_S, Bench
-from cluster.control import chaos
-from cluster.errors import RunFailed
-from cluster.launch import teardown
-from cluster.recovery import standby_cluster
+from cluster.contract.recovery import standby_cluster
+from cluster.host.control import chaos
+from cluster.host.launch import teardown
+from cluster.system.errors import RunFailed
 from cluster.system.waiting import wait_until
 
 VICTIMS = ("worker-1", "chief", "worker-0")

@@ -11,9 +11,9 @@ from typing import Any
 
 from benchmarks.figures import Figure
 from benchmarks.runs import ROOT
-from cluster.checks import documents
-from cluster.errors import RunFailed
-from cluster.image import checkout
+from cluster.host.checks import documents
+from cluster.host.image import checkout
+from cluster.system.errors import RunFailed
 from cluster.system.json_files import read_json, write_json
 
 RESULTS = ROOT / "benchmarks" / "results.json"

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.baselines.common import EVERY
-from cluster.errors import RunFailed, TimedOut
-from cluster.image import engine
-from cluster.launch import folders
-from cluster.run.folder import RunFolder
-from cluster.runtime.local import supervisor
+from cluster.contract.run.folder import RunFolder
+from cluster.host.image import engine
+from cluster.host.launch import folders
+from cluster.host.runtime.local import supervisor
 from cluster.system import process_table
+from cluster.system.errors import RunFailed, TimedOut
 from cluster.system.json_files import read_json
 from cluster.system.ports import free_ports
 

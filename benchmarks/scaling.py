@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.figures import Figure, Goal, ratios, step_seconds
 from benchmarks.runs import ENDLESS, GLOBAL_BATCH, TRAINING, Bench
-from cluster.errors import PrerequisiteError
-from cluster.launch import planning, startup
-from cluster.options.request import Request
-from cluster.run.folder import RunFolder
-from cluster.runtime.local import supervisor
+from cluster.contract.run.folder import RunFolder
+from cluster.host.launch import planning, startup
+from cluster.host.options.request import Request
+from cluster.host.runtime.local import supervisor
+from cluster.system.errors import PrerequisiteError
 
 STEPS = 100
 ONE, SAME_BATCH, SAME_SHARE = "chief", "chief and 1 worker", "chief and 1 worker, twice the batch"

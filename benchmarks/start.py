@@ -7,9 +7,9 @@ import time
 from benchmarks import peers
 from benchmarks.figures import Figure, Goal, ratios
 from benchmarks.runs import LIMIT_S, POLL_S, Bench
-from cluster.errors import TimedOut
-from cluster.launch import teardown
-from cluster.run.folder import RunFolder
+from cluster.contract.run.folder import RunFolder
+from cluster.host.launch import teardown
+from cluster.system.errors import TimedOut
 
 OURS, SCRIPT = "up", "hand-written loop, both started at once"
 

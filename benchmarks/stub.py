@@ -13,9 +13,9 @@ import sys
 import threading
 from pathlib import Path
 
-from cluster.errors import EXIT_PEER_LOST
-from cluster.run.folder import RunFolder
-from cluster.run.heartbeat import Heartbeat
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.heartbeat import Heartbeat
+from cluster.system.errors import EXIT_PEER_LOST
 
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 """The first frame of an HTTP/2 server (RFC 9113, 3.4), by which agents recognize TensorFlow's."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from benchmarks.figures import Figure, Goal, growth
 from benchmarks.runs import Bench, cores
 from benchmarks.start import until_first_step
-from cluster.messages import counted
-from cluster.runtime.memory import TASK_MEMORY_BYTES
+from cluster.host.runtime.memory import TASK_MEMORY_BYTES
 from cluster.system import memory
+from cluster.system.messages import counted
 
 COUNTS = (1, 2, 4, 8, 16)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from benchmarks.figures import Figure, Goal, ratios
 from benchmarks.runs import ENDLESS, ROOT, TRAINING, Bench
-from cluster.launch import planning
-from cluster.options.request import Request
-from cluster.run.folder import RunFolder
+from cluster.contract.run.folder import RunFolder
+from cluster.host.launch import planning
+from cluster.host.options.request import Request
 from cluster.system.json_files import write_json
 
 STEPS, FIRST = 350, 50

@@ -16,15 +16,15 @@ from typing import Any, NoReturn
 
 import pytest
 
-from cluster import spec
-from cluster.checks.gpu import host as gpu_host
-from cluster.gpu import devices
-from cluster.image import engine
-from cluster.paths import ROOT
-from cluster.run import provenance
-from cluster.run.folder import RunFolder
+from cluster.contract import spec
+from cluster.contract.run import provenance
+from cluster.contract.run.folder import RunFolder
+from cluster.host.checks.gpu import host as gpu_host
+from cluster.host.gpu import devices
+from cluster.host.image import engine
 from cluster.system import processes
 from cluster.system.json_files import write_json
+from cluster.system.paths import ROOT
 from cluster.system.ports import PORTS, free_ports
 
 LAST_LINES = 15

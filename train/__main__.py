@@ -20,13 +20,14 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.errors import EXIT_PEER_LOST, ClusterError, RunFailed
-from cluster.messages import described, plain
-from cluster.recovery import standby_cluster
-from cluster.run import membership
-from cluster.run.folder import RunFolder
-from cluster.system import quiet, user_code
+from cluster.contract import user_code
+from cluster.contract.recovery import standby_cluster
+from cluster.contract.run import membership
+from cluster.contract.run.folder import RunFolder
+from cluster.system import quiet
+from cluster.system.errors import EXIT_PEER_LOST, ClusterError, RunFailed
 from cluster.system.json_files import read_json
+from cluster.system.messages import described, plain
 from train.config import TrainConfig
 from train.data import ready
 from train.settings import overrides

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.errors import ClusterError, RunFailed, UsageError
+from cluster.system.errors import ClusterError, RunFailed, UsageError
 from train.model import variables
 
 SIZES_MIB = (64, 128, 256, 512)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster import compatibility, strategies
-from cluster.errors import UsageError
+from cluster.contract import compatibility, strategies
+from cluster.system.errors import UsageError
 from train.data.arrays import WINDOW
 from train.pipeline.partition import PARTITIONS
 from train.pipeline.schedule import SCHEDULES

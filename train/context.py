@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import tensorflow as tf
 from tensorflow import keras
 
-from cluster.run.folder import RunFolder
-from cluster.run.heartbeat import Heartbeat
-from cluster.spec import ClusterSpec, Role, Task
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.heartbeat import Heartbeat
+from cluster.contract.spec import ClusterSpec, Role, Task
 from train.config import TrainConfig
 from train.data import ngram
 from train.data.sources import Source, eval_feed

@@ -3,7 +3,7 @@
 python -m train.inspection classify --run-dir runs/RUN [--data-dir data]
 python -m train.inspection distance --run-dir runs/ONE --run-dir runs/OTHER
 
-Prints JSON. `cluster/reports/inspection.py` runs it and checks what it prints.
+Prints JSON. `cluster/host/reports/inspection.py` runs it and checks what it prints.
 
 Shapes: N examples, K classes.
 """
@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 
-from cluster.errors import ClusterError, PrerequisiteError
-from cluster.messages import plain
-from cluster.run.folder import RunFolder
+from cluster.contract.run.folder import RunFolder
 from cluster.system import quiet
+from cluster.system.errors import ClusterError, PrerequisiteError
 from cluster.system.json_files import read_json
+from cluster.system.messages import plain
 from train.config import TrainConfig
 
 BATCH = 500

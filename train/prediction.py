@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import PrerequisiteError, UsageError
-from cluster.run.folder import RunFolder
+from cluster.contract.run.folder import RunFolder
 from cluster.system import quiet
+from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.json_files import read_json
 from train import named
 

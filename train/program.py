@@ -10,15 +10,15 @@ from pathlib import Path
 import tensorflow as tf
 from tensorflow import keras
 
-from cluster.compatibility import precision_of
-from cluster.errors import ClusterError, PrerequisiteError, RunFailed
-from cluster.messages import system_error
-from cluster.recovery import standby_cluster
-from cluster.run import membership
-from cluster.run.folder import RunFolder
-from cluster.run.heartbeat import Heartbeat
-from cluster.spec import Role, Task
+from cluster.contract.compatibility import precision_of
+from cluster.contract.recovery import standby_cluster
+from cluster.contract.run import membership
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.heartbeat import Heartbeat
+from cluster.contract.spec import Role, Task
+from cluster.system.errors import ClusterError, PrerequisiteError, RunFailed
 from cluster.system.json_files import DISK_FULL, read_json
+from cluster.system.messages import system_error
 from train import evaluator, strategy
 from train.config import TrainConfig
 from train.context import TaskContext

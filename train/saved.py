@@ -16,12 +16,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.compatibility import precision_of
-from cluster.errors import ClusterError, PrerequisiteError
-from cluster.messages import plain
-from cluster.run.folder import RunFolder
+from cluster.contract.compatibility import precision_of
+from cluster.contract.run.folder import RunFolder
 from cluster.system import quiet
+from cluster.system.errors import ClusterError, PrerequisiteError
 from cluster.system.json_files import read_json
+from cluster.system.messages import plain
 from train import prediction
 from train.config import TrainConfig
 from train.model import variables

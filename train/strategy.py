@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 import tensorflow as tf
 from tensorflow import keras
 
-from cluster.errors import PrerequisiteError, UsageError
-from cluster.spec import ClusterSpec, Role, Task
+from cluster.contract.spec import ClusterSpec, Role, Task
+from cluster.system.errors import PrerequisiteError, UsageError
 
 TPU_TIMEOUT_S = 10.0
 GPUS_GIVEN = "GPUS_GIVEN"
@@ -142,7 +142,7 @@ BUILDERS: dict[str, Callable[[ClusterSpec, list[str]], tf.distribute.Strategy]] 
     "tpu": _tpu,
     "pipeline": _pipeline,
 }
-"""Of each strategy in `cluster.strategies`, what builds it: (cluster, this task's devices) -> strategy."""
+"""Of each strategy in `cluster.contract.strategies`, what builds it: (cluster, this task's devices) -> strategy."""
 
 POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 

@@ -11,15 +11,15 @@ import os
 import sys
 from pathlib import Path
 
-from cluster import settings, tf_config
 from cluster.agent.agent import Agent
-from cluster.agent.program import IMPORTS
+from cluster.agent.gang.board import Board
 from cluster.agent.script import ScriptAgent
-from cluster.errors import ClusterError, PrerequisiteError, UsageError
-from cluster.gang.board import Board
-from cluster.messages import described
-from cluster.run.copies import Copy
-from cluster.run.folder import RunFolder
+from cluster.contract import settings, tf_config
+from cluster.contract.run.copies import Copy
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.launch_records import TRAINER_IMPORTS
+from cluster.system.errors import ClusterError, PrerequisiteError, UsageError
+from cluster.system.messages import described
 
 
 def main(arguments: list[str]) -> int:
@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
         if arguments[:1] == ["--"]:
             return Agent(run, task, arguments[1:], timeout_s).main()
         trainer = [sys.executable, "-m", "train", "--run-dir", run_dir]
-        return Agent(run, task, trainer, timeout_s, imports=IMPORTS).main()
+        return Agent(run, task, trainer, timeout_s, imports=TRAINER_IMPORTS).main()
     except ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

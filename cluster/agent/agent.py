@@ -9,10 +9,11 @@ that its imports run during the rendezvous of the agents. The program waits at i
     frozen, or no new step               as if it had died; see cluster/agent/watchdog.py
     exit code 1 to 4                     the program knows that another attempt is useless: the run fails, unless the
                                          program is the evaluator, which starts again after growing pauses
-    failing by itself without progress   after `--max-restarts` times the run fails; see cluster/recovery/attempts.py
+    failing by itself without progress   after `--max-restarts` times the run fails;
+                                         see cluster/contract/recovery/attempts.py
 
-Agents share the run folder, which is the record, and tell each other what is new there (cluster/gang), so this works
-under any engine that restarts a task whose agent dies.
+Agents share the run folder, which is the record, and send each other what is new there (cluster/agent/gang), so this
+works under any engine that restarts a task whose agent dies.
 The agent exits with 0 once the outcome is recorded: with any other code the engine would start it again.
 """
 
@@ -26,21 +27,21 @@ import subprocess
 import time
 from functools import partial
 
-from cluster import settings, tf_config
 from cluster.agent import ports, rendezvous, tmpdir
 from cluster.agent.decisions import POLL_S, Decisions
 from cluster.agent.diagnosis import MemoryKills, explain_missing
+from cluster.agent.gang.board import Board
 from cluster.agent.program import Program, Trainer
 from cluster.agent.standby import Standby
 from cluster.agent.watchdog import FROZEN_S, Finding, Watchdog
-from cluster.errors import EXIT_FAILED, EXIT_PEER_LOST, EXIT_TIMEOUT, ClusterError
-from cluster.gang import joining
-from cluster.gang.board import Board
-from cluster.recovery import attempts, ends, standby_cluster
-from cluster.recovery.attempts import OUTSIDE, OWN, PLANNED
-from cluster.run.heartbeat import Heartbeat
-from cluster.spec import Role, Task
+from cluster.contract import settings, tf_config
+from cluster.contract.recovery import attempts, ends, standby_cluster
+from cluster.contract.recovery.attempts import OUTSIDE, OWN, PLANNED
+from cluster.contract.run import joining
+from cluster.contract.run.heartbeat import Heartbeat
+from cluster.contract.spec import Role, Task
 from cluster.system import fork_server, quiet
+from cluster.system.errors import EXIT_FAILED, EXIT_PEER_LOST, EXIT_TIMEOUT, ClusterError
 from cluster.system.json_files import write_json
 from cluster.system.processes import as_exit_code, identity
 

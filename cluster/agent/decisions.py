@@ -8,22 +8,22 @@ import time
 
 from cluster.agent import rendezvous
 from cluster.agent.diagnosis import MemoryKills, describe
+from cluster.agent.gang.board import Board
 from cluster.agent.members import Members
+from cluster.agent.policy import Recovery
 from cluster.agent.program import Program
 from cluster.agent.standby import Standby
 from cluster.agent.watchdog import SILENT_S, Finding, Watchdog
-from cluster.errors import EXIT_PEER_LOST, ClusterError
-from cluster.gang.board import Board
-from cluster.recovery import ends
-from cluster.recovery.attempts import LOST_CONTACT, OUTSIDE
-from cluster.recovery.ends import End
-from cluster.recovery.policy import Recovery
-from cluster.results import summary
-from cluster.run import membership
-from cluster.run.folder import REQUEUE, TASK_LOST
-from cluster.run.heartbeat import Heartbeat
-from cluster.run.membership import LEFT_OUT
-from cluster.spec import Role
+from cluster.contract.recovery import ends
+from cluster.contract.recovery.attempts import LOST_CONTACT, OUTSIDE
+from cluster.contract.recovery.ends import End
+from cluster.contract.results import summary
+from cluster.contract.run import membership
+from cluster.contract.run.folder import REQUEUE, TASK_LOST
+from cluster.contract.run.heartbeat import Heartbeat
+from cluster.contract.run.membership import LEFT_OUT
+from cluster.contract.spec import Role
+from cluster.system.errors import EXIT_PEER_LOST, ClusterError
 
 POLL_S = 0.1
 PEER_LOST_PATIENCE_S = 3.0

@@ -8,8 +8,8 @@ import time
 
 from cluster.agent.program import Program
 from cluster.agent.standby import Standby
-from cluster.run.folder import RunFolder
-from cluster.run.logs import last_line
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.logs import last_line
 from cluster.system import memory
 from cluster.system.processes import describe_exit
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.messages import counted
-from cluster.run.folder import RunFolder
-from cluster.spec import ClusterSpec, Role
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.spec import ClusterSpec, Role
+from cluster.system.messages import counted
 
 STEADY_S = 10.0
 """How long a task must have been back before it is taken in. A host that returns is busy at first."""

@@ -9,8 +9,8 @@ import os
 import sys
 from pathlib import Path
 
-from cluster.run.folder import RunFolder
-from cluster.run.liveness import look_once
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.liveness import look_once
 
 
 def check(run: RunFolder, task: str) -> tuple[bool, str]:

@@ -10,18 +10,17 @@ import os
 import time
 from collections.abc import Callable, Collection
 
-from cluster import tf_config
 from cluster.agent import elastic, ports, rendezvous
 from cluster.agent.elastic import Elasticity, Returns
-from cluster.gang import joining
-from cluster.recovery import attempts
-from cluster.recovery.attempts import OUTSIDE
-from cluster.recovery.ends import End
-from cluster.recovery.policy import Recovery
-from cluster.run import membership
-from cluster.run.folder import REQUEUE, RunFolder
-from cluster.run.heartbeat import Heartbeat
-from cluster.spec import ClusterSpec, Role, Task
+from cluster.agent.policy import Recovery
+from cluster.contract import tf_config
+from cluster.contract.recovery import attempts
+from cluster.contract.recovery.attempts import OUTSIDE
+from cluster.contract.recovery.ends import End
+from cluster.contract.run import joining, membership
+from cluster.contract.run.folder import REQUEUE, RunFolder
+from cluster.contract.run.heartbeat import Heartbeat
+from cluster.contract.spec import ClusterSpec, Role, Task
 
 TRIES = 3
 """Generations whose cluster was never complete, in a row, after which a job is not queued again."""

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypedDict
 
-from cluster.errors import ClusterError, TimedOut
-from cluster.spec import Task
+from cluster.contract.spec import Task
+from cluster.system.errors import ClusterError, TimedOut
 
 CONNECT_TIMEOUT_S = 2.0
 POLL_S = 0.02

@@ -12,13 +12,10 @@ import threading
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from cluster.messages import NOISE
-from cluster.recovery import ends
-from cluster.run import logs
+from cluster.contract.recovery import ends
+from cluster.contract.run import logs
 from cluster.system import fork_server, processes
-
-IMPORTS = "train.startup.preload"
-"""The module whose `load` imports what the training program needs."""
+from cluster.system.messages import NOISE
 
 
 class Program(ABC):

@@ -7,9 +7,9 @@ closed port and a task that never started are reported as what they are, and the
 A task passes once every other task has answered it and confirmed its answer. Both are needed: a task that closed its
 listener as soon as its own greetings were answered would look missing to a slower task.
 
-Where the hub is heard (cluster/gang), a task greets only the chief and the next task, says to the hub that these have
-answered, and waits until every other task has said so: O(N) connections. Those who have not said so after a while are
-greeted by all, so that each is named with the reason, and those whom the hub does not hear come in: a few soon, many
+While the hub (cluster/agent/gang) answers, a task greets only the chief and the next task, reports to the hub that
+these have answered, and waits until every other task has done so: O(N) connections. Those who have not after a while
+are greeted by all, so that each is named with the reason, and tasks without a hub join: a few soon, many
 only after half of the time, since that takes N^2 connections.
 """
 
@@ -22,11 +22,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.agent.gang.server import READ_BYTES, Peer, Server
+from cluster.agent.gang.wire import Channel, Refused
 from cluster.agent.ports import CONNECT_TIMEOUT_S, POLL_S, Abandoned, listen
-from cluster.errors import TimedOut
-from cluster.gang.server import READ_BYTES, Peer, Server
-from cluster.gang.wire import Channel, Refused
-from cluster.spec import ClusterSpec, Task
+from cluster.contract.spec import ClusterSpec, Task
+from cluster.system.errors import TimedOut
 
 GATHER_S = 3.0
 """How long after the start those who are still absent are greeted, if they are few."""

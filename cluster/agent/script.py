@@ -17,19 +17,19 @@ import signal
 import time
 from pathlib import Path
 
-from cluster import settings
 from cluster.agent import tmpdir
 from cluster.agent.agent import Agent
 from cluster.agent.decisions import PEER_LOST_PATIENCE_S
 from cluster.agent.program import Program, Script
 from cluster.agent.watchdog import Watchdog
-from cluster.errors import EXIT_FAILED
-from cluster.paths import ROOT
-from cluster.recovery import ends
-from cluster.recovery.attempts import LOST_CONTACT
-from cluster.recovery.ends import End
-from cluster.run.heartbeat import Heartbeat
-from cluster.spec import Role
+from cluster.contract import settings
+from cluster.contract.recovery import ends
+from cluster.contract.recovery.attempts import LOST_CONTACT
+from cluster.contract.recovery.ends import End
+from cluster.contract.run.heartbeat import Heartbeat
+from cluster.contract.spec import Role
+from cluster.system.errors import EXIT_FAILED
+from cluster.system.paths import ROOT
 from cluster.system.processes import as_exit_code
 
 LONE_RESTART_S = 60.0

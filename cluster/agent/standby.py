@@ -1,7 +1,7 @@
 """The standby process: the next attempt's program, started beside the one that trains and waiting at its gate.
 
 Most of a restart is importing TensorFlow, forming the cluster and tracing the step. The standby process has done the
-first and, where it can, all of that: see `cluster/recovery/standby_cluster.py`.
+first and, where it can, all of that: see `cluster/contract/recovery/standby_cluster.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from cluster import settings
 from cluster.agent.program import Program
+from cluster.contract import settings
 from cluster.system import memory
 
 STAGGER_S = 2.0

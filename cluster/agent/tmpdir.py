@@ -11,9 +11,9 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from cluster.gang import joining
-from cluster.run.folder import RunFolder
-from cluster.spec import Task
+from cluster.contract.run import joining
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.spec import Task
 
 
 def add(environment: Mapping[str, str], run: RunFolder, task: Task) -> dict[str, str]:

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.gang.board import Board
-from cluster.gang.roster import HEARD_S
-from cluster.recovery import ends, standby_cluster
-from cluster.run.folder import FINAL_STATES
-from cluster.spec import ClusterSpec, Role, Task
+from cluster.agent.gang.board import Board
+from cluster.agent.gang.roster import HEARD_S
+from cluster.contract.recovery import ends, standby_cluster
+from cluster.contract.run.folder import FINAL_STATES
+from cluster.contract.run.liveness import HANG_TIMEOUT_S
+from cluster.contract.spec import ClusterSpec, Role, Task
 from cluster.system.json_files import create_json
 
 FROZEN_S = 8.0
@@ -26,8 +27,6 @@ SILENT_S = 12.0
 """If its agent did not do that either, the task is gone, and another agent acts."""
 IMPORT_S = 120.0
 """Longest time from the rendezvous to a program's own first heartbeat, and between two of an agent that imports."""
-HANG_TIMEOUT_S = 60.0
-"""Longest time without a new step while a task trains."""
 SLOW_FACTOR = 10
 """How many times as long the first step of a generation, saving and evaluating may take."""
 EXAMINE_S = 0.5

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import RunFailed
-from cluster.messages import plain
+from cluster.system.errors import RunFailed
 from cluster.system.files import Folder, LinkError, lock, open_folder, read_start, remove
+from cluster.system.messages import plain
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 

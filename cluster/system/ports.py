@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 
-from cluster.errors import PrerequisiteError
+from cluster.system.errors import PrerequisiteError
 
 PORTS = range(20000, 32000)
 """Below the ports that Linux gives to outgoing connections, which could take a chosen one before its task does."""

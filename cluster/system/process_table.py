@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from cluster.errors import TimedOut
 from cluster.system import processes
+from cluster.system.errors import TimedOut
 
 
 class ProcessTable:

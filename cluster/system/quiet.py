@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from cluster.messages import NOISE
+from cluster.system.messages import NOISE
 
 
 @contextlib.contextmanager

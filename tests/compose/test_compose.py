@@ -20,16 +20,16 @@ from typing import Any, NoReturn
 
 import pytest
 
-from cluster import settings, spec
 from cluster.agent import agent
-from cluster.gpu.placement import Placement
-from cluster.image import images
-from cluster.paths import ROOT
-from cluster.runtime.compose import commands, overlay
-from cluster.runtime.compose.overlay import FILES, Containers
-from cluster.runtime.compose.runtime import task_environment
-from cluster.runtime.payload import Payload
-from cluster.spec import ClusterSpec
+from cluster.contract import settings, spec
+from cluster.contract.spec import ClusterSpec
+from cluster.host.gpu.placement import Placement
+from cluster.host.image import images
+from cluster.host.runtime.compose import commands, overlay
+from cluster.host.runtime.compose.overlay import FILES, Containers
+from cluster.host.runtime.compose.runtime import task_environment
+from cluster.host.runtime.payload import Payload
+from cluster.system.paths import ROOT
 
 EXAMPLE = FILES / "example.json"
 GPU_EXAMPLE = FILES / "example-gpu.json"

@@ -17,12 +17,12 @@ import pytest
 from jsonschema import Draft202012Validator
 from ruamel.yaml import YAML
 
-from cluster import spec
-from cluster.gpu.placement import DEVICE_REQUESTS, Placement
-from cluster.runtime.compose import overlay
-from cluster.runtime.compose.overlay import FILES, Containers
-from cluster.runtime.compose.runtime import task_environment
-from cluster.runtime.payload import Payload
+from cluster.contract import spec
+from cluster.host.gpu.placement import DEVICE_REQUESTS, Placement
+from cluster.host.runtime.compose import overlay
+from cluster.host.runtime.compose.overlay import FILES, Containers
+from cluster.host.runtime.compose.runtime import task_environment
+from cluster.host.runtime.payload import Payload
 
 TOPOLOGIES = {
     "chief alone": {"workers": 0},

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.run.folder import RunFolder
-from cluster.runtime.local import supervisor
+from cluster.contract.run.folder import RunFolder
+from cluster.host.runtime.local import supervisor
 from tests.e2e.scenario import DATA, IMAGES, ROOT, Clusters
 
 

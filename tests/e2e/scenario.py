@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster.run import membership
-from cluster.run.folder import RunFolder
+from cluster.contract.run import membership
+from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json
 from tests.waiting import wait_for
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.image import engine
+from cluster.host.image import engine
 from cluster.system.json_files import read_json
 from tests.e2e.scenario import DATA, ROOT, Clusters
 

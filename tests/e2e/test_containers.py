@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from cluster import spec
-from cluster.image import engine
-from cluster.run.folder import RunFolder
-from cluster.runtime.compose import overlay
+from cluster.contract import spec
+from cluster.contract.run.folder import RunFolder
+from cluster.host.image import engine
+from cluster.host.runtime.compose import overlay
 from cluster.system import namespaces
 from cluster.system.ports import free_ports
 from tests import doors

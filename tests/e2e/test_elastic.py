@@ -6,14 +6,14 @@ import time
 
 import pytest
 
-from cluster.control import chaos, storm
-from cluster.control.chaos import Fault
-from cluster.launch import planning, startup
-from cluster.options.request import Request
-from cluster.run import membership
-from cluster.run.folder import RunFolder
-from cluster.runtime import registry
-from cluster.runtime.local import supervisor
+from cluster.contract.run import membership
+from cluster.contract.run.folder import RunFolder
+from cluster.host.control import chaos, storm
+from cluster.host.control.chaos import Fault
+from cluster.host.launch import planning, startup
+from cluster.host.options.request import Request
+from cluster.host.runtime import registry
+from cluster.host.runtime.local import supervisor
 from tests.e2e.scenario import DATA, ENDLESS, SLOW_MACHINE_S, TRAINING, Clusters, await_members, step_of, summary
 from tests.waiting import wait_for
 

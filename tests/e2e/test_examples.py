@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cluster.run.folder import RunFolder
+from cluster.contract.run.folder import RunFolder
 from tests.e2e.scenario import ROOT, Clusters, summary
 
 EXAMPLES = ROOT / "examples"

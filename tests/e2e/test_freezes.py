@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from cluster.recovery import standby_cluster
-from cluster.run import owner
-from cluster.run.folder import RunFolder
+from cluster.contract.recovery import standby_cluster
+from cluster.contract.run import owner
+from cluster.contract.run.folder import RunFolder
 from cluster.system import processes
 from cluster.system.json_files import read_json
 from cluster.system.process_table import ProcessTable

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.run.folder import RunFolder
+from cluster.contract.run.folder import RunFolder
 from tests.e2e.scenario import ROOT, Clusters, losses, summary
 
 MADE = '''

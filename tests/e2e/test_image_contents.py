@@ -16,8 +16,8 @@ import pytest
 from packaging.markers import Marker
 from packaging.utils import canonicalize_name
 
-from cluster.image import checkout, contents, images, locks, reproduction, sbom
-from cluster.paths import ROOT
+from cluster.host.image import checkout, contents, images, locks, reproduction, sbom
+from cluster.system.paths import ROOT
 from tests.e2e.scenario import TENSORBOARD_IMAGE as BOARD
 from tests.e2e.scenario import TRAIN_IMAGE as TRAIN
 
@@ -148,9 +148,9 @@ def test_an_image_must_hold_the_code_that_tasks_run_and_no_other() -> None:
     assert {"cluster", "train"} == {path.parts[0] for path in held}
     on_the_host = {path.name for path in (ROOT / "cluster").iterdir() if path.is_dir()}
     in_tasks = {path.parts[1] for path in held if path.parts[0] == "cluster" and len(path.parts) > 2}
-    assert {"agent", "run", "system"} <= in_tasks <= on_the_host | {"__pycache__"}
-    assert not {"checks", "cli", "control", "gpu", "image", "launch", "runtime"} & in_tasks
-    assert {Path("train/__main__.py"), Path("cluster/spec.py")} <= held
+    assert {"agent", "contract", "system"} <= in_tasks <= on_the_host | {"__pycache__"}
+    assert "host" not in in_tasks
+    assert {Path("train/__main__.py"), Path("cluster/contract/spec.py")} <= held
 
 
 @pytest.mark.parametrize("image", [pytest.param("train", marks=pytest.mark.long), "tensorboard"])

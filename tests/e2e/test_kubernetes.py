@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from cluster.errors import EXIT_INTERRUPTED
-from cluster.run.folder import RunFolder
-from cluster.runtime.kubernetes.pods import RECORDS, SHARED
+from cluster.contract.run.folder import RunFolder
+from cluster.host.runtime.kubernetes.pods import RECORDS, SHARED
+from cluster.system.errors import EXIT_INTERRUPTED
 from tests.e2e.scenario import DATA, TRAIN_IMAGE, TRAINING, Clusters, step_of, summary
-from tests.unit.cluster.runtime.kubernetes.test_manifests import expanded
+from tests.unit.host.runtime.kubernetes.test_manifests import expanded
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("require_engine", "images")]

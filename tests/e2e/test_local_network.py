@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.runtime.local import supervisor
+from cluster.host.runtime.local import supervisor
 from cluster.system import namespaces
 from cluster.system.json_files import read_json
 from tests import doors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.run.folder import RunFolder
+from cluster.contract.run.folder import RunFolder
 from tests.e2e.scenario import ENDLESS, Clusters, step_of, summary
 from tests.waiting import wait_for
 

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from cluster.run.folder import RunFolder
+from cluster.contract.run.folder import RunFolder
 from tests.e2e.scenario import ROOT, Clusters, summary
 
 TOPOLOGIES = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.run.folder import RunFolder
+from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json
 from tests.e2e.scenario import Clusters, summary
 from tests.waiting import wait_for

@@ -14,14 +14,14 @@ import pytest
 from invoke import Config, Context, Exit
 
 import tasks
-from cluster.checks.gpu import inside
-from cluster.cli.command_line import shell
-from cluster.gpu import placement
-from cluster.image import build, engine, images
-from cluster.launch import folders, planning, startup, teardown
-from cluster.options.request import Request
-from cluster.runtime.compose import overlay
-from cluster.runtime.payload import Payload
+from cluster.host.checks.gpu import inside
+from cluster.host.cli.command_line import shell
+from cluster.host.gpu import placement
+from cluster.host.image import build, engine, images
+from cluster.host.launch import folders, planning, startup, teardown
+from cluster.host.options.request import Request
+from cluster.host.runtime.compose import overlay
+from cluster.host.runtime.payload import Payload
 from cluster.system.json_files import read_json
 from cluster.system.ports import free_ports
 from tests.e2e.scenario import TRAIN_IMAGE, Clusters

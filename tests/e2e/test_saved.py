@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cluster.run.folder import RunFolder
+from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json
 from tests.e2e.scenario import DATA, Clusters, losses, summary
 from tests.golden import losses as golden

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.image import engine
-from cluster.run.folder import RunFolder
-from cluster.runtime.local import supervisor
+from cluster.contract.run.folder import RunFolder
+from cluster.host.image import engine
+from cluster.host.runtime.local import supervisor
 from tests.e2e.scenario import Clusters, summary
 from tests.e2e.test_containers import containers
 from tests.waiting import wait_for

@@ -15,9 +15,9 @@ from typing import NoReturn
 
 import pytest
 
-from cluster.run.folder import RunFolder
-from cluster.runtime.slurm import queue
-from cluster.runtime.slurm import runtime as slurm
+from cluster.contract.run.folder import RunFolder
+from cluster.host.runtime.slurm import queue
+from cluster.host.runtime.slurm import runtime as slurm
 from cluster.system.json_files import read_json
 from tests.e2e.scenario import ENDLESS, ROOT, TRAIN_IMAGE, Clusters, await_members, step_of, summary
 from tests.waiting import wait_for

@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.checks.campaign.cases import CASES
-from cluster.control import chaos, storm
-from cluster.control.chaos import Fault
-from cluster.recovery import standby_cluster
-from cluster.run.folder import RunFolder
-from cluster.runtime import registry
-from cluster.runtime.local import supervisor
+from cluster.contract.recovery import standby_cluster
+from cluster.contract.run.folder import RunFolder
+from cluster.host.checks.campaign.cases import CASES
+from cluster.host.control import chaos, storm
+from cluster.host.control.chaos import Fault
+from cluster.host.runtime import registry
+from cluster.host.runtime.local import supervisor
 from cluster.system.journal import read_json_lines
 from tests.e2e.scenario import ENDLESS, Clusters, summary
 from tests.waiting import wait_for

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from cluster.checks import documents, verify
-from cluster.checks.verify import Case
+from cluster.host.checks import documents, verify
+from cluster.host.checks.verify import Case
 from cluster.system import processes
 from tests.e2e.scenario import DATA, ROOT
 

@@ -13,8 +13,8 @@ from typing import NoReturn
 
 import pytest
 
-from cluster.run.folder import RunFolder
-from cluster.runtime.swarm import stack
+from cluster.contract.run.folder import RunFolder
+from cluster.host.runtime.swarm import stack
 from cluster.system.ports import free_ports
 from tests.e2e.scenario import ENDLESS, TENSORBOARD_IMAGE, TRAIN_IMAGE, Clusters, await_members, step_of, summary
 from tests.waiting import wait_for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.control import tour
+from cluster.host.control import tour
 from tests.e2e.scenario import Clusters
 
 

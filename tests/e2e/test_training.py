@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.run.folder import RunFolder
+from cluster.contract.run.folder import RunFolder
 from cluster.system.journal import read_json_lines
 from cluster.system.json_files import read_json
 from tests.e2e.scenario import DATA, ENDLESS, ROOT, STEPS, TRAINING, Clusters, losses, step_of, summary

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.image import engine
+from cluster.host.image import engine
 from tests.e2e.scenario import ENDLESS, TRAINING, Clusters, step_of, summary
 from tests.waiting import wait_for
 

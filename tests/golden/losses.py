@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from cluster.run.folder import RunFolder
+from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json, write_json
 from tests.e2e.scenario import Clusters, losses, summary
 

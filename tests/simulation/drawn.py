@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster import spec
+from cluster.contract import spec
 
 LONGEST_STALE_S = 60.0
 """As long as an NFS client keeps the attributes of a folder by default."""

@@ -6,10 +6,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cluster.recovery.ends import End
-from cluster.recovery.step_record import Progress
-from cluster.run.folder import FINAL_STATES, RunFolder
-from cluster.spec import ClusterSpec, Task
+from cluster.contract.recovery.ends import End
+from cluster.contract.recovery.step_record import Progress
+from cluster.contract.run.folder import FINAL_STATES, RunFolder
+from cluster.contract.spec import ClusterSpec, Task
 from tests.simulation.world import Now, SimTask, World
 
 T = TypeVar("T")

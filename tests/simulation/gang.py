@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from cluster.gang.board import Board
-from cluster.gang.roster import HEARD_S, News, Roster
-from cluster.run.copies import Superseded
-from cluster.spec import ClusterSpec, Role, Task
+from cluster.agent.gang.board import Board
+from cluster.agent.gang.roster import HEARD_S, News, Roster
+from cluster.contract.run.copies import Superseded
+from cluster.contract.spec import ClusterSpec, Role, Task
 from tests.simulation.folder import SimFolder
 from tests.simulation.world import SimTask
 

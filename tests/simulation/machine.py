@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 
-from cluster.agent import agent, decisions, members, ports, rendezvous, script, watchdog
+from cluster.agent import agent, decisions, members, policy, ports, rendezvous, script, watchdog
 from cluster.agent import standby as standing_by
 from cluster.agent.agent import Agent
+from cluster.agent.gang import board
 from cluster.agent.ports import Abandoned
 from cluster.agent.rendezvous import Attendance, Hub, Incomplete
 from cluster.agent.script import ScriptAgent
-from cluster.gang import board, joining
-from cluster.recovery import ends, policy, standby_cluster, step_record
-from cluster.results import summary
-from cluster.spec import ClusterSpec, Task
+from cluster.contract.recovery import ends, standby_cluster, step_record
+from cluster.contract.results import summary
+from cluster.contract.run import joining
+from cluster.contract.spec import ClusterSpec, Task
 from tests.simulation import folder, standby
 from tests.simulation.gang import SimBoard
 from tests.simulation.training import SimProgram

@@ -14,11 +14,11 @@ import pytest
 from cluster.agent import agent, elastic, script, watchdog
 from cluster.agent.agent import Agent
 from cluster.agent.decisions import Decisions
+from cluster.agent.policy import Recovery
 from cluster.agent.script import ScriptAgent
 from cluster.agent.watchdog import Watchdog
-from cluster.recovery import attempts, ends, standby_cluster
-from cluster.recovery.policy import Recovery
-from cluster.spec import ClusterSpec
+from cluster.contract.recovery import attempts, ends, standby_cluster
+from cluster.contract.spec import ClusterSpec
 from tests.simulation import machine
 from tests.simulation.drawn import FOREVER_S, Drawn
 from tests.simulation.gang import SimBoard, SimCopy

@@ -24,14 +24,14 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from cluster import spec
+from cluster.agent.gang.roster import HEARD_S
 from cluster.agent.schedulers.lifecycle import COPY_S
 from cluster.agent.watchdog import FROZEN_S, SILENT_S
-from cluster.errors import EXIT_TIMEOUT
-from cluster.gang.roster import HEARD_S
-from cluster.recovery import standby_cluster
-from cluster.run.membership import LEFT_OUT
-from cluster.spec import Role
+from cluster.contract import spec
+from cluster.contract.recovery import standby_cluster
+from cluster.contract.run.membership import LEFT_OUT
+from cluster.contract.spec import Role
+from cluster.system.errors import EXIT_TIMEOUT
 from tests.simulation import machine
 from tests.simulation.drawn import FOREVER_S, STOPPING, Drawn, draw
 from tests.simulation.folder import Cache, SimFolder

@@ -1,4 +1,4 @@
-"""Standby processes in a simulated run, and the clusters that they form ahead (cluster/recovery/standby_cluster.py).
+"""Standby processes in a simulated run, and the clusters they form (cluster/contract/recovery/standby_cluster.py).
 
 One is ready once all have joined, and ends, with everybody in it, soon after one of its processes has. It trains once
 every agent has opened the gate of its standby process; until then those that wait for the others can lose contact.
@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster import tf_config
-from cluster.recovery import standby_cluster
-from cluster.run.folder import RunFolder
-from cluster.spec import ClusterSpec, Task
+from cluster.contract import tf_config
+from cluster.contract.recovery import standby_cluster
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.spec import ClusterSpec, Task
 from tests.simulation.world import Now
 
 if TYPE_CHECKING:

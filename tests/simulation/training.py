@@ -11,11 +11,11 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping
 
-from cluster.errors import EXIT_PEER_LOST
-from cluster.recovery import standby_cluster
-from cluster.recovery.step_record import Progress
-from cluster.run.membership import LEFT_OUT
-from cluster.spec import Role
+from cluster.contract.recovery import standby_cluster
+from cluster.contract.recovery.step_record import Progress
+from cluster.contract.run.membership import LEFT_OUT
+from cluster.contract.spec import Role
+from cluster.system.errors import EXIT_PEER_LOST
 from tests.simulation import standby
 from tests.simulation.folder import Beat
 from tests.simulation.standby import StandbyCluster

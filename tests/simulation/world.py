@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from cluster.agent.schedulers.lifecycle import COPY_S
-from cluster.run.copies import Superseded
-from cluster.spec import ClusterSpec, Task
+from cluster.contract.run.copies import Superseded
+from cluster.contract.spec import ClusterSpec, Task
 
 HURRY_S = 1.0
 """Waits shorter than this are polls: they take up to three times as long, as on a busy machine."""

@@ -13,8 +13,8 @@ import pytest
 from invoke import Context, Exit, MockContext, Result, Task
 
 import tasks
-from cluster.paths import ROOT
-from cluster.run.folder import RunFolder
+from cluster.contract.run.folder import RunFolder
+from cluster.system.paths import ROOT
 
 MakeRun = Callable[..., RunFolder]
 

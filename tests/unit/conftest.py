@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from cluster.control import watch
-from cluster.launch import configuration
-from cluster.run import liveness, provenance
-from cluster.run.folder import RunFolder
-from cluster.run.heartbeat import Heartbeat
-from cluster.run.liveness import LivenessMonitor
-from cluster.runtime.local import supervisor
-from cluster.runtime.local.runtime import processes_of
-from cluster.runtime.network import HOST
+from cluster.contract.run import liveness, provenance
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.heartbeat import Heartbeat
+from cluster.contract.run.liveness import LivenessMonitor
+from cluster.host.control import watch
+from cluster.host.launch import configuration
+from cluster.host.runtime.local import supervisor
+from cluster.host.runtime.local.runtime import processes_of
+from cluster.host.runtime.network import HOST
 from cluster.system.json_files import read_json, write_json
 from tests import fast
 from tests.unit import measured

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cluster.run.folder import RunFolder
-from cluster.run.heartbeat import Heartbeat
-from cluster.runtime.local.runtime import processes_of
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.heartbeat import Heartbeat
+from cluster.host.runtime.local.runtime import processes_of
 from cluster.system.journal import append_json
 from cluster.system.json_files import write_json
 from cluster.system.processes import identity

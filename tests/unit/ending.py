@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster.results import summary
-from cluster.run.folder import RunFolder
+from cluster.contract.results import summary
+from cluster.contract.run.folder import RunFolder
 
 
 def end(run: RunFolder, state: str, **cause: Any) -> dict[str, Any]:

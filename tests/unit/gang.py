@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.run import owner
-from cluster.run.folder import RunFolder
-from cluster.runtime.local import supervisor
+from cluster.contract.run import owner
+from cluster.contract.run.folder import RunFolder
+from cluster.host.runtime.local import supervisor
 from cluster.system.json_files import read_json
 from tests.waiting import wait_for
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from cluster.agent.agent import Agent
-from cluster.gang.board import Board
+from cluster.agent.gang.board import Board
 
 if __name__ == "__main__":
     module, *program = sys.argv[1:]

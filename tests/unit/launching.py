@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.errors import ClusterError
-from cluster.launch import planning
-from cluster.options.request import Request
+from cluster.host.launch import planning
+from cluster.host.options.request import Request
+from cluster.system.errors import ClusterError
 
 CONFIG = {"preset": "fashion_mnist", "dataset": "fashion_mnist", "global_batch": 192}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from cluster.run.folder import RunFolder
+from cluster.contract.run.folder import RunFolder
 from tests.waiting import wait_for
 
 loaded_by: list[int] = []

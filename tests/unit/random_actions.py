@@ -28,15 +28,15 @@ from typing import Any
 from invoke import Program
 
 import tasks
-from cluster.errors import UsageError
-from cluster.image import checkout
-from cluster.launch import configuration, manifest, planning
-from cluster.options.request import Request
-from cluster.reports import listing
-from cluster.run import claim
-from cluster.run.folder import RunFolder
-from cluster.runtime.local import supervisor
-from cluster.runtime.local.runtime import LocalProcesses, processes_of
+from cluster.contract.run import claim
+from cluster.contract.run.folder import RunFolder
+from cluster.host.image import checkout
+from cluster.host.launch import configuration, manifest, planning
+from cluster.host.options.request import Request
+from cluster.host.reports import listing
+from cluster.host.runtime.local import supervisor
+from cluster.host.runtime.local.runtime import LocalProcesses, processes_of
+from cluster.system.errors import UsageError
 from cluster.system.json_files import read_json
 from tests.unit.launching import CONFIG
 from tests.waiting import wait_for

@@ -16,11 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cluster.recovery import standby_cluster
-from cluster.recovery.step_record import StepRecord
-from cluster.run import membership
-from cluster.run.folder import RunFolder
-from cluster.run.heartbeat import Heartbeat
+from cluster.contract.recovery import standby_cluster
+from cluster.contract.recovery.step_record import StepRecord
+from cluster.contract.run import membership
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.heartbeat import Heartbeat
 from cluster.system.json_files import read_json, write_json
 from tests.doors import GREETING
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.errors import UsageError, nearest
+from cluster.system.errors import UsageError, nearest
 from cluster.system.files import sha256
 from train import named
 from train.data.prepare import store

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from cluster.errors import UsageError
+from cluster.system.errors import UsageError
 from train.named import Named
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from cluster.errors import RunFailed
+from cluster.system.errors import RunFailed
 from train.data import arrays, shards
 from train.data.prepare.store import BLOCK_BYTES
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from cluster.errors import UsageError
+from cluster.system.errors import UsageError
 from train import named
 from train.data import blocks
 from train.data.arrays import ArrayFile, Split

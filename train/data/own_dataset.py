@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from cluster.errors import ClusterError, UsageError, nearest
-from cluster.messages import described
+from cluster.system.errors import ClusterError, UsageError, nearest
+from cluster.system.messages import described
 from train import named
 from train.data import arrays
 from train.named import Named

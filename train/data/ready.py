@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster.errors import ClusterError
+from cluster.system.errors import ClusterError
 from train import named
 from train.data import arrays, shards
 from train.named import Named

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import tensorflow as tf
 
-from cluster.errors import UsageError, nearest
+from cluster.system.errors import UsageError, nearest
 from train.context import TaskContext
 from train.settings.stopping import Best as Settings
 

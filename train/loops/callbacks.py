@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow import keras
 
-from cluster.errors import UsageError
+from cluster.system.errors import UsageError
 from train.context import TaskContext
 from train.loops.callback_state import CallbackState, appending, attributes, restore, size_of
 from train.loops.outer import Inner

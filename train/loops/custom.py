@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from tensorflow import keras
 
-from cluster.errors import PrerequisiteError
-from cluster.recovery import step_record
-from cluster.spec import Role
+from cluster.contract.recovery import step_record
+from cluster.contract.spec import Role
+from cluster.system.errors import PrerequisiteError
 from train.context import TaskContext
 from train.data.sources import train_feed
 from train.elastic.train_step import ElasticTrainStep

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import keras
 import numpy as np
 
-from cluster.errors import RunFailed
+from cluster.system.errors import RunFailed
 from train.loops.steps import LoopResult
 from train.saving.checkpoint import diverged
 from train.saving.timer import following_steps

@@ -22,7 +22,7 @@ import tensorflow as tf
 from tensorflow import keras
 from tensorflow.core.protobuf import trackable_object_graph_pb2
 
-from cluster.errors import RunFailed, UsageError
+from cluster.system.errors import RunFailed, UsageError
 from train.saving.mirror import has_value
 
 SHOWN = 6

@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common.stateless_scope import get_stateless_scope  # has no public name
 
-from cluster.errors import RunFailed, UsageError
+from cluster.system.errors import RunFailed, UsageError
 from train.model import exchange
 
 _DISAGREE = "whole numbers of replicas or micro-batches differ:"

@@ -10,7 +10,7 @@ from typing import Any
 
 from tensorflow import keras  # Keras 3, or tf_keras where `--loop fit` needs that
 
-from cluster.errors import UsageError, nearest
+from cluster.system.errors import UsageError, nearest
 from train import named
 from train.config import TrainConfig
 from train.model import inputs

@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from cluster.errors import UsageError
+from cluster.system.errors import UsageError
 from train.config import TrainConfig
 from train.model import masks
 from train.named import Named

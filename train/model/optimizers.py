@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow import keras
 
-from cluster.errors import UsageError
+from cluster.system.errors import UsageError
 from train.config import TrainConfig
 from train.model.gradients import GradientPolicy, LossScale
 from train.saving.mirror import has_value

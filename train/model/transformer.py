@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow import keras  # Keras 3, or tf_keras where `--loop fit` needs that
 
-from cluster.errors import UsageError
+from cluster.system.errors import UsageError
 
 
 def transformer_lm(

@@ -15,7 +15,7 @@ from typing import Any
 
 import keras
 
-from cluster.errors import UsageError
+from cluster.system.errors import UsageError
 from train.pipeline.partition import Block
 
 

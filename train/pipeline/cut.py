@@ -10,9 +10,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from cluster.errors import UsageError
-from cluster.run import launch_records, records
-from cluster.run.folder import RunFolder
+from cluster.contract.run import launch_records, records
+from cluster.contract.run.folder import RunFolder
+from cluster.system.errors import UsageError
 from train.config import TrainConfig
 from train.model import masks, optimizers
 from train.pipeline import blocks, measure, parts, schedule

@@ -15,8 +15,8 @@ import tensorflow as tf
 from keras.src.backend.common import global_state  # has no public name
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable  # has no public name
 
-from cluster.run.folder import RunFolder
-from cluster.spec import ClusterSpec, Task
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.spec import ClusterSpec, Task
 from train.config import TrainConfig
 from train.model import keras_compat
 from train.pipeline import blocks

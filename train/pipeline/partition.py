@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.errors import UsageError, nearest
+from cluster.system.errors import UsageError, nearest
 from train.pipeline import schedule as schedules
 
 PARTITIONS = ("flops", "measured")

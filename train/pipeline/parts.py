@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from cluster.errors import UsageError
+from cluster.system.errors import UsageError
 from train.model import keras_compat
 from train.pipeline.blocks import ModelBlock, stage_model
 

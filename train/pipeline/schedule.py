@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from cluster.errors import UsageError, nearest
+from cluster.system.errors import UsageError, nearest
 
 SCHEDULES = ("gpipe", "1f1b", "pipedream")
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
-from cluster.errors import PrerequisiteError
-from cluster.run import records
-from cluster.run.fields import count, listing, mapping, one_of, record, seconds
-from cluster.run.folder import RunFolder
+from cluster.contract.run import records
+from cluster.contract.run.fields import count, listing, mapping, one_of, record, seconds
+from cluster.contract.run.folder import RunFolder
+from cluster.system.errors import PrerequisiteError
 from cluster.system.files import make_folder, open_file
 from cluster.system.json_files import write_json
 from train.pipeline.schedule import Action, Instruction, Span

@@ -13,7 +13,7 @@ from pathlib import Path
 import tensorflow as tf
 from tensorflow import keras
 
-from cluster.errors import RunFailed
+from cluster.system.errors import RunFailed
 from train.model import initial
 from train.saving.files import BEST, Saved, agreed, clean, keep_only, prune, set_aside, write
 from train.saving.joint import Joint

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from cluster.errors import RunFailed
+from cluster.system.errors import RunFailed
 from cluster.system.files import sha256, sync
 from cluster.system.json_files import read_json, write_json
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable  # has no public name
 
-from cluster.errors import RunFailed
+from cluster.system.errors import RunFailed
 from cluster.system.json_files import read_json, write_json
 from train.saving.files import Writer
 from train.saving.mirror import Copy, Mirror

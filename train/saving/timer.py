@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import Any
 
-from cluster.run.folder import RunFolder
+from cluster.contract.run.folder import RunFolder
 
 AUTO = "auto"
 LEAST_SECONDS = 0.1

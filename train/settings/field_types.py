@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
 
-from cluster.errors import UsageError, nearest
-from cluster.messages import plain
+from cluster.system.errors import UsageError, nearest
+from cluster.system.messages import plain
 
 EXPECTED = {
     int: "a whole number",

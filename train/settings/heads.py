@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from cluster.errors import UsageError, nearest
+from cluster.system.errors import UsageError, nearest
 
 
 def losses(text: str) -> dict[str, str]:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster import compatibility
-from cluster.errors import UsageError
+from cluster.contract import compatibility
+from cluster.system.errors import UsageError
 from train.settings.field_types import check_choice, check_number, check_range
 
 OPTIMIZERS = ("adam", "adamw", "lamb", "lion", "sgd")

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.errors import UsageError, nearest
+from cluster.system.errors import UsageError, nearest
 from train import presets
 from train.config import TrainConfig
 from train.settings import references

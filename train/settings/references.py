@@ -15,8 +15,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import ClusterError, UsageError, nearest
-from cluster.messages import described
+from cluster.system.errors import ClusterError, UsageError, nearest
+from cluster.system.messages import described
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_THEIRS = frozenset(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.errors import UsageError
+from cluster.system.errors import UsageError
 from train.settings.field_types import check_choice, check_number, check_range
 
 MODES = ("auto", "min", "max")

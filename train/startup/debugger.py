@@ -8,7 +8,7 @@ import sys
 import time
 from importlib import import_module
 
-from cluster.run.folder import RunFolder
+from cluster.contract.run.folder import RunFolder
 
 PORT_TIMEOUT_S = 30.0
 """Longest wait for the port of the previous attempt, which its debug adapter frees a moment after that ended."""

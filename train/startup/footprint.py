@@ -2,7 +2,7 @@
 
     python -m train.startup.footprint --config JSON --strategy NAME --data-dir DIR
 
-It takes TensorFlow's import; `cluster/launch/footprint.py` runs it and keeps the answer.
+It takes TensorFlow's import; `cluster/host/launch/footprint.py` runs it and keeps the answer.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cluster.compatibility import precision_of
-from cluster.system import user_code
+from cluster.contract import user_code
+from cluster.contract.compatibility import precision_of
 from train.config import TrainConfig
 from train.model import variables
 

@@ -16,11 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.compatibility import precision_of
-from cluster.errors import ClusterError, UsageError, nearest
-from cluster.messages import described
-from cluster.run import launch_records, records
-from cluster.system import user_code
+from cluster.contract import user_code
+from cluster.contract.compatibility import precision_of
+from cluster.contract.run import launch_records, records
+from cluster.system.errors import ClusterError, UsageError, nearest
+from cluster.system.messages import described
 from train import named
 from train.config import TrainConfig
 from train.model import variables

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from cluster.run.folder import RunFolder
+from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json
 from train.config import TrainConfig
 from train.model import variables

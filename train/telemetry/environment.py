@@ -11,8 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from cluster.errors import RunFailed
-from cluster.run.folder import RunFolder
+from cluster.contract.run.folder import RunFolder
+from cluster.system.errors import RunFailed
 from cluster.system.files import sha256
 from cluster.system.json_files import read_json, write_json
 from train.data.sources import Source

@@ -12,9 +12,9 @@ import tensorflow as tf
 from tensorboard.plugins.hparams import api as hparams
 from tensorboard.plugins.pr_curve import summary as pr_curve
 
-from cluster.messages import plain
-from cluster.run.folder import RunFolder
+from cluster.contract.run.folder import RunFolder
 from cluster.system.journal import append_json
+from cluster.system.messages import plain
 from train import presets
 from train.config import TrainConfig
 from train.telemetry import pictures

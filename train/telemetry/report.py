@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow import keras
 
-from cluster.recovery.step_record import StepRecord
-from cluster.run.heartbeat import HEARTBEAT_S
+from cluster.contract.recovery.step_record import StepRecord
+from cluster.contract.run.heartbeat import HEARTBEAT_S
 from cluster.system.json_files import write_json
 from train.context import TaskContext
 from train.data import memory

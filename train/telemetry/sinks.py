@@ -21,9 +21,9 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any, Protocol
 
-from cluster.errors import ClusterError, PrerequisiteError
-from cluster.messages import counted, described
-from cluster.run.folder import RunFolder
+from cluster.contract.run.folder import RunFolder
+from cluster.system.errors import ClusterError, PrerequisiteError
+from cluster.system.messages import counted, described
 from train.config import TrainConfig
 
 Row = dict[str, float | None]

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from cluster.run.folder import RunFolder
+from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json, write_json
 from train.loops.outer import Inner
 from train.loops.steps import LoopResult

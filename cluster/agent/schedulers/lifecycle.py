@@ -8,10 +8,10 @@ import signal
 import subprocess
 from collections.abc import Sequence
 
-from cluster.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TIMEOUT, TimedOut
-from cluster.run.copies import Copy
-from cluster.run.folder import RunFolder
+from cluster.contract.run.copies import Copy
+from cluster.contract.run.folder import RunFolder
 from cluster.system import processes
+from cluster.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TIMEOUT, TimedOut
 from cluster.system.files import remove
 from cluster.system.waiting import wait_until
 

@@ -24,14 +24,14 @@ import sys
 import time
 from pathlib import Path
 
-from cluster import settings, spec, tf_config
 from cluster.agent.schedulers.lifecycle import await_begin, exit_code, go_on, run_agent
-from cluster.errors import EXIT_INTERRUPTED, ClusterError
-from cluster.run import launch_records, records
-from cluster.run.copies import Copy
-from cluster.run.folder import RunFolder
-from cluster.spec import Role
+from cluster.contract import settings, spec, tf_config
+from cluster.contract.run import launch_records, records
+from cluster.contract.run.copies import Copy
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.spec import Role
 from cluster.system import processes
+from cluster.system.errors import EXIT_INTERRUPTED, ClusterError
 from cluster.system.json_files import write_json
 
 

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from cluster.agent import rendezvous
-from cluster.errors import ClusterError
-from cluster.gang import joining
-from cluster.run.folder import RunFolder
-from cluster.spec import ClusterSpec, Task
+from cluster.contract.run import joining
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.spec import ClusterSpec, Task
+from cluster.system.errors import ClusterError
 from cluster.system.json_files import write_json
 
 REACH_S = 20.0
@@ -50,13 +50,8 @@ def main() -> int:
     """Write what this host has into the run's folder."""
     run, name = RunFolder(Path(os.environ["RUN_DIR"])), os.environ["TASK"]
     cluster = run.load_cluster()
-    write_json(path_of(run, name), examine(run, cluster, cluster.task(name), os.environ["NODE"]))
+    write_json(run.probe(name), examine(run, cluster, cluster.task(name), os.environ["NODE"]))
     return 0
-
-
-def path_of(run: RunFolder, task: str) -> Path:
-    """Return where a task writes what it finds."""
-    return run.control / "check" / f"{task}.json"
 
 
 def examine(run: RunFolder, cluster: ClusterSpec, task: Task, node: str) -> dict[str, Any]:

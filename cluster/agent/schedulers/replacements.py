@@ -17,10 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.agent import elastic
-from cluster.errors import ClusterError
-from cluster.run import launch_records, membership, records
-from cluster.run.folder import RunFolder
+from cluster.contract.run import launch_records, membership, records
+from cluster.contract.run.folder import RunFolder
 from cluster.system import processes
+from cluster.system.errors import ClusterError
 from cluster.system.json_files import write_json
 
 LOOK_S = 2.0

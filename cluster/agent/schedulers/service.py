@@ -18,14 +18,14 @@ import signal
 import sys
 from pathlib import Path
 
-from cluster import settings
 from cluster.agent.schedulers import lifecycle
-from cluster.errors import EXIT_DONE, EXIT_PEER_LOST, ClusterError
-from cluster.results import summary
-from cluster.run.copies import Copy
-from cluster.run.folder import REQUEUE, RunFolder
-from cluster.spec import Role
+from cluster.contract import settings
+from cluster.contract.results import summary
+from cluster.contract.run.copies import Copy
+from cluster.contract.run.folder import REQUEUE, RunFolder
+from cluster.contract.spec import Role
 from cluster.system import processes
+from cluster.system.errors import EXIT_DONE, EXIT_PEER_LOST, ClusterError
 
 SECRETS = Path("/run/secrets")
 """Where a Swarm puts them: each the value of the variable of its name."""

@@ -30,11 +30,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cluster import settings, tf_config
 from cluster.agent.schedulers import lifecycle, probe, replacements
 from cluster.agent.schedulers.lifecycle import exit_code, go_on
 from cluster.agent.schedulers.replacements import Replacements
-from cluster.errors import (
+from cluster.contract import settings, tf_config
+from cluster.contract.run import launch_records, membership, records
+from cluster.contract.run.copies import Copy
+from cluster.contract.run.folder import REQUEUE, TASK_LOST, RunFolder
+from cluster.contract.spec import ClusterSpec, Role, Task
+from cluster.system import processes
+from cluster.system.errors import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_PEER_LOST,
@@ -44,11 +49,6 @@ from cluster.errors import (
     TimedOut,
     UsageError,
 )
-from cluster.run import launch_records, membership, records
-from cluster.run.copies import Copy
-from cluster.run.folder import REQUEUE, TASK_LOST, RunFolder
-from cluster.spec import ClusterSpec, Role, Task
-from cluster.system import processes
 from cluster.system.json_files import write_json
 from cluster.system.ports import free_port
 

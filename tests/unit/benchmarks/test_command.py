@@ -17,7 +17,8 @@ from benchmarks import command, results
 from benchmarks import images as weighing
 from benchmarks.figures import Figure
 from benchmarks.runs import Bench
-from cluster.errors import (
+from cluster.host.image import engine
+from cluster.system.errors import (
     EXIT_FAILED,
     EXIT_PREREQUISITE,
     EXIT_USAGE,
@@ -25,7 +26,6 @@ from cluster.errors import (
     RunFailed,
     UsageError,
 )
-from cluster.image import engine
 from tests.unit.benchmarks.sampled import COST, SCALING, START, rows
 
 

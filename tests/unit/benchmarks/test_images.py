@@ -13,11 +13,11 @@ import pytest
 
 from benchmarks import images as weighing
 from benchmarks.runs import Bench
-from cluster.errors import (
+from cluster.host.image import engine, images
+from cluster.system.errors import (
     RunFailed,
 )
-from cluster.image import engine, images
-from cluster.paths import ROOT
+from cluster.system.paths import ROOT
 
 
 def test_an_image_s_weight_must_be_that_of_its_layers_compressed(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import contenders, peers, throughput
 from benchmarks.contenders import Contender, Setting, fastest
 from benchmarks.runs import GLOBAL_BATCH, Bench
-from cluster.errors import (
+from cluster.system.errors import (
     PrerequisiteError,
     RunFailed,
 )

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import exchange, figures, plots, results
 from benchmarks.figures import Figure, Goal
-from cluster.checks import documents as places
-from cluster.errors import (
+from cluster.host.checks import documents as places
+from cluster.system.errors import (
     ClusterError,
 )
 from tests.unit.benchmarks.sampled import COST, RECOVERY, SCALING, START, TASKS, TOGETHER, UNDER, rows

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from cluster.spec import ClusterSpec
+from cluster.contract.spec import ClusterSpec
 from cluster.system.ports import free_ports
 from train import strategy as strategies
 from train.model import exchange

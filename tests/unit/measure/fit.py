@@ -21,9 +21,9 @@ strategies.configure_devices(2)
 import tensorflow as tf  # noqa: E402
 from tensorflow import keras  # noqa: E402
 
-from cluster.run.folder import RunFolder  # noqa: E402
-from cluster.run.heartbeat import Heartbeat  # noqa: E402
-from cluster.spec import build  # noqa: E402
+from cluster.contract.run.folder import RunFolder  # noqa: E402
+from cluster.contract.run.heartbeat import Heartbeat  # noqa: E402
+from cluster.contract.spec import build  # noqa: E402
 from cluster.system.journal import read_json_lines  # noqa: E402
 from cluster.system.json_files import read_json  # noqa: E402
 from tests.unit.measure.tracking import Tracking  # noqa: E402

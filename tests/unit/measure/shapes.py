@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from cluster import compatibility, spec
-from cluster.errors import ClusterError
+from cluster.contract import compatibility, spec
+from cluster.system.errors import ClusterError
 from train import strategy as strategies
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import UsageError
-from cluster.paths import ROOT
+from cluster.system.errors import UsageError
+from cluster.system.paths import ROOT
 from train import presets
 from train.config import TrainConfig
 from train.settings.overrides import resolve

@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 from tensorflow import keras
 
-from cluster.errors import UsageError
-from cluster.run.folder import RunFolder
+from cluster.contract.run.folder import RunFolder
+from cluster.system.errors import UsageError
 from train.loops import steps
 from train.model import export, inputs, objectives
 from train.prediction import _in_words, predict

@@ -19,8 +19,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx  # has no public name
 
-from cluster.errors import ClusterError, UsageError
-from cluster.messages import described
+from cluster.system.errors import ClusterError, UsageError
+from cluster.system.messages import described
 from train.data import arrays
 from train.data.function.record import PARTS
 from train.settings import references

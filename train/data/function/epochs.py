@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from cluster.errors import ClusterError, RunFailed, UsageError
+from cluster.system.errors import ClusterError, RunFailed, UsageError
 from train.data.batches import Batch, BatchSlice, Replicas, eval_batches, own_share
 from train.data.function import calling
 from train.data.function.calling import Shard

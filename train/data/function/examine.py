@@ -9,8 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from cluster.errors import ClusterError, PrerequisiteError, RunFailed, UsageError
-from cluster.messages import described
+from cluster.system.errors import ClusterError, PrerequisiteError, RunFailed, UsageError
+from cluster.system.messages import described
 from train.data import arrays
 from train.data.batches import BatchSlice, Replicas
 from train.data.function import calling, epochs, random_access, record

@@ -19,8 +19,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import script_ops  # the registry of functions that graphs call has no public name
 
-from cluster.errors import ClusterError, RunFailed, UsageError
-from cluster.messages import described
+from cluster.system.errors import ClusterError, RunFailed, UsageError
+from cluster.system.messages import described
 from train.data import memory
 from train.data.batches import Batch, BatchSlice, Replicas, by_step, eval_batches
 from train.data.function import calling

@@ -26,7 +26,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import script_ops  # the registry of functions that graphs call has no public name
 
-from cluster.spec import ClusterSpec, Role
+from cluster.contract.spec import ClusterSpec, Role
 from train.data.batches import Batch, BatchSlice, own_share
 from train.data.function import epochs, random_access
 from train.data.function.record import Record

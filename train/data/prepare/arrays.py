@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from cluster.errors import PrerequisiteError, RunFailed
+from cluster.system.errors import PrerequisiteError, RunFailed
 from cluster.system import quiet
 from cluster.system.files import sha256
 from train import named

@@ -18,7 +18,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cluster.errors import PrerequisiteError
+from cluster.system.errors import PrerequisiteError
 from train.data.prepare.download import SourceFile
 
 PACKAGES = {

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.errors import PrerequisiteError
+from cluster.system.errors import PrerequisiteError
 
 PROBE_TIMEOUT_S = 5.0
 SOCKET_TIMEOUT_S = 10.0

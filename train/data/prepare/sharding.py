@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from cluster.errors import PrerequisiteError, RunFailed, UsageError
+from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
 from cluster.system.files import sha256
 from train.data import arrays, blocks, shards
 from train.data.own_dataset import array_of

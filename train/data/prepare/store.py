@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import PrerequisiteError, RunFailed, UsageError
+from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
 from cluster.system.files import sha256
 from cluster.system.json_files import DISK_FULL
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cluster.errors import PrerequisiteError
+from cluster.system.errors import PrerequisiteError
 from cluster.system.files import sha256
 from train.data.prepare.download import SourceFile
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cluster.errors import PrerequisiteError
+from cluster.system.errors import PrerequisiteError
 from train.data.arrays import WINDOW
 from train.data.prepare.download import SourceFile
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 from absl import logging
 
-from cluster.errors import PrerequisiteError
+from cluster.system.errors import PrerequisiteError
 from train.data.prepare import text
 from train.data.prepare.download import SourceFile
 

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 from absl import logging
 
-from cluster.errors import PrerequisiteError, UsageError
+from cluster.system.errors import PrerequisiteError, UsageError
 from train.data.prepare import download
 from train.data.prepare.arrays import say
 

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow import keras
 
-from cluster.errors import UsageError
+from cluster.system.errors import UsageError
 from train.context import TaskContext
 from train.data.batches import Batch
 from train.loops.train_step import Computed, TrainStep, part_of

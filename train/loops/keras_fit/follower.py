@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from tensorflow import keras
 
-from cluster.errors import UsageError
-from cluster.recovery.step_record import StepRecord
-from cluster.spec import Role
+from cluster.contract.recovery.step_record import StepRecord
+from cluster.contract.spec import Role
+from cluster.system.errors import UsageError
 from train.context import TaskContext
 from train.loops import callbacks, outer, steps
 from train.model.gradients import GradientPolicy

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster.errors import PrerequisiteError, RunFailed, UsageError
+from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
 from train.data import arrays
 from train.data.ready import ready
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.errors import PrerequisiteError
+from cluster.system.errors import PrerequisiteError
 from train.data.prepare import debian
 from train.data.prepare.download import SourceFile
 

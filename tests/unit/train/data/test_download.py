@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.errors import PrerequisiteError
+from cluster.system.errors import PrerequisiteError
 from train.data.prepare import download
 from train.data.prepare.download import SourceFile
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cluster.errors import RunFailed, UsageError
+from cluster.system.errors import RunFailed, UsageError
 from train.config import TrainConfig
 from train.data import own_dataset, sources
 from train.data.batches import BatchSlice, Replicas

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cluster.errors import UsageError
+from cluster.system.errors import UsageError
 from train.data import arrays, memory
 from train.data.batches import Batch, BatchSlice, Replicas, eval_batches
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.errors import PrerequisiteError, RunFailed, UsageError
+from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
 from train.data import arrays, own_dataset
 from train.data.prepare import arrays as prepare
 

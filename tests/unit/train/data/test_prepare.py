@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.errors import PrerequisiteError, RunFailed, UsageError
+from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
 from tests import fast
 from train.data import arrays
 from train.data.prepare import arrays as prepare

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cluster import spec
+from cluster.contract import spec
 from cluster.system.ports import free_ports
 from train.config import TrainConfig
 from train.data import sources

@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from cluster.errors import PrerequisiteError, RunFailed, UsageError
+from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
 from train.data import arrays, shards
 from train.data.__main__ import main
 from train.data.prepare import download, sharding

@@ -17,7 +17,7 @@ import tensorflow as tf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.errors import UsageError
+from cluster.system.errors import UsageError
 from train.data import arrays, blocks, shards, stream
 from train.data.batches import BatchSlice, Replicas
 from train.data.prepare import sharding

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 from tensorflow_datasets.core.download.download_manager import DownloadManager
 
-from cluster.errors import PrerequisiteError
+from cluster.system.errors import PrerequisiteError
 from train import presets
 from train.data import arrays, sources
 from train.data.prepare import table

@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from cluster.errors import PrerequisiteError
+from cluster.system.errors import PrerequisiteError
 from train.data import arrays, ngram
 from train.data.prepare import text
 from train.data.prepare.arrays import prepare

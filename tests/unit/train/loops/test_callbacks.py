@@ -19,9 +19,9 @@ import pytest
 import tensorflow as tf
 from tensorflow import keras
 
-from cluster.errors import UsageError
-from cluster.run.folder import RunFolder
-from cluster.run.heartbeat import Heartbeat
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.heartbeat import Heartbeat
+from cluster.system.errors import UsageError
 from cluster.system.journal import read_json_lines
 from cluster.system.json_files import read_json
 from train.config import Optimizer, TrainConfig

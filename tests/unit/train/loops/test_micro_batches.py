@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.compatibility import check_micro_batches
-from cluster.errors import UsageError
+from cluster.contract.compatibility import check_micro_batches
+from cluster.system.errors import UsageError
 from tests.unit.measured import measured
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from cluster.errors import RunFailed
+from cluster.system.errors import RunFailed
 from train.loops import outer
 from train.loops.steps import LoopResult, Signals
 

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 from tensorflow import keras
 
-from cluster.errors import UsageError
+from cluster.system.errors import UsageError
 from train.config import TrainConfig
 from train.data import sources
 from train.data.batches import BatchSlice

@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 from tensorflow import keras
 
-from cluster import spec
-from cluster.run.folder import RunFolder
+from cluster.contract import spec
+from cluster.contract.run.folder import RunFolder
 from train.config import Optimizer, Pipeline, TrainConfig
 from train.data import memory
 from train.data.batches import BatchSlice, Replicas

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from tensorflow import keras
 
-from cluster.errors import UsageError
+from cluster.system.errors import UsageError
 from train.config import TrainConfig
 from train.model import initial, models, optimizers
 from train.saving.checkpoint import Checkpoint

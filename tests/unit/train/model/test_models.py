@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tensorflow import keras
 
-from cluster.errors import UsageError
+from cluster.system.errors import UsageError
 from train.model import models
 
 SHAPE, OUTPUTS = (4, 5), 3

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cluster.errors import UsageError
+from cluster.system.errors import UsageError
 from train.config import TrainConfig, Transformer
 from train.model import inputs, models, objectives
 from train.model.transformer import transformer_lm

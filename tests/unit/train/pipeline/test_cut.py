@@ -3,9 +3,9 @@
 import pytest
 from tensorflow import keras
 
-from cluster.errors import UsageError
-from cluster.run import launch_records, records
-from cluster.run.folder import RunFolder
+from cluster.contract.run import launch_records, records
+from cluster.contract.run.folder import RunFolder
+from cluster.system.errors import UsageError
 from cluster.system.json_files import write_json
 from train.config import Optimizer, Pipeline, TrainConfig, Transformer
 from train.model import keras_compat

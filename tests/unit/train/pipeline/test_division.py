@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 from tensorflow import keras
 
-from cluster import spec
-from cluster.errors import RunFailed
+from cluster.contract import spec
+from cluster.system.errors import RunFailed
 from train.config import TrainConfig
 from train.model import export, initial, keras_compat
 from train.model.transformer import transformer_lm

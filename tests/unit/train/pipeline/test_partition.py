@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.errors import UsageError
+from cluster.system.errors import UsageError
 from train.pipeline.partition import Block, Plan, imbalance, memory_of, partition
 
 COSTS = st.lists(st.integers(1, 50), min_size=1, max_size=8)

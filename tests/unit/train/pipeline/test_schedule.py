@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.errors import UsageError
+from cluster.system.errors import UsageError
 from train.pipeline import schedule
 from train.pipeline.schedule import Action
 

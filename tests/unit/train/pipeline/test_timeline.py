@@ -5,9 +5,9 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
-from cluster import spec
-from cluster.errors import PrerequisiteError
-from cluster.run.folder import RunFolder
+from cluster.contract import spec
+from cluster.contract.run.folder import RunFolder
+from cluster.system.errors import PrerequisiteError
 from cluster.system.json_files import write_json
 from train.pipeline import schedule, timeline
 from train.pipeline.marks import Marks, marks_call

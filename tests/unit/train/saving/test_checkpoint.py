@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 from tensorflow import keras
 
-from cluster.errors import RunFailed
+from cluster.system.errors import RunFailed
 from cluster.system.json_files import read_json
 from train.model.gradients import FIRST_SCALE, LossScale
 from train.saving import checkpoint

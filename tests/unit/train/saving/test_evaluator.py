@@ -13,8 +13,8 @@ import pytest
 import tensorflow as tf
 from tensorflow import keras
 
-from cluster.run.folder import RunFolder
-from cluster.run.heartbeat import Heartbeat
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.heartbeat import Heartbeat
 from cluster.system.journal import read_json_lines
 from tests.waiting import wait_for
 from train import evaluator

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.run.folder import RunFolder
+from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import write_json
 from tests.unit.ledgers import LEDGER
 from train.saving.timer import (

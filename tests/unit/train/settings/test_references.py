@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.errors import UsageError
+from cluster.system.errors import UsageError
 from train.settings import references
 
 BUILT_IN = ("two_conv_cnn", "other_cnn")

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from cluster.paths import ROOT
-from cluster.run.folder import RunFolder
+from cluster.contract.run.folder import RunFolder
+from cluster.system.paths import ROOT
 from tests.debug_client import Client, free_port
 from train.startup import debugger
 
 PROGRAM = """
 import sys
 from pathlib import Path
-from cluster.run.folder import RunFolder
+from cluster.contract.run.folder import RunFolder
 from train.startup import debugger
 debugger.wait_for_client(RunFolder(Path(sys.argv[1])), "worker-0")
 print("it goes on")

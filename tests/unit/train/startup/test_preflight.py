@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster import spec
-from cluster.errors import TimedOut, UsageError
-from cluster.launch import configuration
+from cluster.contract import spec
+from cluster.host.launch import configuration
+from cluster.system.errors import TimedOut, UsageError
 from train.config import Optimizer, TrainConfig
 from train.data.prepare import arrays
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from cluster.errors import EXIT_PREREQUISITE, EXIT_USAGE
+from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE
 from tests import fast
 from train.bandwidth import bus_bandwidth
 

@@ -13,7 +13,7 @@ from tensorboard.plugins.hparams import metadata as hparams_metadata
 from tensorboard.plugins.pr_curve import metadata as pr_metadata
 from tensorboard.util.tensor_util import make_ndarray
 
-from cluster.run.folder import RunFolder
+from cluster.contract.run.folder import RunFolder
 from train import presets
 from train.config import Optimizer, TrainConfig
 from train.settings import overrides

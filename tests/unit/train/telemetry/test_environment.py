@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.run.folder import RunFolder
+from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json, write_json
 from train.data.sources import Source
 from train.telemetry import environment

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.errors import EXIT_PREREQUISITE, PrerequisiteError
-from cluster.gpu import placement
-from cluster.spec import Role, Task
+from cluster.contract.spec import Role, Task
+from cluster.host.gpu import placement
+from cluster.system.errors import EXIT_PREREQUISITE, PrerequisiteError
 from train import strategy
 
 

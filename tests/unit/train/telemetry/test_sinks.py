@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import PrerequisiteError
-from cluster.run.folder import RunFolder
+from cluster.contract.run.folder import RunFolder
+from cluster.system.errors import PrerequisiteError
 from train.config import TrainConfig
 from train.telemetry import sinks
 from train.telemetry.metrics import Metrics

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cluster.run.folder import RunFolder
+from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json, write_json
 from train.loops.steps import LoopResult, Signals
 from train.telemetry.trace import Tracer

@@ -1,0 +1,196 @@
+"""The run as one agent sees it: the folder, and what the agents tell each other over their connections."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cluster.agent.gang.hub import Hub
+from cluster.agent.gang.link import Link
+from cluster.agent.gang.roster import News
+from cluster.contract.run.copies import Copy
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.spec import ClusterSpec, Role, Task
+
+READ_S = 2.0
+"""How often an agent reads the folder for what the hub would tell it."""
+
+T = TypeVar("T")
+
+
+class Board(RunFolder):
+    """The run folder, of which less is read while the hub is heard.
+
+    What is written goes to the folder, which decides who was first. What the hub says of a generation or the outcome
+    came from a record there and counts at once, since these never change; a folder on another machine may show it late.
+    """
+
+    _hub: Hub | None
+    """In the chief's agent."""
+    _link: Link | None
+    """In any other agent."""
+    _read: dict[str, tuple[float, Any]]
+    _ended: dict[str, Any] | None
+    _newest: int
+    """The newest generation that this agent has seen."""
+    _copy: Copy | None
+    """The copy of the task that this agent is of."""
+
+    def __init__(self, path: Path, copy: Copy | None = None) -> None:
+        super().__init__(path)
+        self.__dict__ |= {"_hub": None, "_link": None, "_read": {}, "_ended": None, "_newest": -1, "_copy": copy}
+
+    def join(self, spec: ClusterSpec, task: Task, host: str) -> None:
+        """Connect with the other agents. Where that fails, they go on by the folder alone.
+
+        Args:
+            spec: every requested task.
+            task: this agent's.
+            host: the address at which it listens.
+        """
+        if len(spec.tasks) == 1:
+            return
+        with contextlib.suppress(OSError):
+            if task.role == Role.CHIEF:
+                self.__dict__["_hub"] = Hub(self, spec, host)
+            else:
+                self.__dict__["_link"] = Link(self, task.name, self._copy)
+
+    def leave(self) -> None:
+        """Close this agent's connections. Everything is read from the folder again."""
+        side = self._side
+        self.__dict__ |= {"_hub": None, "_link": None}
+        if side:
+            side.close()
+
+    @property
+    def _side(self) -> Hub | Link | None:
+        return self._hub or self._link
+
+    # What is read less often
+
+    @property
+    def relieved(self) -> bool:
+        """Whether the chief's agent watches the others for this one, and tells it what changes."""
+        return self._link is not None and self.gathers
+
+    def _at_times(self, what: str, read: Callable[[], T]) -> T:
+        """Return what the folder says, as it was `READ_S` ago at most if the hub would tell what changed."""
+        at, value = self._read.get(what, (float("-inf"), None))
+        now = time.monotonic()
+        if not self.relieved or now - at >= READ_S:
+            value = read()
+            self._read[what] = (now, value)
+        found: T = value
+        return found
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the hub is heard, and knows the newest generation that this agent knows."""
+        return (side := self._side) is not None and side.fresh and side.news.number >= self._newest
+
+    def _news(self) -> News:
+        """Return what the hub said last; nothing if it is not heard, or knows of an earlier generation only."""
+        return side.news if (side := self._side) and self.gathers else News()
+
+    @property
+    def generation(self) -> int:
+        """The current generation, counted from 0."""
+        if begun := self._news().begun:
+            self.learn(begun)
+        number = max(self._at_times("generation", self._read_generation), *self._begun, 0)
+        self.__dict__["_newest"] = number
+        if self._link:
+            self._link.tell(number, self.begun(number), self._ended)
+        return number
+
+    def _read_generation(self) -> int:
+        return super().generation
+
+    @property
+    def outcome(self) -> dict[str, Any] | None:
+        """How the run ended; None while it continues. It stays so for as long as this agent lives."""
+        if self._ended is None:
+            self.__dict__["_ended"] = self._news().outcome or self._at_times("outcome", self._read_outcome)
+        return self._ended
+
+    def _read_outcome(self) -> dict[str, Any] | None:
+        return super().outcome
+
+    @property
+    def stop_request(self) -> dict[str, Any] | None:
+        """The request to save and stop; None without one."""
+        return self._news().stop or self._at_times("stop", self._read_stop)
+
+    def _read_stop(self) -> dict[str, Any] | None:
+        return super().stop_request
+
+    # What is written: at once to the folder, which this agent then reads. An older copy of a task writes nothing
+
+    def require_newest(self) -> None:
+        """Return unless a newer copy of the task has begun.
+
+        Raises:
+            Superseded: one has.
+        """
+        if self._copy:
+            self._copy.require_newest()
+
+    def begin_generation(self, number: int, **why: Any) -> bool:
+        """Begin generation `number` unless another task has, or the run has ended; return whether this call did."""
+        self.require_newest()
+        try:
+            return self._read_outcome() is None and super().begin_generation(number, **why)
+        finally:
+            self._read.clear()
+
+    def end(self, state: str, **why: Any) -> bool:
+        """Record the outcome unless another task has; return whether this call did."""
+        self.require_newest()
+        try:
+            return super().end(state, **why)
+        finally:
+            self._read.clear()
+
+    def request_stop(self, by: str, *, then: str = "") -> bool:
+        """Request that every task saves at the same step and stops; return False if that was requested before."""
+        self.require_newest()
+        try:
+            return super().request_stop(by, then=then)
+        finally:
+            self._read.clear()
+
+    # The other tasks
+
+    def heartbeat(self, task: str) -> dict[str, Any] | None:
+        """Return a task's newest heartbeat; None if there is no valid one."""
+        return (self._hub.beat(task) if self._hub else None) or super().heartbeat(task)
+
+    def recorded_heartbeat(self, task: str) -> dict[str, Any] | None:
+        """Return a task's newest heartbeat in the folder; None if there is no valid one."""
+        return super().heartbeat(task)
+
+    @property
+    def unlinked(self) -> frozenset[str] | None:
+        """The tasks that the hub does not hear, so that their heartbeats in the folder count; None for all."""
+        return self._news().unlinked if self.relieved else None
+
+    def hears(self, task: str) -> bool:
+        """Return whether the hub hears a task, as far as this agent knows; the hub's own agent knows it as well."""
+        unlinked = self._news().unlinked
+        return unlinked is not None and task not in unlinked
+
+    # The rendezvous
+
+    def come(self, number: int) -> None:
+        """Say that this task is at the rendezvous of a generation, has reached whom it has to, and is reached."""
+        if side := self._side:
+            side.come(number)
+
+    def absent(self, number: int) -> frozenset[str] | None:
+        """Return who is not at the rendezvous of a generation yet; None if the hub does not say, as of many."""
+        news = self._news()
+        return news.absent if news.number == number else None

@@ -1,0 +1,175 @@
+"""What the chief's agent knows of the others from what they say, and the digest of it that it tells them.
+
+Nothing here waits or sends: the hub does, see `hub.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.contract.run import membership, records
+from cluster.contract.run.fields import count, flag, listing, mapping, optional, record, text
+from cluster.contract.run.folder import RunFolder
+
+HEARD_S = 3.0
+"""A side that has heard nothing for so long goes on by the folder; something is sent every second."""
+BEAT_S = 1.5
+"""A task that was not heard for so long has a newer heartbeat in the folder, if any."""
+FEW = 32
+"""Up to so many tasks are named in a digest; more are `MANY`."""
+MANY = None
+REPLACED = {"replaced": True}
+"""What the hub says instead of a digest to an agent whose task has come a second time."""
+
+_names = optional(listing(text, FEW))
+_message = record(
+    {"number": count},
+    {
+        "begun": (optional(mapping(lambda value: value)), None),
+        "outcome": (optional(records.outcome), None),
+        "beat": (optional(records.heartbeat), None),
+        "here": (flag, False),
+    },
+)
+"""What an agent says: its newest generation with its record, the outcome, its task's heartbeat, and whether it is at
+the rendezvous, where others reach it and it has reached whom it has to."""
+_digest = record(
+    {"number": count},
+    {
+        "begun": (optional(mapping(lambda value: value)), None),
+        "outcome": (optional(records.outcome), None),
+        "stop": (optional(records.stop), None),
+        "unlinked": (_names, MANY),
+        "absent": (_names, MANY),
+    },
+)
+
+
+@dataclass(frozen=True)
+class News:
+    """A digest, as an agent has received it.
+
+    Attributes:
+        number: the current generation.
+        begun: its record.
+        outcome: the run's; None while it continues.
+        stop: the request to stop; None without one.
+        unlinked: the tasks without a connection; None for many.
+        absent: the members of the cluster that have not come to the rendezvous yet; None for many.
+    """
+
+    number: int = -1
+    begun: dict[str, Any] | None = None
+    outcome: dict[str, Any] | None = None
+    stop: dict[str, Any] | None = None
+    unlinked: frozenset[str] | None = MANY
+    absent: frozenset[str] | None = MANY
+
+    @classmethod
+    def of(cls, digest: Any) -> News:
+        """Return what a digest says.
+
+        Raises:
+            ValueError: it is not valid.
+        """
+        checked = _digest(digest)
+        begun = checked["begun"] and records.generation(checked["number"])(checked["begun"])
+        return cls(
+            checked["number"], begun, checked["outcome"], checked["stop"],
+            _set(checked["unlinked"]), _set(checked["absent"]),
+        )  # fmt: skip
+
+
+class Roster:
+    """The tasks of a run, for the hub. Times are those of its own monotonic clock."""
+
+    def __init__(self, run: RunFolder, names: Collection[str], clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin without any connection.
+
+        Args:
+            run: the run; no other thread uses this object.
+            names: every task, the chief first.
+            clock: returns the seconds of a clock that never jumps.
+        """
+        self._run, self._clock = run, clock
+        self._chief, *self._others = names
+        self._members: frozenset[str] = frozenset()
+        self._number = -1
+        self._outcome: dict[str, Any] | None = None
+        self._heard: dict[str, float] = {}
+        """When each connected task was last heard."""
+        self._beats: dict[str, dict[str, Any]] = {}
+        """The newest heartbeat of each task."""
+        self._here: set[str] = set()
+        """Who is at the rendezvous of the current generation."""
+
+    def hear(self, name: str, words: Any) -> None:
+        """Take in what an agent says. What it says of an earlier generation counts for nothing.
+
+        Raises:
+            ValueError: that is not valid.
+        """
+        said = _message(words)
+        if said["begun"] is not None and said["number"] > self._number:
+            self._run.learn(records.generation(said["number"])(said["begun"]))
+            self._look_at_generation()
+        self._heard[name] = self._clock()
+        if said["number"] != self._number:
+            return
+        self._outcome = self._outcome or said["outcome"]
+        if said["here"]:
+            self._here.add(name)
+        beat = said["beat"]
+        if beat and (beat["task"], beat["generation"]) == (name, self._number):
+            self._beats[name] = beat
+
+    def closed(self, name: str) -> None:
+        """Note that a task has no connection any more."""
+        self._heard.pop(name, None)
+        self._beats.pop(name, None)
+
+    def come(self, number: int) -> None:
+        """Note that the chief is at the rendezvous of a generation."""
+        if number == self._number:
+            self._here.add(self._chief)
+
+    def beat(self, name: str) -> dict[str, Any] | None:
+        """Return the newest heartbeat of a task that was heard of late; None if the folder knows better."""
+        heard = self._clock() - self._heard.get(name, float("-inf")) < BEAT_S
+        return self._beats.get(name) if heard else None
+
+    def _look_at_generation(self) -> None:
+        if (number := self._run.generation) != self._number:
+            self._number, self._here, self._beats = number, set(), {}
+            self._members = frozenset(task.name for task in membership.cluster(self._run, number).members)
+
+    def digest(self) -> dict[str, Any]:
+        """Return what the others are told now, read from the folder and from what they said."""
+        self._look_at_generation()
+        self._outcome = self._outcome or self._run.outcome
+        now = self._clock()
+        linked = {name for name, heard in self._heard.items() if now - heard < HEARD_S}
+        return {
+            "number": self._number,
+            "begun": self._run.begun(self._number),
+            "outcome": self._outcome,
+            "stop": self._run.stop_request,
+            "unlinked": _few(set(self._others) - linked),
+            "absent": _few(self._members - self._here),
+        }
+
+
+def urgent(digest: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a digest for which others wait; who is absent matters only once nobody is."""
+    return digest | {"unlinked": [], "absent": digest.get("absent") == []}
+
+
+def _few(names: Collection[str]) -> list[str] | None:
+    return sorted(names) if len(names) <= FEW else MANY
+
+
+def _set(names: list[str] | None) -> frozenset[str] | None:
+    return MANY if names is None else frozenset(names)

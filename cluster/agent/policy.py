@@ -1,0 +1,142 @@
+"""The failure policy: whether the gang or one task starts again after a failure, or the run ends."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Collection
+from dataclasses import asdict
+from typing import Any
+
+from cluster.contract.recovery import attempts, ends, standby_cluster, step_record
+from cluster.contract.recovery.attempts import LOST_CONTACT, OUTSIDE, OWN, Attempt
+from cluster.contract.recovery.ends import End
+from cluster.contract.recovery.step_record import SINGLE_STEPS_FROM
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.membership import LEFT_OUT, left_out
+from cluster.contract.spec import ClusterSpec, Role, Task
+from cluster.system.errors import EXIT_FAILED
+from cluster.system.messages import counted
+
+
+class Recovery:
+    """Decides for the agent of one task whether what failed starts again, and records the decision."""
+
+    def __init__(self, run: RunFolder, spec: ClusterSpec, task: Task) -> None:
+        self._run = run
+        self._spec = spec
+        self._task = task
+
+    def end(
+        self,
+        generation: int,
+        kind: str,
+        cause: str,
+        error: str | None = None,
+        *,
+        task: str = "",
+        at: float | None = None,
+        lived_s: float = 0.0,
+        may_follow: bool = False,
+    ) -> End:
+        """Return the record of the end of this task, or of the one named, with the last step that it did."""
+        name = task or self._task.name
+        furthest = self._furthest(self._spec.task(name), generation)
+        host = socket.gethostname() if name == self._task.name else self._spec.task(name).host
+        return End(name, kind, cause, error, time.time() if at is None else at, furthest, lived_s, may_follow, host)
+
+    def _furthest(self, task: Task, generation: int) -> int:
+        """Return the last step in a task's own record; others may have done one more."""
+        if task.role == Role.EVALUATOR:
+            beat = self._run.heartbeat(task.name)
+            return int(beat["step"]) if beat else -1
+        if self._spec.restarts_alone(task):  # written by the chief, in whatever generation
+            progress = step_record.read(self._run, task.name)
+            return progress.step if progress else -1
+        return step_record.furthest(self._run, "chief" if self._spec.serves(task) else task.name, generation)
+
+    def restart_gang(self, generation: int, own: End) -> None:
+        """Begin the next generation, in which every task starts again, unless the run has failed too often."""
+        if self._run.outcome or self._run.generation > generation:
+            return  # another agent has acted on this failure
+        run, end = self._run, ends.root_cause(self._run, generation, own)
+        saved = max(run.saved_steps, default=-1)
+        tried = [*attempts.of_gang(run, generation), Attempt.of(asdict(end) | {"saved": saved})]
+        if count := attempts.too_many(tried, *attempts.limits(run)):
+            self._fail(end, count)
+            return
+        step = max(run.newest_step, step_record.newest(run, generation))
+        record = {"task": end.task, "cause": end.cause, "error": end.error, "step": step, "failed_at": end.at}
+        record |= {**_of_attempt(end), "saved": saved, "pause_s": attempts.pause_s(tried)}
+        record |= self._carried_over(generation, end)
+        # A task that is reported by another is silent: its standby process is ready, but nobody would open its gate.
+        if own.task == self._task.name and standby_cluster.complete(run, self._spec, generation):
+            record[standby_cluster.PORTS_KEY] = 1 - standby_cluster.ports(run, generation)
+        if run.begin_generation(generation + 1, **record):
+            run.event(end.task, "gang restart", step=step, cause=end.cause, error=end.error)
+
+    def change_members(self, generation: int, left_out: Collection[str], end: End, event: str) -> None:
+        """Begin the next generation with other tasks; this never counts as a failure.
+
+        Args:
+            generation: the current one.
+            left_out: the tasks that the next one leaves out.
+            end: why.
+            event: what to record.
+        """
+        run = self._run
+        step = max(run.newest_step, step_record.newest(run, generation), 0)
+        record = {"task": end.task, "cause": end.cause, "step": step, "failed_at": end.at, **_of_attempt(end)}
+        record |= {"saved": max(run.saved_steps, default=-1), **self._carried_over(generation, end)}
+        record["kind"] = attempts.PLANNED
+        if run.begin_generation(generation + 1, **record | {LEFT_OUT: sorted(left_out)}):
+            run.event(end.task, event, step=step, cause=end.cause)
+
+    def restart_alone(self, end: End) -> float:
+        """Record that this task restarts alone, unless it has failed too often; return how long to pause before.
+
+        An evaluator never fails the run.
+        """
+        tried = [*attempts.of_task(self._run, self._task.name), Attempt.of(asdict(end))]
+        count = attempts.too_many(tried, *attempts.limits(self._run))
+        if count and self._task.role != Role.EVALUATOR:
+            self._fail(end, count)
+            return 0.0
+        pause_s = attempts.pause_s(tried)
+        detail = {"cause": end.cause, "error": end.error, "failed_at": end.at, "pause_s": pause_s, **_of_attempt(end)}
+        self._run.event(self._task.name, "restarted", step=self._run.newest_step, **detail)
+        return pause_s
+
+    def _carried_over(self, generation: int, end: End) -> dict[str, Any]:
+        """Return what the next generation keeps of this one: the tasks that are left out, single steps."""
+        kept: dict[str, Any] = {}
+        if names := left_out(self._run, generation):
+            kept[LEFT_OUT] = sorted(names)
+        if (single := self._single_steps_from(generation, end)) is not None:
+            kept[SINGLE_STEPS_FROM] = single
+        return kept
+
+    def _single_steps_from(self, generation: int, end: End) -> int | None:
+        """Return the step from which the next generation runs single steps.
+
+        After a kill, or a failure before any step, that is the same step as in this generation.
+        """
+        if end.kind in (OWN, LOST_CONTACT) and end.furthest >= 0:
+            return end.furthest
+        before: int | None = self._run.begun(generation).get(SINGLE_STEPS_FROM)
+        return before
+
+    def _fail(self, end: End, count: int) -> None:
+        """End the run because it has failed too often."""
+        step = end.furthest
+        if step < 0:  # it did no step in this attempt: use the others' steps
+            step = max(self._run.newest_step, step_record.newest(self._run, self._run.generation), 0)
+        after = f" after step {step}" if step else ""
+        verb, where = ("failed", "") if end.kind != OUTSIDE else ("ended from outside", f" on {end.host}")
+        error = f"{verb} {counted(count, 'time')} without progress{after}{where}: {end.reported}"
+        self._run.end("failed", task=end.task, exit_code=EXIT_FAILED, step=step, error=error)
+
+
+def _of_attempt(end: End) -> dict[str, Any]:
+    """Return the part of the record that `attempts.Attempt.of` reads."""
+    return {"kind": end.kind, "furthest": end.furthest, "lived_s": round(end.lived_s, 3)}

@@ -1,0 +1,1 @@
+"""What commands, agents and the training program share: descriptions, records, claims. Standard library only."""

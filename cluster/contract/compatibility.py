@@ -1,0 +1,164 @@
+"""Which configurations a cluster can train with, and what follows for them from its strategy and its batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from cluster.contract import strategies
+from cluster.contract.spec import ClusterSpec, Role
+from cluster.system.errors import UsageError
+
+SCALINGS = ("none", "linear", "sqrt")
+"""How a learning rate follows the global batch."""
+
+
+def check_global_batch(global_batch: int, divisor: int, what: str = "replicas") -> None:
+    """Check that every replica, or whatever else shares the global batch, gets the same number of examples.
+
+    Raises:
+        UsageError: it does not divide; the message names the nearest batches that do.
+    """
+    if global_batch % divisor == 0 and global_batch > 0:
+        return
+    below, above = global_batch // divisor * divisor, (global_batch // divisor + 1) * divisor
+    use = f"{below} or {above}" if below > 0 else str(above)
+    raise UsageError(
+        f"global_batch={global_batch} is not divisible by {divisor} {what}; use {use}: -- --global-batch {above}"
+    )
+
+
+def check_micro_batches(global_batch: int, replicas: int, micro_batches: int, what: str = "replicas") -> None:
+    """Check that the global batch can be cut into equal micro-batches, as many for each replica or virtual shard.
+
+    Raises:
+        UsageError: it cannot; the message says what divides it.
+    """
+    check_global_batch(global_batch, replicas, what)
+    batch = global_batch // replicas
+    if batch % micro_batches:
+        fitting = [number for number in range(1, batch + 1) if batch % number == 0]
+        near = sorted(sorted(fitting, key=lambda number: abs(number - micro_batches))[:3])
+        raise UsageError(
+            f"--micro-batches {micro_batches} does not divide the {batch} examples of each of the {replicas} {what}; "
+            f"use {', '.join(map(str, near[:-1]))} or {near[-1]}"
+            if len(near) > 1
+            else f"--micro-batches {micro_batches}: each of the {replicas} {what} has one example; use 1"
+        )
+
+
+def check_shards(cluster: ClusterSpec, shards: int) -> None:
+    """Check that a cluster can train on `--bitwise-elastic` virtual shards.
+
+    Raises:
+        UsageError: it cannot; the message says why.
+    """
+    if why := cluster.kind.no_virtual_shards:
+        raise UsageError(f"--bitwise-elastic {shards}: {cluster.strategy_class} {why}; use another strategy")
+    if cluster.replicas > shards:
+        raise UsageError(
+            f"--bitwise-elastic {shards}: {cluster.replicas} replicas share {shards} virtual shards, and each needs "
+            f"one; use --bitwise-elastic {cluster.replicas} or more, or fewer tasks"
+        )
+
+
+def check_stages(cluster: ClusterSpec, config: dict[str, Any], previous: Mapping[str, Any] | None = None) -> None:
+    """Check that what a configuration says of stages goes with the cluster, and the rest with stages.
+
+    Args:
+        cluster: that trains.
+        config: of the run.
+        previous: of the run that goes on, which may have had stages; None: it is a new one.
+
+    Raises:
+        UsageError: it does not; the message says why.
+    """
+    pipeline = config.get("pipeline", {})
+    if not cluster.kind.staged:
+        changed = pipeline.get("schedule", "gpipe") != "gpipe" or pipeline.get("partition_by", "flops") != "flops"
+        new = previous is None or previous.get("pipeline") != pipeline
+        if new and (changed or pipeline.get("remat") or pipeline.get("cut")):
+            raise UsageError(
+                "--schedule, --remat, --partition-by and --cut are for --strategy pipeline: add that, or leave them out"
+            )
+        return
+    for option, default in {"loop": "custom", "source": "memory"}.items():
+        if (value := config.get(option, default)) != default:
+            raise UsageError(
+                f"--{option} {value} with --strategy pipeline, which has no such training yet: use --{option} {default}"
+            )
+    if (callbacks := config.get("callbacks")) and cluster.members:
+        raise UsageError(
+            f"--callbacks {callbacks} with --strategy pipeline on {len(cluster.members)} tasks: none has the whole "
+            "model that callbacks are given; use --workers 0, or leave it out"
+        )
+    _check_undivided(config)
+    if pipeline.get("schedule") == "pipedream":
+        if cluster.pipelines > 1:
+            raise UsageError(
+                f"--schedule pipedream with {cluster.pipelines} pipelines, each with weights of its own: use 1f1b"
+            )
+        if config.get("precision") == "fp16":
+            raise UsageError("--precision fp16 with --schedule pipedream: each stage would scale the loss by itself")
+        if pipeline.get("remat"):
+            raise UsageError("--remat with --schedule pipedream: the weights of the forward would be gone; use gpipe")
+        if config.get("optimizer", {}).get("clip_norm"):
+            raise UsageError(
+                "--optimizer.clip-norm with --schedule pipedream: no stage waits for the others' norms; use 1f1b"
+            )
+
+
+def _check_undivided(config: dict[str, Any]) -> None:
+    """Check that a configuration for stages has no update that takes the whole model's gradients.
+
+    Raises:
+        UsageError: it has.
+    """
+    if ":" in (name := config.get("optimizer", {}).get("name", "")):
+        raise UsageError(
+            f"--optimizer.name {name} with --strategy pipeline, whose stages update apart: use an optimizer of Keras, "
+            "such as adam"
+        )
+
+
+def check_data_workers(cluster: ClusterSpec, config: Mapping[str, Any]) -> None:
+    """Check that data workers have something to prepare.
+
+    Raises:
+        UsageError: they have not.
+    """
+    workers, source = len(cluster.of(Role.DATA_WORKER)), config.get("source", "memory")
+    if workers and source != "function":
+        raise UsageError(
+            f"--data-workers {workers} with --source {source}, which is prepared already: name a dataset function, "
+            "-- --source function, or leave --data-workers out"
+        )
+
+
+def check_precision(cluster: ClusterSpec, precision: str) -> None:
+    """Check that a cluster can train in a precision.
+
+    Raises:
+        UsageError: it cannot; the message says why.
+    """
+    if precision == "fp16" and (why := cluster.kind.no_fp16):
+        raise UsageError(f"--precision fp16: {cluster.strategy_class} {why}; use --precision bf16")
+
+
+def precision_of(strategy: str, precision: str) -> str:
+    """Return the precision that layers compute in under a strategy: a TPU's matrix units want bfloat16."""
+    return strategies.get(strategy).layers or precision
+
+
+def scale_rate(rate: float, rule: str, global_batch: int, base_batch: int) -> float:
+    """Return the learning rate at a global batch.
+
+    Args:
+        rate: the learning rate at `base_batch`.
+        rule: one of `SCALINGS`.
+        global_batch: examples in an optimizer step.
+        base_batch: examples in the optimizer step that `rate` was found for.
+    """
+    ratio = global_batch / base_batch
+    return rate * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]

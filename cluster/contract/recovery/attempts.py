@@ -1,0 +1,127 @@
+"""Counts attempts without progress, to decide when a run or a task has failed too often.
+
+An attempt is one generation of the gang, or one start of a task that restarts alone. It ends in one of these ways:
+
+    OWN            the program failed by itself: an exception, an exit code, a crash, memory, a hang
+    OUTSIDE        it was killed or its machine was lost
+    LOST_CONTACT   the tasks lost contact and none reports a reason, most likely because of the network
+    PLANNED        its code was changed, or tasks left or joined the run; this never counts
+
+Progress is a later step than all previous attempts reached, or a newer checkpoint. A newer checkpoint is not enough if
+the attempt failed at the same step as the previous one: a program that always fails at step 27 has saved at step 10,
+then at 20, and is no closer to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.contract import settings
+from cluster.contract.run.folder import RunFolder
+
+OWN, OUTSIDE, LOST_CONTACT, PLANNED = "own", "outside", "lost contact", "planned"
+
+MAX_RESTARTS = 3
+"""How often a program that fails by itself is started again without progress: the default of `--max-restarts`."""
+MAX_EXTERNAL_RESTARTS = 20
+"""How often what is killed from outside is started again without progress: the default of `--max-external-restarts`."""
+MAX_LOST_CONTACTS = 10
+"""How often tasks that lost contact are started again without progress: more often, as none of them is at fault."""
+STEADY_S = 600.0
+"""A script reports no steps: an attempt that ran this long made progress."""
+LONGEST_PAUSE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """How one attempt ended."""
+
+    kind: str
+    furthest: int = -1
+    """The steps that the task at fault had done; -1: none."""
+    saved: int = -1
+    """The step of the newest checkpoint at that time."""
+    lived_s: float = 0.0
+    """How long a script ran; 0 for programs that report steps."""
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Attempt:
+        """Return the attempt that a record describes; missing keys have their defaults."""
+        known = ("kind", "furthest", "saved", "lived_s")
+        return cls(**{"kind": OUTSIDE} | {name: record[name] for name in known if name in record})
+
+
+def without_progress(attempts: Sequence[Attempt], kinds: Collection[str] = (OWN,)) -> int:
+    """Return how many attempts have failed in one of these ways since the newest progress."""
+    count, best, best_then, saved_then = 0, -1, -1, -1
+    for attempt in attempts:
+        best = max(best, attempt.furthest)
+        if attempt.kind not in kinds:
+            continue
+        # A checkpoint that others saved while the task at fault did no step is not progress.
+        saved = attempt.saved > saved_then and 0 <= attempt.furthest < best_then
+        progress = best > best_then or saved or attempt.lived_s > STEADY_S
+        count = 1 if progress else count + 1
+        best_then, saved_then = best, attempt.saved
+    return count
+
+
+def too_many(attempts: Sequence[Attempt], max_restarts: int, max_external_restarts: int = MAX_EXTERNAL_RESTARTS) -> int:
+    """Return the number of attempts without progress, including the last, if it exceeds the limit; otherwise 0."""
+    limits = (
+        ((OWN,), max_restarts),
+        ((OWN, LOST_CONTACT), max(max_restarts, MAX_LOST_CONTACTS)),
+        ((OUTSIDE,), max_external_restarts),
+    )
+    for kinds, most in limits:
+        if attempts[-1].kind in kinds and (count := without_progress(attempts, kinds)) > most:
+            return count
+    return 0
+
+
+def pause_s(attempts: Sequence[Attempt]) -> float:
+    """Return how long to wait after the last of these attempts; 0 unless it failed by itself or lost contact."""
+    if attempts[-1].kind not in (OWN, LOST_CONTACT):
+        return 0.0
+    count = max(1, without_progress(attempts, (OWN, LOST_CONTACT)))
+    return float(min(LONGEST_PAUSE_S, settings.seconds("RESTART_PAUSE_S") * 2 ** min(count - 1, 30)))
+
+
+def of_gang(run: RunFolder, generation: int) -> list[Attempt]:
+    """Return the attempts before this generation, since `up` or `scale` began the first of them."""
+    since = first_generation(run)
+    records = [record for record in run.generations() if since < record["generation"] <= generation]
+    return [Attempt.of(record) for record in records if "task" in record]
+
+
+def of_task(run: RunFolder, task: str) -> list[Attempt]:
+    """Return the attempts of a task that restarts alone, since `up` or `scale`."""
+    return [Attempt.of(event["detail"]) for event in restarted_alone(run, task)]
+
+
+def restarted_alone(run: RunFolder, task: str) -> list[dict[str, Any]]:
+    """Return the events of a task's restarts alone since `up` or `scale`."""
+    first = first_generation(run)
+    events = [e for e in run.events() if e["task"] == task and e["event"] == "restarted"]
+    return [e for e in events if e["generation"] >= first]
+
+
+def restarts(run: RunFolder, task: str) -> int:
+    """Return how often a task's program was restarted since `up` or `scale`, alone or with the gang."""
+    return run.generation - first_generation(run) + len(restarted_alone(run, task))
+
+
+def first_generation(run: RunFolder) -> int:
+    """Return the newest generation that `up` or `scale` began, rather than a failure."""
+    return max((g["generation"] for g in run.generations() if "task" not in g), default=0)
+
+
+def limits(run: RunFolder) -> tuple[int, int]:
+    """Return the values of `--max-restarts` and `--max-external-restarts` that the run was started with."""
+    started = run.started
+    return (
+        int(started.get("max_restarts", MAX_RESTARTS)),
+        int(started.get("max_external_restarts", MAX_EXTERNAL_RESTARTS)),
+    )

@@ -1,0 +1,139 @@
+"""How a task's program ended: by itself or from outside, and with which error."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from cluster.contract.recovery.attempts import LOST_CONTACT, OUTSIDE, OWN
+from cluster.contract.run import records
+from cluster.contract.run.folder import RunFolder
+from cluster.system.json_files import create_json
+from cluster.system.messages import shortened
+
+OWN_SIGNALS = frozenset(
+    -number
+    for number in (
+        signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGBUS, signal.SIGTRAP, signal.SIGSYS,
+        signal.SIGPIPE, signal.SIGXCPU, signal.SIGXFSZ,
+    )
+)  # fmt: skip
+"""Codes of a program that caused its own fatal signal; any other signal was sent from outside."""
+MAX_CHARACTERS = 1000
+"""Enough for an error's class, TensorFlow's advice at the end of its message, and our hint after it."""
+
+_TRACEBACK = re.compile(r"(?<!Exception Group )Traceback \(most recent call last\):\s*$")
+"""An unfinished progress bar may precede it."""
+_NAMED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception)\b")
+"""The beginning of a line that names an exception without a traceback."""
+_GROUPED = re.compile(r"^ +[|+] ?")
+"""The prefix of a traceback's lines in a group of exceptions."""
+_LOGGED = re.compile(r"\d{4}-\d\d-\d\d \d\d:|[IWEF]\d{4} \d\d:")
+"""The beginning of lines that TensorFlow's native code logs."""
+_FATAL = re.compile(r"Check failed: .*|terminate called .*|what\(\): .*|Assertion .* failed.*")
+"""What native code prints before it aborts."""
+_CURRENT_THREAD = "Current thread 0x"
+"""The beginning of the line below which Python's fault handler prints the stack of the crashed thread."""
+_CALL = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
+"""A call in such a stack, which begins with the innermost."""
+_STATED = "error: "
+"""The beginning of the line in which our own programs report a known error."""
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of one task's program, or its agent's decision to end one that did nothing."""
+
+    task: str
+    kind: str
+    cause: str
+    """What ended it, in words."""
+    error: str | None
+    """What the program itself reported."""
+    at: float
+    """Seconds since the epoch."""
+    furthest: int = -1
+    lived_s: float = 0.0
+    may_follow: bool = False
+    """Whether it may be a consequence of another task's end."""
+    host: str = ""
+    """The machine that the task ran on."""
+
+    @property
+    def reported(self) -> str:
+        """The program's own error if it reported one, otherwise the cause."""
+        return self.error or self.cause
+
+
+def kind_of(code: int, *, out_of_memory: bool) -> str:
+    """Return `OWN` or `OUTSIDE` for a program that ended with this code, negative for a signal."""
+    return OWN if code >= 0 or code in OWN_SIGNALS or out_of_memory else OUTSIDE
+
+
+def record(run: RunFolder, generation: int, end: End) -> None:
+    """Report an end in this generation to the other agents."""
+    with contextlib.suppress(OSError):  # a full disk
+        create_json(run.control / "ends" / f"{generation}-{end.task}.json", asdict(end))
+
+
+def ended_tasks(run: RunFolder, generation: int) -> frozenset[str]:
+    """Return the tasks whose agents have reported an end in this generation."""
+    paths = (run.control / "ends").glob(f"{generation}-*.json")
+    return frozenset(path.stem.partition("-")[2] for path in paths)
+
+
+def root_cause(run: RunFolder, generation: int, own: End) -> End:
+    """Return the end that made a generation fail: the first, preferring those that are no consequence of another.
+
+    An end that no agent has recorded is of a task that is silent, frozen or hangs: it was so before the others noticed.
+    """
+    known = recorded(run, generation)
+    unknown = [] if own.task in (end.task for end in known) else [own]
+    return min([*unknown, *known], key=lambda end: (end.kind == LOST_CONTACT, end.may_follow))
+
+
+def recorded(run: RunFolder, generation: int) -> list[End]:
+    """Return the ends that agents have reported in this generation, in that order.
+
+    It is the order of the files' times, which the file system's clock gave them: the agents' clocks may differ.
+    """
+    paths = sorted((run.control / "ends").glob(f"{generation}-*.json"), key=lambda p: (p.lstat().st_mtime_ns, p))
+    return [End(**end) for path in paths if (end := records.read(path, records.end, None))]
+
+
+def error_in(lines: Sequence[str], code: int) -> str | None:
+    """Return the error that a program reported in the last lines of its output; None if they contain none.
+
+    Args:
+        lines: as printed, indentation included.
+        code: its exit code, negative for a signal.
+    """
+    if code < 0:
+        return _crash(lines)
+    lines = [_GROUPED.sub("", line) for line in lines if not _LOGGED.match(line)]
+    begin = max((at for at, line in enumerate(lines) if _TRACEBACK.search(line)), default=None)
+    stated = max((at for at, line in enumerate(lines) if line.startswith(_STATED)), default=None)
+    if stated is not None and (begin is None or stated > begin):
+        return _short([lines[stated].removeprefix(_STATED)])
+    if begin is not None:
+        frames = lines[begin + 1 :]
+        at = next((at for at, line in enumerate(frames) if line and not line[0].isspace()), len(frames))
+        return _short([line.strip() for line in frames[at:] if line.strip()]) or None
+    named = [line for line in lines if _NAMED.match(line)]
+    return _short(named[-1:]) or None
+
+
+def _crash(lines: Sequence[str]) -> str | None:
+    """Return the last message of native code, and the Python call in which it crashed."""
+    message = [match.group() for line in lines if (match := _FATAL.search(line))][-1:]
+    begin = max((at for at, line in enumerate(lines) if line.startswith(_CURRENT_THREAD)), default=len(lines))
+    if call := next(filter(None, map(_CALL.match, lines[begin + 1 :])), None):
+        message.append(f"in {call['function']} ({call['file']}:{call['line']})")
+    return _short(message) or None
+
+
+def _short(message: Sequence[str]) -> str:
+    return shortened(" ".join(message), MAX_CHARACTERS)

@@ -1,0 +1,100 @@
+"""The restarts of a run: why they happened and what each cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.spec import ClusterSpec, Role
+
+
+def training_began(spec: ClusterSpec, events: list[dict[str, Any]]) -> float | None:
+    """Return the time of the first finished step, or when every task's script had started; None before."""
+    started: dict[str, float] = {}
+    for event in events:
+        if event["event"] == "first step":
+            return float(event["time"])
+        if event["event"] == "script started":
+            started.setdefault(event["task"], event["time"])
+    return max(started.values()) if len(started) == len(spec.tasks) else None
+
+
+def costs(run: RunFolder, started: float, roles: Sequence[Role] = (Role.WORKER,)) -> list[dict[str, Any]]:
+    """Return what each restart since `started` cost: seconds from the failure, and repeated steps.
+
+    A script reports no steps. All that is known of it is when its process started again, `script_started_s`.
+
+    Args:
+        run: the run.
+        started: seconds since the epoch.
+        roles: tasks of these roles are included when they restart alone; restarts of the gang always are.
+    """
+    events = [event for event in run.events() if event["time"] >= started]
+    restarts = [(g["time"], _gang_cost(run, g, events)) for g in run.generations() if g.get("cause")]
+    names = {task.name for task in run.load_cluster().tasks if task.role in roles}
+    restarts += [
+        (event["time"], _lone_cost(run, event, events, events[at + 1 :]))
+        for at, event in enumerate(events)
+        if event["event"] == "restarted" and event["task"] in names
+    ]
+    return [cost for moment, cost in sorted(restarts, key=lambda entry: entry[0]) if moment > started]
+
+
+def failures(run: RunFolder, started: float) -> dict[int, float]:
+    """Return the time of each failure since `started`, by the generation that it began."""
+    times = {generation["generation"]: generation["time"] for generation in run.generations()}
+    gang = costs(run, started, roles=())
+    return {cost["generation"]: times[cost["generation"]] - cost["detected_s"] for cost in gang}
+
+
+def _gang_cost(run: RunFolder, generation: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, Any]:
+    number = generation["generation"]
+    later = [e for e in events if e["generation"] == number and e["time"] >= generation["time"]]
+    failed_at = _injected(events, number - 1, generation["time"]) or generation["failed_at"]
+    resumed_at = training_began(run.load_cluster(), later)
+    restored = next((e["step"] for e in later if e["event"] in ("restored", "initialized")), None)
+    return {
+        "generation": number,
+        "task": generation["task"],
+        "cause": generation["cause"],
+        "detected_s": round(generation["time"] - failed_at, 3),
+        "steps_lost": None if restored is None else max(0, generation["step"] - restored),
+        **_resumption(run, failed_at, resumed_at),
+    }
+
+
+def _resumption(run: RunFolder, failed_at: float, resumed_at: float | None) -> dict[str, float | None]:
+    after_s = None if resumed_at is None else round(resumed_at - failed_at, 3)
+    return {"resumed_s": None, "script_started_s": after_s} if run.script else {"resumed_s": after_s}
+
+
+def _injected(events: list[dict[str, Any]], generation: int, until: float, task: str = "") -> float | None:
+    """Return when the fault was injected that caused a restart, if one was: agents only notice it later."""
+    time = None
+    for event in events:
+        if event["generation"] != generation or event["time"] >= until or task not in ("", event["task"]):
+            continue
+        if event["event"] == "fault" and event["detail"].get("kind") != "slow":
+            time = event["time"]
+        elif event["event"] == "restarted":
+            time = None  # that restart was its consequence
+    return time
+
+
+def _lone_cost(
+    run: RunFolder, event: dict[str, Any], events: list[dict[str, Any]], later: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return what the restart of one task alone cost: no steps, since the other tasks continued."""
+    injected = _injected(events, event["generation"], event["time"], event["task"])
+    failed_at = injected or event["detail"].get("failed_at", event["time"])
+    resumed = ("resumed", event["task"], event["generation"])
+    resumed_at = next((e["time"] for e in later if (e["event"], e["task"], e["generation"]) == resumed), None)
+    return {
+        "generation": event["generation"],
+        "task": event["task"],
+        "cause": event["detail"].get("cause") or "",
+        "detected_s": round(event["time"] - failed_at, 3),
+        "steps_lost": None if run.script else 0,
+        **_resumption(run, failed_at, resumed_at),
+    }

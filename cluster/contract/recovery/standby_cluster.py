@@ -1,0 +1,91 @@
+"""The cluster that standby processes form among themselves before it is needed.
+
+It has the tasks of the cluster that trains, on other ports of the same addresses: each generation that begins with it
+swaps the two sets of ports. Once every standby process has formed it, built its model and traced its step, a failure
+costs no rendezvous, no forming of a cluster and no compilation: all of them restore the newest checkpoint and go on.
+
+A standby process reports that it is ready in a record of its own. Whoever begins a generation then notes there that the
+standby processes are its programs. An agent whose standby process has died meanwhile begins another generation, with
+new programs, and so does one that finds its program without contact, as ever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from cluster.contract.run import launch_records, records
+from cluster.contract.run.fields import count, record
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.spec import ClusterSpec, Task
+from cluster.system.json_files import write_json
+from cluster.system.ports import PORTS
+
+PORTS_KEY = "standby_ports"
+"""The key, in the record of a generation that begins with standby processes, of the ports of their cluster: 0 or 1."""
+VARIABLE = "STANDBY_CLUSTER"
+"""The environment variable of a standby process with the TF_CONFIG of this cluster."""
+
+_ready = record({"generation": count})
+
+
+def possible(run: RunFolder, spec: ClusterSpec) -> bool:
+    """Whether standby processes of this run can form their cluster ahead.
+
+    They cannot hold a second copy of what a GPU, a TPU or a stage holds, and do not call code of the user's beside the
+    training that calls it, except to build the model.
+    """
+    config = records.read(run.config, launch_records.config, {})
+    known = (config.get("loop"), config.get("source")) == ("custom", "memory")
+    own = config.get("callbacks") or (config.get("best") or {}).get("metric")
+    return known and not own and spec.kind.synchronous and not spec.kind.staged and not spec.kind.hardware
+
+
+def trains(task: Task) -> bool:
+    """Whether a task belongs to this cluster."""
+    return not task.role.beside
+
+
+def ports(run: RunFolder, generation: int) -> int:
+    """Return which of the two sets of ports a generation's cluster has."""
+    return int(run.begun(generation).get(PORTS_KEY, 0))
+
+
+def of(run: RunFolder, spec: ClusterSpec, generation: int) -> ClusterSpec:
+    """Return the cluster that the standby processes of a generation form."""
+    if ports(run, generation):
+        return spec
+    return replace(spec, tasks=tuple(replace(task, port=_other(task.port)) for task in spec.tasks))
+
+
+def _other(port: int) -> int:
+    if port in PORTS:  # of local tasks, which have different ones
+        return PORTS.start + (port - PORTS.start + len(PORTS) // 2) % len(PORTS)
+    return port + 1
+
+
+def report(run: RunFolder, task: str, generation: int) -> None:
+    """Report that a task's standby process is ready."""
+    path = _path(run, task)
+    path.parent.mkdir(exist_ok=True)
+    write_json(path, {"generation": generation}, durable=False)
+
+
+def withdraw(run: RunFolder, task: str) -> None:
+    """Take that back: it has ended, or is in use."""
+    _path(run, task).unlink(missing_ok=True)
+
+
+def complete(run: RunFolder, spec: ClusterSpec, generation: int) -> bool:
+    """Whether the standby processes of all tasks are ready to follow the programs of a generation."""
+    found = [records.read(_path(run, task.name), _ready, {}) for task in spec.tasks if trains(task)]
+    return all(each.get("generation") == generation for each in found)
+
+
+def begins(run: RunFolder, task: Task, generation: int) -> bool:
+    """Whether a task's program in a generation is to be a standby process that is ready."""
+    return trains(task) and PORTS_KEY in run.begun(generation)
+
+
+def _path(run: RunFolder, task: str) -> Path:
+    return run.control / "standby" / f"{task}.json"

@@ -1,0 +1,115 @@
+"""The last step of each task, recorded so that a SIGKILL cannot lose it.
+
+A heartbeat is up to a second old, which is many steps. So a training program overwrites one line of fixed width after
+every call of its inner loop. Once the write has returned, the kernel has the line, and it outlives the process. It is
+not flushed to the disk: a task whose machine is lost did not fail by itself. A checksum detects torn lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.contract.run.folder import RunFolder
+from cluster.system.files import make_folder, open_file
+
+_READS = 5
+"""How often to retry reading a line that may be changing."""
+
+SINGLE_STEPS_FROM = "single_steps_from"
+"""The key, in the record of a generation, of the step from which it runs single steps."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The last step that a task did."""
+
+    generation: int
+    step: int
+
+
+class StepRecord:
+    """Writes one task's record. There is one writer at a time; the file stays open as long as this object exists."""
+
+    def __init__(self, run: RunFolder, task: str, generation: int) -> None:
+        self._generation = generation
+        self._descriptor: int | None = None
+        with contextlib.suppress(OSError):  # a full disk must not end the training
+            make_folder(_path(run, task).parent)
+            open_file(_path(run, task), "ab").close()  # creates it
+            with open_file(_path(run, task), "r+b") as file:
+                self._descriptor = os.dup(file.fileno())
+                weakref.finalize(self, os.close, self._descriptor)
+
+    def done(self, step: int) -> None:
+        """Record the number of finished steps."""
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.pwrite(self._descriptor, _line(self._generation, step), 0)
+
+
+def read(run: RunFolder, task: str) -> Progress | None:
+    """Return a task's record; None if there is none."""
+    for _ in range(_READS):
+        try:
+            with open_file(_path(run, task), "rb") as file:
+                line = file.read(_WIDTH + 1)
+        except OSError:
+            return None
+        with contextlib.suppress(ValueError):
+            generation, step = (int(word) for word in line.split()[:2])
+            if line == _line(generation, step):
+                return Progress(generation, step)
+    return None
+
+
+def furthest(run: RunFolder, task: str, generation: int) -> int:
+    """Return the last step of a task in this generation; -1 if it did none."""
+    progress = read(run, task)
+    return progress.step if progress and progress.generation == generation else -1
+
+
+def newest(run: RunFolder, generation: int) -> int:
+    """Return the last step of any task in this generation; -1 if none did any."""
+    names = [task.name for task in run.load_cluster().tasks]
+    return max(furthest(run, name, generation) for name in names)
+
+
+def single_steps(
+    run: RunFolder,
+    generation: int,
+    steps_per_loop: int,
+    everyones: Callable[[int], Sequence[int]] = lambda first: [first],
+) -> range:
+    """Return the steps after which the tasks of a generation return to Python one by one.
+
+    Steps are recorded when their call of the inner loop returns. After a failure, the next attempts run single steps
+    from the last recorded step to the end of that call. So they record the exact step, and fail at the same step again
+    if it is to blame. All tasks of the generation use the same range, also if the record does not show on every host
+    yet: calls of different length would wait for each other for ever.
+
+    Args:
+        run: the run.
+        generation: the current one.
+        steps_per_loop: most steps in one call.
+        everyones: takes a number and returns those that all tasks gave: a collective operation.
+    """
+    first = max(everyones(run.begun(generation).get(SINGLE_STEPS_FROM, -1)))
+    return range(0) if first < 0 else range(first, first + steps_per_loop)
+
+
+def _line(generation: int, step: int) -> bytes:
+    numbers = f"{generation:>10} {step:>20}"
+    return f"{numbers} {zlib.crc32(numbers.encode()):08x}\n".encode()
+
+
+_WIDTH = len(_line(0, 0))
+
+
+def _path(run: RunFolder, task: str) -> Path:
+    return run.control / "steps" / task

@@ -1,0 +1,80 @@
+"""The reference run of a run with faults: the same training without them, which must end with the same bits."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from cluster.contract.run import membership, records
+from cluster.contract.run.fields import anything
+from cluster.contract.run.folder import RunFolder
+from cluster.system.json_files import DamagedError
+
+NO_EFFECT_ON_BITS = {"log_every", "checkpoint_every", "keep_checkpoints", "steps_per_loop"}
+
+
+def find(run: RunFolder) -> dict[str, Any] | None:
+    """Return the name and hash of the newest undisturbed run of the same training; None if there is none."""
+    reference, training = None, _training(run)
+    if training is None:
+        return None
+    for path in sorted(run.path.parent.glob("*/summary.json"), key=lambda path: path.lstat().st_mtime):
+        other = RunFolder(path.parent)
+        summary = other.ended
+        undisturbed = summary is not None and summary["state"] == "succeeded" and len(other.generations()) == 1
+        if summary and undisturbed and other.name != run.name and _training(other) == training:
+            reference = {"run": other.name, "weights_sha256": summary["weights_sha256"]}
+    return reference
+
+
+def same_bits(run: RunFolder) -> bool | None:
+    """Return whether a run ended with the weights of its reference run; None if they cannot be compared."""
+    reference = find(run)
+    return None if reference is None else _same_bits(run, reference)
+
+
+def fault_lines(run: RunFolder) -> list[str]:
+    """Return what to print about injected faults at a run's end; nothing for a run without."""
+    faults = [event for event in run.events() if event["event"] == "fault"]
+    if not faults:
+        return []
+    line = f"faults       {len(faults)} inflicted"
+    restarts = (run.ended or {}).get("restarts", [])
+    resumed = [cost["resumed_s"] for cost in restarts if cost["resumed_s"] is not None]
+    if resumed:
+        line += f"; next new step after {median(resumed):.2f} s (median), {max(resumed):.2f} s (most)"
+    reference = find(run)
+    if reference is None or (same := _same_bits(run, reference)) is None:
+        return [line]
+    result = "the same bits as" if same else "NOT those of"
+    return [line, f"weights      {result} the undisturbed run {reference['run']}"]
+
+
+def _same_bits(run: RunFolder, reference: dict[str, Any]) -> bool | None:
+    summary = records.read(run.summary, records.summary)
+    resized = any(event["event"] == "scaled" for event in run.events()) or membership.changes(run)
+    if not _elastic(run) and resized:
+        return None  # another number of workers sums in another order
+    if not run.load_cluster().kind.synchronous or summary["state"] != "succeeded":
+        return None
+    if summary["weights_sha256"] is None:
+        return None  # a script reports none
+    return bool(reference["weights_sha256"] == summary["weights_sha256"])
+
+
+def _elastic(run: RunFolder) -> bool:
+    """Return whether a run computes the same bits on any number of replicas."""
+    return bool(run.load_config().get("bitwise_elastic"))
+
+
+def _training(run: RunFolder) -> tuple[Any, ...] | None:
+    """Return everything that determines a run's bits; None if its records are damaged."""
+    try:
+        config = {key: value for key, value in run.load_config().items() if key not in NO_EFFECT_ON_BITS}
+        version = records.read(run.control / "data.json", anything, {}).get("version")
+        if _elastic(run):
+            return config, version
+        spec = run.load_cluster()
+        return config, version, spec.strategy, spec.devices, sorted(task.name for task in spec.members)
+    except DamagedError:
+        return None

@@ -1,0 +1,90 @@
+"""The summary of a run, computed from what its tasks recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+from cluster.contract.recovery import restarts
+from cluster.contract.results import card, goodput, stragglers
+from cluster.contract.run import launch_records, membership, records
+from cluster.contract.run.folder import RunFolder
+from cluster.system.json_files import write_json
+from cluster.system.waiting import wait_until
+
+SETTLE_S = 20.0
+"""How long to wait for the other tasks' last heartbeats; a task that was killed for good never sends one."""
+
+
+def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
+    """Write `summary.json` for a run that has an outcome; return it."""
+    outcome = run.outcome
+    assert outcome is not None
+    spec = run.load_cluster()
+    await_last_heartbeats(run, settle_s)
+    names, present = [task.name for task in spec.tasks], membership.cluster(run)
+    beats = run.heartbeats()
+    result = run.result
+    started = _started(run)
+    wall_s = max(0.0, outcome["time"] - started)  # what tasks record may be from the future
+    began = restarts.training_began(spec, [event for event in run.events() if event["time"] > started])
+    members = [task.name for task in present.tasks]
+    paces = {name: beats[name]["pace"] for name in members if beats.get(name, {}).get("pace")}
+    value = {
+        "state": outcome["state"],
+        "strategy": spec.strategy_class,
+        "replicas": present.replicas,
+        "steps": result.get("steps", run.newest_step),
+        "epochs": result.get("epochs"),
+        "startup_s": None if began is None else round(began - started, 3),
+        "wall_s": round(wall_s, 3),
+        "examples_per_s": result.get("examples_per_s"),
+        "metrics": result.get("metrics", {}),
+        "weights_sha256": result.get("weights_sha256"),
+        "restarts": restarts.costs(run, started),
+        "goodput": _goodput(run, started, wall_s),
+        "goodput_split": goodput.split(started, outcome["time"], run.ledgers(), restarts.failures(run, started)),
+        "checkpoint_every_s": goodput.checkpoint_every_s(
+            sorted(run.ledgers(), key=lambda ledger: ledger["generation"], reverse=True)
+        ),
+        "pace": {"tasks": paces, **stragglers.findings(paces)},
+        "tasks": {name: beats.get(name, {}).get("exit_code") for name in names},
+    }
+    if changes := membership.changes(run):
+        value["membership"] = changes
+    if outcome["state"] == "failed":
+        value["cause"] = {key: outcome.get(key) for key in ("task", "exit_code", "step", "error", "time")}
+    write_json(run.summary, value)
+    checked = records.summary(value)
+    with contextlib.suppress(OSError):  # the summary is what counts
+        card.write(run, checked)
+    return checked
+
+
+def _started(run: RunFolder) -> float:
+    """Return when the run was started; if that is not known, when its newest generation was."""
+    begun = [generation["time"] for generation in run.generations()]
+    return float(run.started.get("time", begun[-1] if begun else time.time()))
+
+
+def await_last_heartbeats(run: RunFolder, timeout_s: float) -> None:
+    """Wait until every task's agent has written its last heartbeat, for at most `timeout_s`."""
+    names = [task.name for task in membership.cluster(run).tasks]
+
+    def written() -> bool:
+        beats = run.heartbeats()
+        return all("exit_code" in beats.get(name, {}) for name in names)  # which only the last heartbeat has
+
+    wait_until(written, timeout_s)
+
+
+def _goodput(run: RunFolder, started: float, wall_s: float) -> float | None:
+    """Return the share of the wall time spent in useful steps, without start, saving and repeated steps."""
+    batch = records.read(run.config, launch_records.config, {}).get("global_batch", 0)
+    useful_s, before = 0.0, None
+    for row in run.rows("chief"):
+        if row["time"] >= started and row["examples_per_s"] and before is not None:
+            useful_s += (row["step"] - before) * batch / row["examples_per_s"]
+        before = row["step"]
+    return round(min(1.0, useful_s / wall_s), 3) if useful_s and wall_s > 0 else None

@@ -1,0 +1,109 @@
+"""The claim on a run: one command at a time may start, resume, scale or end it.
+
+The claim is a lock on `.running/NAME.lock` beside the run folders. However the process that holds it ends, the kernel
+releases the lock, so there is nothing to clean up. The file names that process and is not removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from cluster.contract.run.folder import RunFolder
+from cluster.system.errors import PrerequisiteError, UsageError
+from cluster.system.files import lock
+
+WAIT_S = 60.0
+"""How long a command that ends a run waits for one that is starting or scaling it."""
+MOMENT_S = 0.5
+"""How long other commands wait: the claim may be about to be released, or only be checked."""
+
+
+_mine: set[Path] = set()
+"""The claims that this process holds."""
+
+
+class Taken(UsageError):
+    """Another command holds the claim, or has just created a run of that name."""
+
+
+def lock_path(run: RunFolder) -> Path:
+    """Return the file whose lock is the claim."""
+    return run.path.parent / ".running" / f"{run.name}.lock"
+
+
+@contextlib.contextmanager
+def hold(run: RunFolder, doing: str, *, wait_s: float = MOMENT_S) -> Iterator[None]:
+    """Hold the claim on a run.
+
+    Args:
+        run: the run, which need not exist yet.
+        doing: what happens to the run, as a participle such as `resumed`, for the error of other commands.
+        wait_s: how long to wait for another command.
+
+    Raises:
+        Taken: another command holds the claim.
+        PrerequisiteError: the file cannot be locked.
+    """
+    path = lock_path(run)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise _unusable(path.parent, error) from error
+    try:
+        if not _lock(descriptor, path, wait_s):
+            raise Taken(_describe(run, path))
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{doing} by process {os.getpid()}\n".encode(), 0)
+        _mine.add(path)
+        try:
+            yield
+        finally:
+            _mine.discard(path)
+    finally:
+        os.close(descriptor)
+
+
+def held(run: RunFolder) -> bool:
+    """Return whether another command holds the claim. Creates no file."""
+    path = lock_path(run)
+    if path in _mine:
+        return False
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        return not _lock(descriptor, path, 0.0)
+    finally:
+        os.close(descriptor)
+
+
+def scaling(run: RunFolder) -> bool:
+    """Return whether another command is scaling the run. A command that was killed does not continue."""
+    return run.scale_requested and held(run)
+
+
+def _lock(descriptor: int, path: Path, timeout_s: float) -> bool:
+    try:
+        return lock(descriptor, timeout_s)
+    except OSError as error:  # a file system without locks
+        raise _unusable(path.parent, error) from error
+
+
+def _describe(run: RunFolder, path: Path) -> str:
+    """Return the error message, which names the holder if the file does."""
+    try:
+        who = path.read_text(errors="replace").strip() or "used by another command"
+    except OSError:
+        who = "used by another command"
+    return f"run {run.name!r} is being {who}; wait for it or interrupt it, then try again"
+
+
+def _unusable(folder: Path, error: OSError) -> PrerequisiteError:
+    return PrerequisiteError(
+        f"{folder}: {error.strerror}; give write access, or set RUNS_DIR to a folder of yours on a disk with locks"
+    )

@@ -1,0 +1,77 @@
+"""Copies of a task: a scheduler that loses sight of a host starts its tasks elsewhere, while the first may go on.
+
+Whatever starts a task under such a scheduler records the copy in `control/copies/TASK.json`, so the newest one is named
+there. An older one takes no part in the run any more: it claims nothing, joins no cluster and connects to nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.contract.run import records
+from cluster.contract.run.fields import record, text
+from cluster.contract.run.folder import RunFolder
+from cluster.system.errors import EXIT_PEER_LOST, ClusterError
+from cluster.system.files import make_folder
+from cluster.system.json_files import write_json
+
+VARIABLE = "TASK_COPY"
+
+
+class Superseded(ClusterError):
+    """A newer copy of the task has begun elsewhere."""
+
+    exit_code = EXIT_PEER_LOST
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One copy of a task."""
+
+    run: RunFolder
+    task: str
+    name: str
+
+    @classmethod
+    def begin(cls, run: RunFolder, task: str) -> Copy:
+        """Record a new copy of a task as its newest; `environment` is for its agent."""
+        copy = cls(run, task, secrets.token_hex(8))
+        make_folder(copy._path.parent)
+        write_json(copy._path, {"copy": copy.name})
+        return copy
+
+    @classmethod
+    def given(cls, run: RunFolder, task: str) -> Copy | None:
+        """Return the copy that this process belongs to; None where nothing starts a task twice."""
+        name = os.environ.get(VARIABLE)
+        return cls(run, task, name) if name else None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables by which an agent knows that it belongs to this copy."""
+        return {VARIABLE: self.name}
+
+    @property
+    def _path(self) -> Path:
+        return self.run.control / "copies" / f"{self.task}.json"
+
+    @property
+    def is_superseded(self) -> bool:
+        """Whether a newer copy has recorded itself. A record that cannot be read says nothing."""
+        with contextlib.suppress(OSError):
+            newest = records.read(self._path, record({"copy": text}), {"copy": self.name})
+            return bool(newest["copy"] != self.name)
+        return False
+
+    def require_newest(self) -> None:
+        """Return where this copy is the newest.
+
+        Raises:
+            Superseded: it is not.
+        """
+        if self.is_superseded:
+            raise Superseded(f"a newer copy of {self.task} has begun on another host; this one ends")

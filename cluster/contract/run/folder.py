@@ -1,0 +1,372 @@
+"""The run folder's records: heartbeats, events, generations, the outcome and stop requests.
+
+The tasks of a run share only this folder and the network. Each file has one writer at a time and is either replaced as
+a whole, so that readers never see half of it, or appended to line by line. What several tasks may claim at once (the
+next generation, the outcome) belongs to the one that creates its file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cluster.contract.run import launch_records, records
+from cluster.contract.run.fields import count, record
+from cluster.contract.run.layout import Layout
+from cluster.contract.spec import MAX_TASKS, ClusterSpec
+from cluster.system.errors import PrerequisiteError
+from cluster.system.files import guard, make_folder, open_file, remove, rename
+from cluster.system.journal import Journal, append_json, read_json_lines
+from cluster.system.json_files import RESERVE, RESERVE_BYTES, create_json, write_json
+
+LOST_AFTER_S = 15.0
+"""Seconds without a new heartbeat, by the watcher's clock, after which a task counts as lost."""
+
+FINAL_STATES = frozenset({"done", "failed", "stopped"})
+
+SCALE = "scale"
+"""What follows a stop that was requested so that the run can continue at once on another cluster."""
+
+REQUEUE = "requeue"
+"""What follows a stop that was requested so that a job frees its nodes; the run continues once it has nodes again."""
+
+TASK_LOST = "the loss of a task"
+"""Who requests that a job is queued again because a task stays away: its scheduler may notice only minutes later."""
+
+SCALE_PATIENCE_S = 180.0
+"""Longest time from such a request to the next generation, while `invoke scale` is alive; the timeouts of its parts are
+shorter in total."""
+
+_TASK = re.compile(r"chief|evaluator|data-dispatcher|(worker|ps|data-worker)-(0|[1-9][0-9]{0,8})")
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,14}")
+
+
+@dataclass(frozen=True)
+class RunFolder(Layout):
+    """One run."""
+
+    _events: Journal = field(init=False, compare=False, repr=False)
+    _begun: dict[int, dict[str, Any]] = field(init=False, compare=False, repr=False, default_factory=dict)
+    """The generations that were read or learned: their records never change."""
+
+    def __post_init__(self) -> None:
+        guard(self.path)
+        object.__setattr__(self, "_events", Journal(self.events_log, records.event))
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether the folder is not a run: a command is laying it out or deleting it, or was killed while it did."""
+        if self.path.is_symlink() or not self.path.is_dir():
+            return False
+        return self.unfinished.exists() or not any(self.path.iterdir())
+
+    def delete(self) -> None:
+        """Delete the run and its temporary files. If that is interrupted, the folder is incomplete.
+
+        Raises:
+            OSError: something cannot be deleted.
+        """
+        if self.path.exists():
+            self.unfinished.touch()
+            remove(self.cluster)
+            for path in set(self.path.iterdir()) - {self.unfinished}:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    remove(path)
+            shutil.rmtree(self.path)
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def create(self) -> None:
+        """Create the folder and its subfolders.
+
+        Raises:
+            PrerequisiteError: the folder cannot be written.
+        """
+        try:
+            for part in ("status", "metrics", "logs", "tensorboard", "checkpoints", "control"):
+                make_folder(self.path / part)
+            with open_file(self.path / RESERVE, "wb") as file:
+                file.write(bytes(RESERVE_BYTES))
+        except OSError as error:
+            if error.errno == errno.ELOOP:  # a link, which free space does not fix
+                raise
+            raise PrerequisiteError(
+                f"run folder {self.path}: {error.strerror}; free the space or give write access, "
+                "or set RUNS_DIR to a folder that can be written"
+            ) from error
+
+    def load_cluster(self) -> ClusterSpec:
+        """Return the run's cluster.
+
+        Raises:
+            DamagedError: `cluster.json` has no valid one.
+        """
+        return records.read(self.cluster, launch_records.cluster)
+
+    def load_config(self) -> dict[str, Any]:
+        """Return the run's configuration.
+
+        Raises:
+            DamagedError: `config.json` has no valid one.
+        """
+        return records.read(self.config, launch_records.config)
+
+    def load_started(self) -> dict[str, Any]:
+        """Return how and when the run was started.
+
+        Raises:
+            DamagedError: `control/started.json` has no valid record.
+        """
+        return records.read(self.control / "started.json", launch_records.started)
+
+    @property
+    def started(self) -> dict[str, Any]:
+        """How and when the run was started; empty if that is not known."""
+        return records.read(self.control / "started.json", launch_records.started, {})
+
+    @property
+    def composed(self) -> dict[str, Any]:
+        """The content of `compose.json`; empty without a valid one."""
+        return records.read(self.compose, launch_records.compose, {})
+
+    @property
+    def script(self) -> dict[str, Any] | None:
+        """The script that every task runs instead of the training program, with its arguments; None without one."""
+        config = records.read(self.config, launch_records.config, {})
+        return config if "script" in config else None
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The result that the chief's program reported at its end; empty before."""
+        return records.read(self.control / "result.json", records.result, {})
+
+    @property
+    def board_port(self) -> int | None:
+        """The port of the TensorBoard that was started for it; 0 if none was wanted, None if nothing is recorded."""
+        board = records.read(self.board, launch_records.board, None)
+        return board["port"] if board else None
+
+    @property
+    def ended(self) -> dict[str, Any] | None:
+        """The run's summary; None before the end."""
+        return records.read(self.summary, records.summary, None)
+
+    # Heartbeats and metrics
+
+    def heartbeats(self) -> dict[str, dict[str, Any]]:
+        """Return the newest heartbeat of every task; `cluster/contract/run/liveness.py` judges which are silent."""
+        names = (path.stem for path in sorted((self.path / "status").glob("*.json")))
+        beats = {name: beat for name in names if _TASK.fullmatch(name) and (beat := self.heartbeat(name))}
+        return dict(list(beats.items())[: 3 * MAX_TASKS])
+
+    def heartbeat(self, task: str) -> dict[str, Any] | None:
+        """Return a task's newest heartbeat; None if there is no valid one."""
+        beat = records.read(self.status(task), records.heartbeat, None, limit=records.TASK_BYTES)
+        return beat if beat and beat["task"] == task else None
+
+    @property
+    def newest_step(self) -> int:
+        """The newest step that any task reports; parameter servers report none."""
+        return max((beat["step"] for beat in self.heartbeats().values()), default=0)
+
+    @property
+    def saved_steps(self) -> list[int]:
+        """The steps of the finished checkpoints, oldest first, whether or not their files are still intact."""
+        return sorted(int(name) for path in self.checkpoints.glob("ckpt-*.json") if (name := _number(path.stem[5:])))
+
+    def losses(self, task: str = "chief") -> dict[int, float]:
+        """Return the loss of every logged step; of a repeated step, the newest."""
+        return {row["step"]: row["loss"] for row in self.rows(task) if row.get("loss") is not None}
+
+    def rows(self, task: str) -> Iterator[dict[str, Any]]:
+        """Yield the task's logged steps in the order in which they were written."""
+        for row in read_json_lines(self.metrics(task)):
+            with contextlib.suppress(ValueError):
+                yield records.row(row)
+
+    # Events
+
+    def event(
+        self, task: str, event: str, *, step: int | None = None, generation: int | None = None, **detail: Any
+    ) -> None:
+        """Append to the run's life cycle; `generation` defaults to the current one."""
+        line = {
+            "time": time.time(),
+            "task": task,
+            "event": event,
+            "generation": self.generation if generation is None else generation,
+            "step": step,
+            "detail": detail,
+        }
+        with contextlib.suppress(OSError):  # a full disk must not end the agent
+            append_json(self.events_log, line)
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return the run's life cycle so far. Each call reads only new lines."""
+        return self._events.read()
+
+    # Generations
+
+    @property
+    def generation(self) -> int:
+        """The current generation, counted from 0."""
+        return next((number for number, _ in self._generations(newest_first=True)), 0)
+
+    def generations(self) -> list[dict[str, Any]]:
+        """Return the records of all generations, oldest first."""
+        return [record for _, record in self._generations()]
+
+    def _generations(self, *, newest_first: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield the number and record of each generation. A file without a valid record does not count."""
+        folder = self.control / "generations"
+        names = (name.removesuffix(".json") for name in _names_in(folder) if name.endswith(".json"))
+        numbers = {int(name) for name in names if _NUMBER.fullmatch(name)} | self._begun.keys()
+        for number in sorted(numbers, reverse=newest_first):
+            if record := self.begun(number):
+                yield number, record
+
+    def begun(self, number: int) -> dict[str, Any]:
+        """Return why and how a generation was begun; empty if there is no such record."""
+        if number not in self._begun:
+            path = self.control / "generations" / f"{number}.json"
+            if record := records.read(path, records.generation(number), None, limit=records.TASK_BYTES):
+                self._begun[number] = record
+        return self._begun.get(number, {})
+
+    def learn(self, record: dict[str, Any]) -> None:
+        """Take in the record of a generation that another task has read or created: a folder may show it late."""
+        self._begun.setdefault(record["generation"], record)
+
+    def begin_generation(self, number: int, **why: Any) -> bool:
+        """Begin generation `number` unless another task has; return whether this call did."""
+        path = self.control / "generations" / f"{number}.json"
+        return create_json(path, {"generation": number, "time": time.time(), **why}, records.generation(number))
+
+    # The end
+
+    @property
+    def outcome(self) -> dict[str, Any] | None:
+        """How the run ended, as the first task that knew recorded it; None while it continues."""
+        path = self.control / "outcome.json"
+        if not os.path.lexists(path):  # which is what agents see ten times a second
+            return None
+        return records.read(path, records.outcome, None, limit=records.TASK_BYTES)
+
+    def ledgers(self) -> list[dict[str, Any]]:
+        """Return what the chief spent its time on in each generation that has such a record."""
+        paths = sorted((self.control / "lives").glob("*.json"))
+        ledgers = (records.read(path, records.ledger, None, limit=records.TASK_BYTES) for path in paths)
+        return [ledger for ledger in ledgers if ledger]
+
+    def end(self, state: str, **why: Any) -> bool:
+        """Record the outcome unless another task has; return whether this call did."""
+        return create_json(self.control / "outcome.json", {"state": state, "time": time.time(), **why}, records.outcome)
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the tasks are to save and stop."""
+        return self.stop_request is not None
+
+    @property
+    def stop_request(self) -> dict[str, Any] | None:
+        """The request to save and stop; None without one."""
+        if not os.path.lexists(self.stop):
+            return None
+        return records.read(self.stop, records.stop, None, limit=records.TASK_BYTES)
+
+    @property
+    def scale_requested(self) -> bool:
+        """Whether that was requested in order to scale the run, however long ago."""
+        return (self.stop_request or {}).get("then") == SCALE
+
+    @property
+    def requeue_requested(self) -> bool:
+        """Whether that was requested in order to free the nodes of the run's job until it has nodes again."""
+        return (self.stop_request or {}).get("then") == REQUEUE
+
+    @property
+    def stopped_by(self) -> str:
+        """Who requests that the run stops; empty where nobody does."""
+        return str((self.stop_request or {}).get("by", ""))
+
+    def request_stop(self, by: str, *, then: str = "") -> bool:
+        """Request that every task saves at the same step and stops; return False if that was requested before.
+
+        Args:
+            by: who requests it.
+            then: `SCALE` if the run is to continue at once on another cluster, `REQUEUE` if it is to continue once its
+                job has nodes again; otherwise empty.
+        """
+        return create_json(self.stop, {"by": by, "then": then, "time": time.time()}, records.stop)
+
+    def insist_on_stop(self, by: str) -> None:
+        """Request that every task saves and stops for good, even if the run was to continue after that."""
+        if not self.request_stop(by) and (self.scale_requested or self.requeue_requested):
+            write_json(self.stop, {"by": by, "then": "", "time": time.time()})
+
+    def withdraw_stop(self) -> None:
+        """Withdraw the stop request. Tasks that stop nevertheless start again."""
+        write_json(self.withdrawn_stop, {"generation": self.generation})
+        if not (taken := self._take_stop()).get("then", SCALE):
+            self.request_stop(taken["by"])  # another request, not the one to withdraw
+
+    def stop_withdrawn(self, generation: int) -> bool:
+        """Whether a stop request to the tasks of this generation was withdrawn."""
+        withdrawn = records.read(self.withdrawn_stop, record({"generation": count}), {})
+        return not self.stop_requested and withdrawn.get("generation") == generation
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run has stopped only to continue on another cluster, or on other nodes."""
+        outcome = self.outcome
+        stopped = outcome is not None and outcome["state"] == "stopped"
+        return stopped and (self.scale_requested or self.requeue_requested)
+
+    def reopen(self) -> dict[str, Any]:
+        """Remove the outcome, so that the run can continue in a new generation; return its stop request.
+
+        The token goes first: the folder may be a copy, whose agents must not join those of the original.
+        """
+        for path in (
+            self.token,
+            self.gang,
+            self.summary,
+            self.card,
+            self.replaced,
+            *(self.control / f"{name}.json" for name in ("outcome", "result")),
+        ):
+            remove(path)
+        return self._take_stop()
+
+    def _take_stop(self) -> dict[str, Any]:
+        """Remove the stop request and return it; empty without one. Renaming first loses no concurrent request."""
+        taken = self.stop.with_name(f".stop.{os.urandom(8).hex()}")
+        try:
+            rename(self.stop, taken.name)
+        except FileNotFoundError:
+            return {}
+        value = records.read(taken, records.stop, {})
+        remove(taken)
+        return value
+
+
+def _names_in(folder: Path) -> list[str]:
+    """Return the names in a folder; none if there is no such folder."""
+    try:
+        return [path.name for path in folder.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _number(name: str) -> str:
+    """Return a name that is a number as programs write it; empty for any other name."""
+    return name if _NUMBER.fullmatch(name) else ""

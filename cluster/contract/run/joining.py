@@ -1,0 +1,105 @@
+"""Where the hub of a run listens, and the run's token, which only the run's own user may read."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from dataclasses import dataclass
+
+from cluster.contract.run import records
+from cluster.contract.run.fields import count, record, text
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.spec import Task
+from cluster.system.json_files import create_json, write_json
+from cluster.system.ports import PORTS
+
+TOKEN_BYTES = 32
+PRIVATE = 0o600
+BACKLOG = 1024
+
+_invitation = record({"host": text, "port": count})
+_token = record({"token": text})
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """How to reach the hub."""
+
+    host: str
+    port: int
+
+
+def invitation(run: RunFolder) -> Invitation | None:
+    """Return how to reach the hub; None if there is no valid record of it yet."""
+    found = records.read(run.gang, _invitation, None, limit=records.TASK_BYTES)
+    return Invitation(found["host"], found["port"]) if found else None
+
+
+def token(run: RunFolder) -> str:
+    """Return the secret of the run's agents, which the first of them creates. `RunFolder.reopen` removes it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if not (found := records.read(run.token, _token, None, limit=records.TASK_BYTES)):
+        create_json(run.token, {"token": secrets.token_hex(TOKEN_BYTES)}, _token, mode=PRIVATE)
+        found = records.read(run.token, _token)
+    return str(found["token"])
+
+
+def generation_token(run: RunFolder, generation: int) -> str:
+    """Return the secret of the agents that take part in a generation.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    return f"{token(run)}/{generation}"
+
+
+def invite(run: RunFolder, task: Task, host: str) -> tuple[socket.socket, str]:
+    """Listen for the other agents, and record where; return the listener and the token.
+
+    Where it can, the port stays that of an earlier hub of this run: others may see an old record.
+
+    Args:
+        run: the run.
+        task: the chief, at whose address others reach the hub.
+        host: the address to bind.
+
+    Raises:
+        OSError: no port can be had, or the record cannot be written.
+    """
+    before = invitation(run)
+    usual = 0 if task.port in PORTS else hub_port(task.port)
+    listener = _listen(host, before.port if before else usual, usual)
+    try:
+        write_json(run.gang, {"host": task.host, "port": listener.getsockname()[1]})
+        return listener, token(run)
+    except OSError:
+        listener.close()
+        raise
+
+
+def hub_port(port: int) -> int:
+    """Return the hub's port where each task has an address of its own: the next but one after TensorFlow's.
+
+    Between them is the port of the standby processes' TensorFlow servers.
+    """
+    return port + 2
+
+
+def _listen(host: str, *ports: int) -> socket.socket:
+    """Listen on the first of these ports that is free, or on any."""
+    for port in (*ports, 0):
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen(BACKLOG)
+        except OSError:
+            listener.close()
+            if not port:
+                raise
+        else:
+            return listener
+    raise AssertionError("the last port is any")

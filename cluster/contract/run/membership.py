@@ -1,0 +1,77 @@
+"""Which tasks a generation has: with `--min-workers`, a run goes on without those that stay away.
+
+`cluster.json` names every requested task. The record of a generation names those that it leaves out, so its cluster
+does not change while it lasts, and a task that returns sees whether it belongs to it. Only the chief's agent changes
+that.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from cluster.contract.run import launch_records, records
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.spec import ClusterSpec
+
+LEFT_OUT = "left_out"
+"""The key, in the record of a generation, of the tasks that it leaves out."""
+
+
+def left_out(run: RunFolder, generation: int | None = None) -> frozenset[str]:
+    """Return the tasks that a generation leaves out, by default the current one."""
+    number = run.generation if generation is None else generation
+    return frozenset(run.begun(number).get(LEFT_OUT, ()))
+
+
+def cluster(run: RunFolder, generation: int | None = None) -> ClusterSpec:
+    """Return the tasks that a generation has, by default the current one.
+
+    Raises:
+        DamagedError: `cluster.json` has no valid cluster.
+    """
+    return run.load_cluster().without(left_out(run, generation))
+
+
+def placed(run: RunFolder) -> ClusterSpec:
+    """Return every requested task where it listens, which some schedulers know only once it has started.
+
+    Raises:
+        DamagedError: there is no valid cluster.
+    """
+    if path := os.environ.get("CLUSTER_JSON"):
+        return records.read(Path(path), launch_records.cluster)
+    return run.load_cluster()
+
+
+def times_left_out(run: RunFolder) -> dict[str, int]:
+    """Return how often each task was left out that once was."""
+    times: dict[str, int] = {}
+    for change in changes(run):
+        for name in change["lost"]:
+            times[name] = times.get(name, 0) + 1
+    return times
+
+
+def changes(run: RunFolder) -> list[dict[str, Any]]:
+    """Return each change of the tasks: the generation, its first step, the tasks that it lost, regained and lacks."""
+    found, before = [], frozenset[str]()
+    for record in run.generations():
+        now = frozenset(record.get(LEFT_OUT, ()))
+        if now != before:
+            parts = {"lost": now - before, "regained": before - now, LEFT_OUT: now}
+            found.append(
+                {"generation": record["generation"], "step": max(0, int(record.get("saved", 0)))}
+                | {name: sorted(tasks) for name, tasks in parts.items()}
+            )
+        before = now
+    return found
+
+
+def describe(change: dict[str, Any]) -> str:
+    """Return a change in words."""
+    lost, regained = (", ".join(change[name]) for name in ("lost", "regained"))
+    parts = [f"without {lost}"] if lost else []
+    parts += [f"with {regained} again"] if regained else []
+    return f"{' and '.join(parts)} from step {change['step']}"

@@ -1,0 +1,93 @@
+"""The record of what a run may have running on this machine, written before anything starts.
+
+It is beside the run folders, in `.running/NAME.owner`, where no container can write and where it survives the deletion
+of the run folder. It is removed once nothing of the run is left. A run's processes are recognized in three ways: the
+supervisor by its id and start time; its descendants, which include every daemon, because the kernel makes the
+supervisor the parent of orphans; and, if the supervisor was killed, by a random token in their environment.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cluster.contract.run.folder import RunFolder
+from cluster.system import process_table, processes
+from cluster.system.files import remove
+from cluster.system.json_files import read_json, write_json
+
+TOKEN = "TF_CLUSTER_TOKEN"  # noqa: S105  # the variable's name
+"""The environment variable of every process of a local run."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """What was started for a run."""
+
+    runtime: str
+    """What runs its tasks, such as `docker`: a key of `cluster.host.runtime.registry.RUNTIMES`."""
+    token: str
+    """The value of `TOKEN` in its processes' environment."""
+    supervisor: dict[str, int] | None = None
+    """The local run's first process, a `processes.identity`; None before its start."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the supervisor is alive."""
+        return processes.alive(self.supervisor)
+
+    def processes(self, table: process_table.ProcessTable) -> list[int]:
+        """Return the ids of the run's processes, the supervisor last: by it the others are recognized."""
+        ids = table.with_environment(TOKEN, self.token)
+        if self.supervisor and self.alive:
+            top = self.supervisor["pid"]
+            return [*sorted((ids | table.descendants(top)) - {top}), top]
+        return sorted(ids)
+
+
+def record_path(run: RunFolder) -> Path:
+    """Return the path of the record."""
+    return run.path.parent / ".running" / f"{run.name}.owner"
+
+
+def begin(run: RunFolder, runtime: str) -> Owner:
+    """Record that the run is about to start; return the record."""
+    owner = Owner(runtime, secrets.token_hex(16))
+    write_json(record_path(run), asdict(owner))
+    return owner
+
+
+def record_supervisor(run: RunFolder, owner: Owner, supervisor: dict[str, Any]) -> None:
+    """Record the supervisor of the run's processes."""
+    write_json(record_path(run), asdict(replace(owner, supervisor=supervisor)))
+
+
+def read(run: RunFolder) -> Owner | None:
+    """Return the record; None if nothing of the run is left or the record is damaged."""
+    try:
+        return _parse(read_json(record_path(run), None))
+    except (OSError, ValueError):
+        return None
+
+
+def forget(run: RunFolder) -> None:
+    """Remove the record of a run of which nothing is left."""
+    remove(record_path(run))
+
+
+def recorded(runs_dir: Path) -> list[RunFolder]:
+    """Return the runs that have a record, whether or not their folders still exist."""
+    return [RunFolder(runs_dir / path.stem) for path in sorted((runs_dir / ".running").glob("*.owner"))]
+
+
+def _parse(value: Any) -> Owner | None:
+    if not isinstance(value, dict) or not isinstance(value.get("runtime"), str):
+        return None
+    token, supervisor = value.get("token"), value.get("supervisor")
+    if not isinstance(token, str) or not token:
+        return None
+    numbers = [supervisor.get(key) for key in processes.IDENTITY] if isinstance(supervisor, dict) else []
+    known = len(numbers) == 2 and all(isinstance(number, int) for number in numbers)
+    return Owner(value["runtime"], token, supervisor if known else None)

@@ -1,0 +1,160 @@
+"""Which runs this user started: digests of their records, kept where no container can write.
+
+The records of a run determine what the next command starts: a preset's modules, a script, packages. They are in the
+run's folder, which its tasks can write and anybody can copy. So starting a run also notes the digests of its records in
+the user's state folder (`$XDG_STATE_HOME/tf-cluster/runs/`), and a run whose records match no note of its name is not
+trusted. What the tasks write later, such as checkpoints, is not covered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from cluster.contract import settings
+from cluster.contract.run.folder import RunFolder
+from cluster.system.errors import PrerequisiteError, UsageError
+from cluster.system.json_files import read_json, write_json
+
+ADDED_BY_TASKS = ("data", "environment")
+"""What the chief adds to the manifest once it trains."""
+NOTES = 16
+"""How many notes to keep for a name, which may be used in several RUNS_DIRs and again with --fresh."""
+
+
+def write(run: RunFolder) -> None:
+    """Note the digests of a run's records.
+
+    Raises:
+        PrerequisiteError: the user's state folder cannot be written.
+    """
+    prepare()
+    digests = dict(_digests(run))
+    others = [note for note in _notes(run.name) if note != digests and "rewriting" not in note]
+    write_json(_path(run.name), [digests, *others][:NOTES])
+
+
+def begin(run: RunFolder) -> None:
+    """Note that this user's command changes the records of a run without tasks, until `write`; it may be killed.
+
+    Raises:
+        PrerequisiteError: the user's state folder cannot be written.
+    """
+    prepare()
+    write_json(_path(run.name), [_rewriting(run), *_notes(run.name)][:NOTES])
+
+
+def _rewriting(run: RunFolder) -> dict[str, str]:
+    """Return the note of records that are being changed, in this folder and in no other of that name."""
+    status = run.path.stat()
+    return {"rewriting": f"{run.path.resolve()} {status.st_dev} {status.st_ino}"}
+
+
+def check(run: RunFolder) -> None:
+    """Check that a run's records match a note.
+
+    Raises:
+        UsageError: they do not.
+    """
+    records, notes = dict(_digests(run)), _notes(run.name)
+    if records in notes or _rewriting(run) in notes:
+        return
+    if not notes:
+        raise UsageError(
+            f"run {run.name!r} was not started by you on this machine: it was copied, renamed or made by somebody else "
+            "and could run any program here; add --trust if you trust its author"
+        )
+    changed = min((_differences(records, note) for note in notes), key=len)
+    raise UsageError(
+        f"run {run.name!r}: {' and '.join(changed)} changed since you started it, perhaps by its own tasks, and "
+        "could run any program here; read that first, then add --trust"
+    )
+
+
+def check_hidden(folders: Iterable[Path]) -> None:
+    """Check that the notes are in none of the folders that containers see.
+
+    Raises:
+        UsageError: they are.
+    """
+    for folder in folders:
+        if _folder().resolve().is_relative_to(folder.resolve()):
+            raise UsageError(
+                f"containers would see {folder}, and in it {_folder()}, the record of which runs are yours; use "
+                "another folder, or set XDG_STATE_HOME to one outside of it"
+            )
+
+
+def prepare() -> None:
+    """Create the folder of the notes.
+
+    Raises:
+        PrerequisiteError: it cannot be created, or belongs to another user.
+    """
+    folder = _folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        owner = folder.stat().st_uid
+    except OSError as error:
+        raise PrerequisiteError(
+            f"{folder}, the record of which runs are yours: {error.strerror}; set XDG_STATE_HOME to a folder that "
+            "you own"
+        ) from error
+    if owner != os.geteuid():
+        raise PrerequisiteError(
+            f"{folder}, the record of which runs are yours: expected a folder of user {os.geteuid()}, it belongs "
+            f"to user {owner}; set XDG_STATE_HOME to a folder that you own"
+        )
+
+
+def _folder() -> Path:
+    """Return the folder of the notes.
+
+    Raises:
+        PrerequisiteError: this user has no home.
+    """
+    state = os.environ.get("XDG_STATE_HOME", "")
+    if Path(state).is_absolute():  # XDG says to ignore a relative path
+        return Path(state) / "tf-cluster" / "runs"
+    if (home := settings.home()) is None:
+        raise PrerequisiteError(
+            "HOME is not set and the system has no home folder for this user, so there is nowhere to record which "
+            "runs are yours; set XDG_STATE_HOME to a folder that you own"
+        )
+    return home / ".local" / "state" / "tf-cluster" / "runs"
+
+
+def _path(name: str) -> Path:
+    return _folder() / f"{name}.json"
+
+
+def _notes(name: str) -> list[dict[str, str]]:
+    """Return the notes of a name, newest first; none if they cannot be read or belong to another user."""
+    path = _path(name)
+    try:
+        notes = read_json(path, []) if path.parent.stat().st_uid == os.geteuid() else []
+    except (OSError, ValueError):
+        return []
+    return [note for note in notes if isinstance(note, dict)] if isinstance(notes, list) else []
+
+
+def _differences(records: dict[str, str], note: dict[str, str]) -> list[str]:
+    return sorted(name for name in records.keys() | note.keys() if records.get(name) != note.get(name))
+
+
+def _digests(run: RunFolder) -> Iterator[tuple[str, str]]:
+    """Yield each record that commands trust, and its sha256."""
+    staged = [run.stages] if run.stages.exists() else []
+    for path in (run.config, run.cluster, run.compose, run.control / "started.json", run.manifest, *staged):
+        try:
+            value: Any = read_json(path, None)
+        except ValueError:
+            value = {"unreadable": True}
+        if path == run.manifest and isinstance(value, dict):
+            value = {name: part for name, part in value.items() if name not in ADDED_BY_TASKS}
+        text = json.dumps(value, sort_keys=True)
+        yield str(path.relative_to(run.path)), hashlib.sha256(text.encode()).hexdigest()

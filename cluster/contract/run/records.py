@@ -1,0 +1,299 @@
+"""The records of a run in progress, checked when they are read: tasks can write anything there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+from cluster.contract.run.fields import (
+    ABSENT,
+    Check,
+    Record,
+    code,
+    count,
+    every,
+    exactly,
+    flag,
+    listing,
+    mapping,
+    measured,
+    number,
+    one_of,
+    optional,
+    record,
+    seconds,
+    text,
+)
+from cluster.system.json_files import RECORD_BYTES, DamagedError, read_json, warn_once
+
+TASK_BYTES = 2**20
+"""The largest record that a task writes often."""
+
+_NEEDED: Any = object()
+
+T = TypeVar("T")
+D = TypeVar("D")
+
+
+@overload
+def read(path: Path, check: Callable[[Any], T], *, limit: int = RECORD_BYTES) -> T: ...
+
+
+@overload
+def read(path: Path, check: Callable[[Any], T], default: D, *, limit: int = RECORD_BYTES) -> T | D: ...
+
+
+def read(path: Path, check: Callable[[Any], Any], default: Any = _NEEDED, *, limit: int = RECORD_BYTES) -> Any:
+    """Read a record through its check.
+
+    Args:
+        path: the record.
+        check: returns the record as it may be used, see `cluster/contract/run/fields.py`.
+        default: returned if there is no valid record; without a default, there has to be one.
+        limit: the largest record that is read, in bytes.
+
+    Raises:
+        DamagedError: there is no valid record and no default.
+    """
+    try:
+        return check(read_json(path, limit=limit))
+    except FileNotFoundError:
+        damaged = DamagedError(path, "it is missing")
+        if default is not _NEEDED:
+            return default
+    except DamagedError as error:
+        damaged = error
+    except ValueError as error:
+        damaged = DamagedError(path, str(error))
+    if default is _NEEDED:
+        raise damaged
+    warn_once(damaged)
+    return default
+
+
+STATES = (
+    *("starting", "waiting", "compiling", "training", "saving", "evaluating"),
+    *("restarting", "done", "failed", "stopped", "lost"),
+)
+"""The states of a task in its heartbeat, and `lost`, by which watchers replace them."""
+
+OUTCOMES = ("succeeded", "stopped", "failed")
+
+_times = optional(mapping(measured))
+_pace = record({}, {"step_ms": (_times, None), "input_share": (measured, None), "busy_share": (measured, None)})
+
+heartbeat: Record = every(
+    _pace,
+    record(
+        {"task": text, "state": one_of(*STATES), "updated_at": seconds},
+        {
+            "role": (text, ""),
+            "generation": (count, 0),
+            "step": (count, 0),
+            "steps_total": (optional(count), ABSENT),
+            "examples_per_s": (measured, None),
+            "loss": (measured, None),
+            "restarts": (count, 0),
+            "pace": (optional(_pace), None),
+            "exit_code": (optional(code), ABSENT),
+            "obstacle": (optional(text), ABSENT),
+        },
+    ),
+)
+
+_attempt: dict[str, tuple[Check, Any]] = {
+    "kind": (text, ABSENT),
+    "furthest": (number, ABSENT),
+    "saved": (number, ABSENT),
+    "lived_s": (seconds, ABSENT),
+    "pause_s": (seconds, ABSENT),
+    "single_steps_from": (count, ABSENT),
+}
+"""The attempt that a failure ended; -1 as a step means none."""
+
+_detail = record(
+    {},
+    {
+        "cause": (optional(text), ABSENT),
+        "error": (optional(text), ABSENT),
+        "kind": (text, ABSENT),
+        "failed_at": (seconds, ABSENT),
+        "exit_code": (optional(code), ABSENT),
+        **_attempt,
+    },
+)
+
+event = record(
+    {"time": seconds, "task": text, "event": text},
+    {"generation": (count, 0), "step": (optional(count), None), "detail": (_detail, {})},
+)
+
+row = record(
+    {"step": count},
+    {"time": (seconds, 0.0), "loss": (measured, ABSENT), "examples_per_s": (measured, None)},
+)
+"""A line of a task's metrics."""
+
+
+def generation(begun: int) -> Record:
+    """Why generation `begun` was begun; if by a failure, with its details."""
+
+    def checked(value: Any) -> dict[str, Any]:
+        record = _generation(value)
+        if record["generation"] != begun:
+            raise ValueError(f"generation: expected {begun}")
+        return _failure({"failed_at": record["time"]} | record) if record.keys() & {"task", "cause"} else record
+
+    return checked
+
+
+_generation = record(
+    {"generation": count, "time": seconds}, {"left_out": (listing(text), ABSENT), "standby_ports": (count, ABSENT)}
+)
+_failure = record(
+    {"task": text, "failed_at": seconds},
+    {"cause": (text, ""), "step": (count, 0), "error": (optional(text), None), **_attempt},
+)
+
+end = exactly(
+    {
+        "task": text,
+        "kind": text,
+        "cause": text,
+        "error": optional(text),
+        "at": seconds,
+        "furthest": number,
+        "lived_s": seconds,
+        "may_follow": flag,
+        "host": text,
+    }
+)
+"""How one task's program ended, as its agent recorded it."""
+
+outcome = record(
+    {"state": one_of(*OUTCOMES), "time": seconds},
+    {
+        "task": (optional(text), ABSENT),
+        "exit_code": (optional(code), ABSENT),
+        "step": (optional(count), ABSENT),
+        "error": (optional(text), ABSENT),
+    },
+)
+
+place = record({"node": text, "host": text, "port": count}, {"job": (text, "")})
+"""Where a task of a job runs and listens, and the job's number."""
+
+stop = record({"by": text}, {"then": (text, ""), "time": (seconds, 0.0)})
+
+ledger = record(
+    {
+        "generation": count,
+        "began": seconds,
+        "first_step_at": optional(seconds),
+        "first": count,
+        "updated_at": seconds,
+        "step": count,
+        "timed_steps": count,
+        "seconds": exactly(dict.fromkeys(("input", "compute", "save", "evaluate"), seconds)),
+    },
+    {"saves": (mapping(measured), ABSENT)},
+)
+"""What the chief spent its time on in one generation."""
+
+result = record(
+    {},
+    {
+        "steps": (count, ABSENT),
+        "epochs": (measured, None),
+        "examples_per_s": (measured, None),
+        "metrics": (mapping(measured), {}),
+        "weights_sha256": (optional(text), None),
+    },
+)
+
+_restart = record(
+    {},
+    {
+        "generation": (count, 0),
+        "task": (text, ""),
+        "cause": (text, ""),
+        "detected_s": (measured, None),
+        "resumed_s": (measured, None),
+        "script_started_s": (measured, ABSENT),
+        "steps_lost": (optional(count), None),
+    },
+)
+
+_findings = record(
+    {},
+    {
+        "stragglers": (listing(exactly({"task": text, "slower": number, "input_part": number})), ABSENT),
+        "starved": (listing(exactly({"task": text, "input_share": number})), ABSENT),
+    },
+)
+
+
+def _rounded(value: Any) -> float:
+    return round(seconds(value), 3)
+
+
+_cause = record(
+    {},
+    {
+        "task": (optional(text), None),
+        "exit_code": (optional(code), None),
+        "step": (optional(count), None),
+        "error": (optional(text), None),
+        "time": (seconds, 0.0),
+    },
+)
+
+_names = listing(text)
+_change = exactly({"generation": count, "step": count, "lost": _names, "regained": _names, "left_out": _names})
+
+_summary = record(
+    {"state": one_of(*OUTCOMES)},
+    {
+        "strategy": (text, ""),
+        "steps": (count, 0),
+        "epochs": (measured, None),
+        "startup_s": (measured, None),
+        "wall_s": (seconds, 0.0),
+        "examples_per_s": (measured, None),
+        "metrics": (mapping(measured), {}),
+        "weights_sha256": (optional(text), None),
+        "restarts": (listing(_restart), []),
+        "goodput": (measured, None),
+        "goodput_split": (optional(every(mapping(_rounded), record({"input": seconds, "compute": seconds}))), None),
+        "pace": (_findings, {}),
+        "tasks": (mapping(optional(code)), {}),
+        "cause": (_cause, ABSENT),
+        "membership": (listing(_change), ABSENT),
+    },
+)
+
+
+def summary(value: Any) -> dict[str, Any]:
+    """How a run ended; with the cause if it failed."""
+    checked: dict[str, Any] = _summary(value)
+    return checked | {"cause": _cause(checked.get("cause", {}))} if checked["state"] == "failed" else checked
+
+
+def _pid(value: Any) -> int:
+    if not 0 < count(value) < 2**22:
+        raise ValueError("expected the id of a process")
+    return int(value)
+
+
+process = record({"pid": _pid}, {"start_ticks": (optional(count), None)})
+programs = record({"agent": process, "program": process})
+checkpoint = record({"files": mapping(record({}, {"size_bytes": (count, 0)}))})
+trace_answer = record(
+    {"id": text, "task": text},
+    {"first": (count, 0), "last": (count, 0), "error": (text, ABSENT)},
+)
+"""The answer to a request for a trace."""
+
+trace_request = record({"id": text, "task": text, "until": seconds})
+"""A request for a trace."""

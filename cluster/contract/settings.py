@@ -1,0 +1,120 @@
+"""This project's own environment variables, each with its default and range; an empty one counts as not set.
+
+They are checked before anything is started, so that `up` reports a typo, and not a task.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import pwd
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.system.errors import UsageError
+from cluster.system.paths import ROOT
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A setting that bounds a time."""
+
+    default: float
+    low: float
+    high: float
+    tasks: bool = False
+    """Whether tasks read it, too."""
+
+
+SECONDS = {
+    "BARRIER_TIMEOUT_S": Seconds(60.0, 0.1, 86_400, tasks=True),
+    "SCRIPT_GRACE_S": Seconds(10.0, 0, 3_600, tasks=True),
+    "RESTART_PAUSE_S": Seconds(1.0, 0, 30, tasks=True),
+    "WARM_SPARE_DELAY_S": Seconds(10.0, 0, 86_400, tasks=True),
+    "PRESET_TIMEOUT_S": Seconds(120.0, 0.1, 86_400),
+    "DATA_TIMEOUT_S": Seconds(3_600.0, 0.1, 10_000_000),
+}
+SWITCHES = {"WARM_SPARE": True, "SHARED_IMPORT": True}
+"""Those that are on unless they are 0, and whether tasks read them, too."""
+
+SECRET_FILES = "SECRET_FILES"  # noqa: S105  # no secret, but where they are
+"""The variable that names the files of `--secret` to a task, as JSON: what the variables are called, and where."""
+
+OF_TASKS = frozenset(
+    [name for name, setting in SECONDS.items() if setting.tasks] + [name for name, tasks in SWITCHES.items() if tasks]
+)
+
+
+def check() -> None:
+    """Check all settings.
+
+    Raises:
+        UsageError: one has a value that it cannot have.
+    """
+    for name in SECONDS:
+        seconds(name)
+    for name in SWITCHES:
+        is_on(name)
+
+
+def is_set(name: str) -> bool:
+    """Whether a setting has a value of the caller's."""
+    return bool(os.environ.get(name))
+
+
+def seconds(name: str) -> float:
+    """Return the value of one of `SECONDS`.
+
+    Raises:
+        UsageError: it is no number, or out of its range.
+    """
+    setting = SECONDS[name]
+    text = os.environ.get(name) or str(setting.default)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not setting.low <= value <= setting.high:
+        raise UsageError(
+            f"{name}={text!r}: expected seconds from {setting.low:g} to {setting.high:.0f}; correct or unset it "
+            f"(default: {setting.default:g})"
+        )
+    return value
+
+
+def is_on(name: str) -> bool:
+    """Return the value of one of `SWITCHES`.
+
+    Raises:
+        UsageError: it is neither 0 nor 1.
+    """
+    text = os.environ.get(name) or "1"
+    if text not in ("0", "1"):
+        raise UsageError(f"{name}={text!r}: expected 0 or 1; correct or unset it (default: 1)")
+    return text == "1"
+
+
+def folder(name: str, default: str) -> Path:
+    """Return the folder that a variable names, or one of this checkout."""
+    return Path(os.environ.get(name) or ROOT / default).absolute()
+
+
+def home() -> Path | None:
+    """Return the user's home folder; None where neither HOME nor the system's list of users names one."""
+    named = os.environ.get("HOME", "")
+    with contextlib.suppress(KeyError):
+        named = named or pwd.getpwuid(os.getuid()).pw_dir
+    return Path(named) if Path(named).is_absolute() else None
+
+
+def expanded(option: str, name: str) -> Path:
+    """Return a path that an option names, with a home folder in place of its `~`.
+
+    Raises:
+        UsageError: no such home folder is known.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise UsageError(f"--{option} {name!r}: no home folder is known for the `~`; write the path in full") from None

@@ -1,0 +1,255 @@
+"""The frozen description of a cluster: its tasks, where they listen, which strategy trains on them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from cluster.contract import strategies
+from cluster.contract.strategies import Strategy
+from cluster.system.errors import UsageError, nearest
+
+TASK_PORT = 2222
+"""Port on which a task's TensorFlow server listens in a container, where each task has an address of its own."""
+
+MAX_TASKS = 512
+"""Largest cluster that is accepted: above it a typo is likelier than a cluster."""
+
+MAX_DEVICES = 64
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+"""A run's name is a folder, a Compose project and a label at once, so it is what all three allow."""
+
+
+class Role(StrEnum):
+    """What a task is in the cluster."""
+
+    CHIEF = "chief"
+    WORKER = "worker"
+    PS = "ps"
+    EVALUATOR = "evaluator"
+    DATA_DISPATCHER = "data-dispatcher"
+    DATA_WORKER = "data-worker"
+
+    @property
+    def beside(self) -> bool:
+        """Whether its tasks are outside of the TensorFlow cluster: a strategy would wait for them for ever."""
+        return self == Role.EVALUATOR or self.prepares
+
+    @property
+    def prepares(self) -> bool:
+        """Whether its tasks prepare input for those that train, see docs/data.md."""
+        return self in (Role.DATA_DISPATCHER, Role.DATA_WORKER)
+
+    @property
+    def single(self) -> bool:
+        """Whether there is one such task at most, whose name carries no index."""
+        return self in (Role.CHIEF, Role.EVALUATOR, Role.DATA_DISPATCHER)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One member of the cluster and the address of its TensorFlow server."""
+
+    role: Role
+    index: int
+    host: str
+    port: int
+
+    @property
+    def name(self) -> str:
+        """`chief`, `worker-0`, `ps-1`, `evaluator`: also its host name in a container and its file names."""
+        return task_name(self.role, self.index)
+
+    @property
+    def address(self) -> str:
+        """`host:port`, as in TF_CONFIG."""
+        return f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """The tasks of a run and the strategy that trains on them.
+
+    Attributes:
+        strategy: a key of `strategies.STRATEGIES`.
+        tasks: chief first, then workers, parameter servers, evaluator, data dispatcher, data workers.
+        devices: replicas in each training task.
+        separate_chief: whether TF_CONFIG has a task of type `chief`. Without, and without parameter servers, the chief
+            is worker 0 there.
+        pipelines: with stages of a model, how many tasks have each stage: the tasks are those of one pipeline after the
+            other.
+    """
+
+    strategy: str
+    tasks: tuple[Task, ...]
+    devices: int = 1
+    separate_chief: bool = True
+    pipelines: int = 1
+
+    def of(self, role: Role) -> tuple[Task, ...]:
+        """Return the tasks of one role in index order."""
+        return tuple(task for task in self.tasks if task.role == role)
+
+    def task(self, name: str) -> Task:
+        """Return the task called `name`.
+
+        Raises:
+            UsageError: no task of this cluster has that name.
+        """
+        for task in self.tasks:
+            if task.name == name:
+                return task
+        raise UsageError(f"no task {name!r} in this cluster{nearest(name, [task.name for task in self.tasks])}")
+
+    @property
+    def members(self) -> tuple[Task, ...]:
+        """The tasks that form the TensorFlow cluster: none where one process trains alone."""
+        members = tuple(task for task in self.tasks if not task.role.beside)
+        return members if len(members) > 1 else ()
+
+    @property
+    def kind(self) -> Strategy:
+        """What is known of the strategy."""
+        return strategies.get(self.strategy)
+
+    @property
+    def strategy_class(self) -> str:
+        """TensorFlow's name of the strategy."""
+        return self.kind.class_name
+
+    @property
+    def stages(self) -> int:
+        """Into how many parts the model is cut, each on a device of its own; 1 where every replica has all of it."""
+        return (1 + len(self.of(Role.WORKER))) * self.devices // self.pipelines if self.kind.staged else 1
+
+    @property
+    def replicas(self) -> int:
+        """How many copies of the model compute gradients at the same time."""
+        if self.kind.staged:
+            return self.pipelines
+        if self.kind.served:
+            return len(self.of(Role.WORKER)) * self.devices
+        return (1 + len(self.of(Role.WORKER))) * self.devices
+
+    @property
+    def batch_divisor(self) -> int:
+        """What the global batch is divided by. A parameter-server step is one worker's step on a whole batch."""
+        return self.devices if self.kind.served else self.replicas
+
+    def serves(self, task: Task) -> bool:
+        """Whether the task only serves others (its program never ends by itself)."""
+        return task.role == Role.PS or task.role.prepares or (task.role == Role.WORKER and self.kind.served)
+
+    def calls_first(self, task: Task) -> tuple[Task, ...]:
+        """Return the tasks whose TensorFlow servers this task calls as soon as it forms the cluster."""
+        if self.kind.served:
+            return () if self.serves(task) else (*self.of(Role.WORKER), *self.of(Role.PS))
+        return self.of(Role.CHIEF) if task.role == Role.WORKER else ()
+
+    def restarts_alone(self, task: Task) -> bool:
+        """Whether the task may start again while the others go on; every other task takes the gang with it."""
+        return task.role.beside or (task.role == Role.WORKER and self.kind.served)
+
+    def without(self, names: Collection[str]) -> ClusterSpec:
+        """Return the cluster without the tasks of these names; the others keep theirs."""
+        return replace(self, tasks=tuple(task for task in self.tasks if task.name not in names))
+
+    def listening(self, ports: Sequence[int]) -> ClusterSpec:
+        """Return the cluster with its tasks on these ports of 127.0.0.1, one each."""
+        tasks = (replace(task, host="127.0.0.1", port=port) for task, port in zip(self.tasks, ports, strict=True))
+        return replace(self, tasks=tuple(tasks))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the form saved as `cluster.json`."""
+        return {
+            "strategy": self.strategy,
+            "devices": self.devices,
+            "separate_chief": self.separate_chief,
+            "pipelines": self.pipelines,
+            "tasks": [asdict(task) for task in self.tasks],
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> ClusterSpec:
+        """Return the cluster that `to_json` described."""
+        tasks = tuple(Task(Role(t["role"]), t["index"], t["host"], t["port"]) for t in value["tasks"])
+        return cls(
+            value["strategy"], tasks, value["devices"], value.get("separate_chief", True), value.get("pipelines", 1)
+        )
+
+
+def task_name(role: Role, index: int) -> str:
+    """Return a task's name. Of some roles there is one task at most, so these carry no index."""
+    return role.value if role.single else f"{role.value}-{index}"
+
+
+def parse_count(name: str, value: object, low: int, high: int) -> int:
+    """Return `value` as a whole number from `low` to `high`.
+
+    Raises:
+        UsageError: it is not one; the message names the option `name`.
+    """
+    text = str(value).strip()
+    if not re.fullmatch(r"[+-]?\d{1,18}", text) or not low <= int(text) <= high:
+        raise UsageError(f"--{name} {text!r}: expected a whole number from {low} to {high}")
+    return int(text)
+
+
+def check_run_name(name: str) -> str:
+    """Return `name` if it can name a run.
+
+    Raises:
+        UsageError: it holds a slash or anything else that a folder or a Compose project cannot carry.
+    """
+    if not RUN_NAME.fullmatch(name):
+        raise UsageError(
+            f"run name {name!r}: expected letters, digits, '.', '_' or '-', at most 63, the first a letter or digit"
+        )
+    return name
+
+
+def build(
+    workers: object = 2,
+    ps: object = 0,
+    evaluator: bool = False,
+    strategy: str = "auto",
+    devices: object = 1,
+    ports: tuple[int, ...] | None = None,
+    separate_chief: bool = True,
+    pipelines: int = 1,
+    data_workers: object = 0,
+) -> ClusterSpec:
+    """Return the cluster for the options of a command line.
+
+    Args:
+        workers: `worker` tasks beside the chief.
+        ps: parameter servers.
+        evaluator: whether a task evaluates every new checkpoint.
+        strategy: `auto` or a key of `strategies.STRATEGIES`.
+        devices: replicas in each training task.
+        ports: a free port on 127.0.0.1 for each task, for local processes; None for containers, which have a host
+            name each and listen on `TASK_PORT`.
+        separate_chief, pipelines: see `ClusterSpec`.
+        data_workers: tasks that prepare batches for those that train, with a dispatcher; 0: none.
+
+    Raises:
+        UsageError: a count is out of range, or the strategy does not fit the topology.
+    """
+    num_workers = parse_count("workers", workers, 0, MAX_TASKS)
+    num_ps = parse_count("ps", ps, 0, MAX_TASKS)
+    num_devices = parse_count("devices", devices, 1, MAX_DEVICES)
+    num_data = parse_count("data-workers", data_workers, 0, MAX_TASKS)
+    resolved = strategies.resolve(strategy, num_workers, num_ps, num_devices).name
+    slots = [(Role.CHIEF, 0)]
+    slots += [(Role.WORKER, index) for index in range(num_workers)]
+    slots += [(Role.PS, index) for index in range(num_ps)]
+    slots += [(Role.EVALUATOR, 0)] if evaluator else []
+    slots += [(Role.DATA_DISPATCHER, 0)] if num_data else []
+    slots += [(Role.DATA_WORKER, index) for index in range(num_data)]
+    tasks = tuple(Task(role, index, task_name(role, index), TASK_PORT) for role, index in slots)
+    cluster = ClusterSpec(resolved, tasks, num_devices, separate_chief, pipelines)
+    return cluster.listening(ports) if ports else cluster

@@ -1,0 +1,113 @@
+"""Runs a program of ours that calls the user's code, and returns its result through a file.
+
+The user's code may print, exit, start processes or never return. So what it prints goes to stderr and is not part of
+the result; a program without a result has failed, whatever its exit code; and after a timeout the program and all that
+it started in its process group are killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from cluster.contract import settings
+from cluster.system import processes
+from cluster.system.errors import ClusterError, PrerequisiteError, TimedOut, UsageError
+from cluster.system.messages import NOISE
+from cluster.system.scratch import scratch_folder
+
+RESULT_FILE = "RESULT_FILE"
+"""The environment variable that names the file for the result."""
+
+ERRORS = {error.exit_code: error for error in (ClusterError, UsageError, PrerequisiteError, TimedOut)}
+
+
+def run(command: Sequence[str], what: str, setting: str, *, cwd: Path, environment: Mapping[str, str]) -> Any:
+    """Run a program that calls `reply`; return its result.
+
+    Args:
+        command: the program and its arguments.
+        what: which code of the user's it calls, for errors.
+        setting: the one of `settings.SECONDS` that is its timeout.
+        cwd: its working directory.
+        environment: its environment.
+
+    Raises:
+        ClusterError: the error that it replied with, or there was no reply.
+    """
+    timeout_s = settings.seconds(setting)
+    with scratch_folder() as scratch:  # also for temporary files of TensorFlow, which leaves them behind
+        file = scratch / "result.json"
+        process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env={**environment, RESULT_FILE: str(file), "TMPDIR": str(scratch)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+            preexec_fn=processes.die_with_parent,
+        )
+        printer = threading.Thread(target=_print, args=(process.stdout,), daemon=True)  # it closes what it reads
+        printer.start()
+        try:
+            code = _wait(process, timeout_s)
+        finally:
+            processes.signal_group(process, signal.SIGKILL)
+            process.wait()
+            printer.join(1.0)  # a process that left the group may still hold the pipe
+        if code is None:
+            raise TimedOut(
+                f"{what} did not return in {timeout_s:g} s; fix what it waits for, or set {setting} to more seconds"
+            )
+        return _read(file, what, code)
+
+
+def _print(output: IO[bytes]) -> None:
+    """Copy the program's output to stderr, so that nobody takes it for ours."""
+    sys.stderr.flush()
+    with output:
+        for line in output:
+            if not any(part in line for part in NOISE):
+                with contextlib.suppress(OSError):
+                    os.write(2, line)
+
+
+def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
+    """Return the exit code; None if the program still runs after the timeout."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return processes.wait(process, timeout_s)
+    return None
+
+
+def _read(file: Path, what: str, code: int) -> Any:
+    try:
+        result = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        end = f"signal {-code}" if code < 0 else f"exit code {code}"
+        raise UsageError(f"{what} ended the program with {end} instead of returning; fix it and try again") from None
+    if "error" in result:
+        raise ERRORS.get(result["exit_code"], ClusterError)(result["error"])
+    return result["value"]
+
+
+def reply(body: Callable[[], Any]) -> int:
+    """Write what a function returns, or the error that it raises, to the result file; return the exit code."""
+    result, code = {}, 0
+    try:
+        result["value"] = body()
+    except ClusterError as error:
+        result, code = {"error": str(error), "exit_code": error.exit_code}, error.exit_code
+    file = Path(os.environ[RESULT_FILE])
+    scratch = file.with_suffix(".part")
+    scratch.write_text(json.dumps(result))
+    scratch.replace(file)
+    return code

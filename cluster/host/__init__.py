@@ -1,0 +1,1 @@
+"""What you type, on the machine where you type it: commands, plans, runtimes, checks, views."""

@@ -1,0 +1,90 @@
+"""What campaigns found: a line for each run in a record file, and the table in docs/faults.md that counts them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from cluster.host.checks import documents
+from cluster.host.checks.campaign.cases import CASES
+from cluster.host.checks.campaign.volleys import PHASES, WEIGHTS
+from cluster.system.journal import append_json, read_json_lines
+from cluster.system.paths import ROOT
+
+RECORD = ROOT / "docs" / "storms.jsonl"
+PAGE = ROOT / "docs" / "faults.md"
+BEGIN = documents.begin("invoke chaos campaign --write")
+
+Row = dict[str, Any]
+SAME, CHANGED, NOT_COMPARED = "same", "changed", "not compared"
+
+
+def add(row: Row, path: Path = RECORD) -> None:
+    """Append the row of a run to the record file."""
+    append_json(path, row)
+
+
+def read(path: Path = RECORD) -> list[Row]:
+    """Return all rows of the record file."""
+    return list(read_json_lines(path))
+
+
+def row(
+    case: str, seed: str, commit: str, faults: Sequence[dict[str, Any]], *, lost: str, bits: str, seconds: float
+) -> Row:
+    """Return the row of a run.
+
+    Args:
+        case: key of `CASES`.
+        seed: that its faults were drawn from.
+        commit: of this project.
+        faults: that were injected.
+        lost: why the run did not succeed; empty where it did.
+        bits: `SAME`, `CHANGED` or `NOT_COMPARED`.
+        seconds: from the start to the end of the run.
+    """
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": commit,
+        "case": case,
+        "seed": seed,
+        "kinds": dict(Counter(fault["kind"] for fault in faults)),
+        "phases": dict(Counter(fault["phase"] for fault in faults)),
+        "lost": lost,
+        "bits": bits,
+        "seconds": round(seconds, 1),
+    }
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Return the counts of all runs as Markdown: by kind of run, then faults by kind and by phase."""
+    lines = ["| runs of | runs | faults | lost | compared | bits changed |", "|---|---:|---:|---:|---:|---:|"]
+    groups = [(f"`{name}`", [row for row in rows if row["case"] == name]) for name in CASES]
+    bad = max((at for at, row in enumerate(rows, 1) if row["lost"] or row["bits"] == CHANGED), default=0)
+    since = [("since the last run that was lost or changed", list(rows[bad:]))] if bad else []
+    for title, group in [*groups, ("all", list(rows)), *since]:
+        compared = [row for row in group if row["bits"] != NOT_COMPARED]
+        counts = [
+            len(group),
+            sum(sum(row["kinds"].values()) for row in group),
+            sum(bool(row["lost"]) for row in group),
+            len(compared),
+            sum(row["bits"] == CHANGED for row in compared),
+        ]
+        lines.append(f"| {title} | {' | '.join(map(str, counts))} |")
+    for title, names in (("kind", WEIGHTS), ("phase", PHASES)):
+        total: Counter[str] = Counter()
+        for row in rows:
+            total.update(row[f"{title}s"])
+        lines += ["", f"| {title} | {' | '.join(names)} |", f"|---|{'---:|' * len(names)}"]
+        lines.append(f"| faults | {' | '.join(str(total[name]) for name in names)} |")
+    dates = sorted({row["date"] for row in rows})
+    return [*lines, "", f"From {dates[0]} to {dates[-1]}." if dates else "No run yet."]
+
+
+def write() -> None:
+    """Renew the table in docs/faults.md from the record file."""
+    documents.renew([PAGE], BEGIN, table(read()))

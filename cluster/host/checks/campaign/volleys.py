@@ -1,0 +1,125 @@
+"""The faults of one run, drawn from a seed: volleys of several at once, and more of them while the run recovers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.contract.spec import ClusterSpec
+
+AGENT = "agent"
+
+PHASES: dict[str, Callable[[dict[str, Any]], bool]] = {
+    # What the task's heartbeat says then; changes of state are written at once.
+    "start": lambda beat: beat["state"] == "starting",
+    "rendezvous": lambda beat: beat["state"] == "waiting",
+    "compile": lambda beat: beat["state"] == "compiling",
+    "step": lambda beat: beat["state"] == "training",
+    "save": lambda beat: beat["state"] == "saving" and not _last(beat),
+    "evaluate": lambda beat: beat["state"] == "evaluating",
+    "export": lambda beat: beat["state"] == "saving" and _last(beat),
+    "end": lambda beat: beat["state"] in ("done", "stopped"),
+}
+OPENING = {"step": 4, "save": 3, "evaluate": 2}
+"""In which phase the first fault of a volley comes, and how often each is drawn."""
+RECOVERING = ("start", "rendezvous", "compile")
+"""The phases of the restart that the first fault of a volley causes."""
+LAST_PHASES = {"export": 2, "end": 1}
+"""In which phase the first faults of a run's last volleys come, and how often each is drawn."""
+
+WEIGHTS = {
+    "kill": 10, AGENT: 4, "corrupt": 1, "lose": 2, "slow": 1, "pause": 1, "partition": 2, "oom": 2, "stop": 1,
+    "diskfull": 1,
+}  # fmt: skip
+"""How often each kind is drawn; `agent`: SIGKILL of the agent, whose program the kernel then kills."""
+ENDING = frozenset({"stop", "diskfull"})
+"""The kinds after which the run is resumed: that takes as long as ten restarts, so a run has one of them at most."""
+LASTS_S = {
+    "lose": (0.1, 3.0),
+    "slow": (0.5, 3.0),
+    "pause": (0.2, 14.0),
+    "partition": (0.2, 14.0),
+    "oom": (0.5, 1.0),
+    "diskfull": (2.0, 6.0),
+}
+"""Shortest and longest time of the kinds that last: shorter and longer than it takes to notice them."""
+MORE = (0, 1, 3, 4, 5, 6)
+"""How many faults follow the first of a volley, each as often."""
+APART_S = 0.6
+"""Longest time between two faults that come together."""
+
+
+@dataclass(frozen=True)
+class Shot:
+    """One fault of a volley.
+
+    Attributes:
+        kind: of fault.
+        task: the task.
+        phase: in which the task is to be; empty: whichever it is in.
+        after_s: how long after the fault before it.
+        lasts_s: after which it is undone.
+    """
+
+    kind: str
+    task: str
+    phase: str
+    after_s: float
+    lasts_s: float
+
+
+@dataclass(frozen=True)
+class Volley:
+    """Faults that come together, or one while the run recovers from the other.
+
+    Attributes:
+        steps: how many new steps the run does before.
+        wait_s: how long it trains before, where it reports no steps.
+        shots: the faults.
+    """
+
+    steps: int
+    wait_s: float
+    shots: tuple[Shot, ...]
+
+
+def draw(spec: ClusterSpec, seed: str, kinds: Collection[str]) -> Iterator[tuple[Volley, Volley]]:
+    """Yield volleys without end, each in two forms: for the middle of a run, and for its end.
+
+    Args:
+        spec: the cluster.
+        seed: determines them.
+        kinds: of faults that the run outlives, or can be resumed after.
+    """
+    dice = random.Random(seed)  # noqa: S311  # chaos needs to be repeated, not to be secret
+    names = [task.name for task in spec.tasks]
+    weights = {kind: weight for kind, weight in WEIGHTS.items() if kind in kinds}
+
+    def shot(phase: str, after_s: float) -> Shot:
+        kind = dice.choices(list(weights), list(weights.values()))[0]
+        if kind in ENDING:
+            for each in ENDING & weights.keys():
+                del weights[each]
+        return Shot(kind, dice.choice(names), phase, after_s, dice.uniform(*LASTS_S.get(kind, (0.0, 0.0))))
+
+    while True:
+        first = shot(dice.choices(list(OPENING), list(OPENING.values()))[0], 0.0)
+        more = []
+        for _ in range(dice.choice(MORE)):
+            phase = dice.choice(RECOVERING) if dice.random() < 0.6 else ""
+            more.append(shot(phase, 0.0 if phase else dice.uniform(0, APART_S)))
+        volley = Volley(dice.randint(2, 25), dice.uniform(0.1, 2.0), (first, *more))
+        phase = dice.choices(list(LAST_PHASES), list(LAST_PHASES.values()))[0]
+        last = Shot(first.kind, first.task, phase, 0.0, first.lasts_s)
+        yield volley, Volley(0, volley.wait_s, (last, *more))
+
+
+def phase_of(beat: dict[str, Any] | None) -> str:
+    """Return the phase that a task's heartbeat reports."""
+    return next((name for name, reached in PHASES.items() if beat and reached(beat)), "start")
+
+
+def _last(beat: dict[str, Any]) -> bool:
+    return bool(beat["step"] > 0 and beat["step"] == beat.get("steps_total"))

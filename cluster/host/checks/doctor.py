@@ -1,0 +1,113 @@
+"""Prerequisite checks, each with its fix."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from cluster.contract.findings import Finding
+from cluster.host.checks.gpu import bandwidth as allreduce
+from cluster.host.checks.gpu import host as gpu_host
+from cluster.host.image import locks
+from cluster.host.launch import folders
+from cluster.host.runtime import registry, tensorboard
+from cluster.system.errors import UsageError
+from cluster.system.messages import short_path
+
+LOCKS = ("host", "train-cpu", "tensorboard")
+
+
+def examine(port: int = tensorboard.PORT) -> list[Finding]:
+    """Return what this machine has and lacks. Nothing is changed, and only `gpu_host` starts a container."""
+    machine = [_python(), _packages(), _processor(), _disk(), _data(), _port(port)]
+    found = [each for runtime in registry.RUNTIMES.values() for each in runtime.examine()]
+    return [*machine, *found, *gpu_host.examine()]
+
+
+def look(*, bandwidth: bool = False, gpus: str = "", runtime: str = "") -> dict[str, Any]:
+    """Return what this machine has and lacks, as `invoke doctor --json` shows it.
+
+    Args:
+        runtime: whose nodes are examined, too; empty for none.
+        bandwidth: whether the all-reduce between GPUs is measured, too.
+        gpus: between which; empty for all.
+
+    Raises:
+        UsageError: GPUs are named, and nothing is measured between them.
+    """
+    if gpus and not bandwidth:
+        raise UsageError(
+            f"--gpus {gpus} without --bandwidth: it says between which to measure; add it, or leave both out"
+        )
+    measured = [allreduce.examine(gpus)] if bandwidth else []
+    remote = registry.get(runtime).examine_hosts(folders.runs_dir(), folders.data_dir()) if runtime else []
+    return report([*examine(), *remote, *measured])
+
+
+def report(findings: list[Finding]) -> dict[str, Any]:
+    """Return the findings, and whether none must be mended."""
+    return {"ok": all(f.state != "failed" for f in findings), "findings": [asdict(f) for f in findings]}
+
+
+def _python() -> Finding:
+    version = platform.python_version()
+    if (3, 11) <= sys.version_info[:2] <= (3, 13):
+        return Finding("python", "ok", version)
+    return Finding("python", "failed", version, "install Python 3.11 to 3.13, delete .venv and run `make setup`")
+
+
+def _packages() -> Finding:
+    wrong = []
+    for name, version in locked():
+        try:
+            installed = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            installed = "missing"
+        if installed != version:
+            wrong.append(f"{name} {installed} instead of {version}")
+    if wrong:
+        return Finding("packages", "failed", ", ".join(wrong[:5]), "make setup")
+    return Finding("packages", "ok", f"as locked in requirements/ ({', '.join(LOCKS)})")
+
+
+def locked() -> list[tuple[str, str]]:
+    """Return the packages and versions that the locks pin for this machine."""
+    return sorted({(pin.name, pin.version) for lock in LOCKS for pin in locks.pins(lock) if pin.applies()})
+
+
+def _processor() -> Finding:
+    cores = len(os.sched_getaffinity(0))
+    if cores >= 2:
+        return Finding("processor", "ok", f"{cores} cores, {platform.machine()}")
+    return Finding("processor", "warning", "1 core", "a cluster of several tasks is slow on one core")
+
+
+def _disk() -> Finding:
+    folder = folders.runs_dir()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    writable = os.access(folder, os.W_OK)
+    if free >= folders.MIN_FREE_BYTES and writable:
+        return Finding("disk", "ok", f"{free / 2**30:.1f} GiB free for {short_path(folders.runs_dir())}")
+    detail = f"{free / 2**20:.0f} MiB free" if writable else f"{folder} cannot be written"
+    return Finding("disk", "failed", detail, "free space, or set RUNS_DIR to another folder")
+
+
+def _data() -> Finding:
+    folder = folders.data_dir() / "arrays"
+    ready = sorted(path.parent.name for path in folder.glob("*/arrays.json"))
+    if ready:
+        return Finding("data", "ok", ", ".join(ready))
+    return Finding("data", "warning", f"nothing is prepared in {short_path(folders.data_dir())}", "invoke data.prepare")
+
+
+def _port(port: int) -> Finding:
+    if problem := tensorboard.port_problem(folders.runs_dir(), port):
+        return Finding("tensorboard port", "warning", problem[0], "nothing to do: TensorBoard takes a free port")
+    return Finding("tensorboard port", "ok", f"127.0.0.1:{port} is free or ours")

@@ -1,0 +1,41 @@
+"""Tables in documents that a command renews, each between two lines that say so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from cluster.system.errors import ClusterError
+from cluster.system.messages import short_path
+
+END = "<!-- its end -->"
+
+
+def begin(command: str) -> str:
+    """Return the line before the table that a command renews."""
+    return f"<!-- the table that `{command}` renews -->"
+
+
+def written(path: Path, begin: str) -> list[str]:
+    """Return the table that a document has after the line `begin`.
+
+    Raises:
+        ClusterError: it has no place for one.
+    """
+    _, found, rest = path.read_text().partition(f"{begin}\n")
+    inside, end, _ = rest.partition(f"{END}\n")
+    if not found or not end:
+        raise ClusterError(f"{short_path(path)} has no lines {begin!r} and {END!r}; put them where the table belongs")
+    return inside.splitlines()
+
+
+def renew(paths: Sequence[Path], begin: str, lines: Sequence[str]) -> None:
+    """Put a table into every document in place of the one after the line `begin`; into none if one has no place."""
+    texts = {path: _renewed(path, begin, lines) for path in paths}
+    for path, text in texts.items():
+        path.write_text(text)
+
+
+def _renewed(path: Path, begin: str, lines: Sequence[str]) -> str:
+    old = "\n".join([begin, *written(path, begin), END, ""])
+    return path.read_text().replace(old, "\n".join([begin, *lines, END, ""]))

@@ -1,0 +1,174 @@
+"""`invoke rerun`: a run once more from its manifest, compared step by step and bit by bit."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cluster.contract.run import membership
+from cluster.contract.run.folder import RunFolder
+from cluster.host.control import watch
+from cluster.host.launch import manifest, planning, startup, teardown
+from cluster.host.options.request import Request
+from cluster.host.runtime.base import Shell
+from cluster.host.view.ended import ended_lines
+from cluster.system.errors import EXIT_DONE, EXIT_FAILED, UsageError
+from cluster.system.messages import counted, plain, short_path
+
+COMPARED = ("code", "locks", "image", "config", "own_code", "cluster", "data", "environment")
+"""The parts of a manifest in which two runs may differ."""
+EXPECTED = ("cluster.tasks",)
+"""Addresses: local tasks get free ports."""
+CODE_HASHES = tuple(f"code.{part}_sha256" for part in manifest.CODE)
+"""Where two runs agree in these, their commits differ in documentation or tests alone."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How far two runs are from each other."""
+
+    verdict: str
+    """`identical`, `within tolerance` or `different`."""
+    steps_compared: int
+    max_relative: float
+    """Largest relative difference between the losses of a step."""
+    from_step: int | None
+    """The first step whose losses differ."""
+    same_weights: bool
+    differences: list[str]
+    """What differs between the manifests."""
+
+    @property
+    def lines(self) -> list[str]:
+        """The verdict as lines of text."""
+        losses = f"the losses of {counted(self.steps_compared, 'logged step')}"
+        weights = "the final weights are the same bits" if self.same_weights else "the final weights differ"
+        if self.verdict == "identical":
+            return [f"identical: {losses} and the final weights are the same bits"]
+        far = (
+            "the losses are the same"
+            if self.from_step is None
+            else (f"the losses differ by up to {self.max_relative:.1e} (relative), from step {self.from_step} on")
+        )
+        first = f"{self.verdict}: {far} over {counted(self.steps_compared, 'logged step')}; {weights}"
+        return [first, *(f"differs: {difference}" for difference in self.differences)]
+
+
+def rerun(
+    run: RunFolder, runtime: str, tolerance: float, sh: Shell, *, trust: bool = False
+) -> tuple[RunFolder, Verdict | None]:
+    """Make a run again and compare.
+
+    Args:
+        run: that succeeded.
+        runtime: `docker`, `local`, or `auto`; empty: the run's own.
+        tolerance: largest relative difference between two losses that is still taken for equal.
+        sh: runs commands.
+        trust: whether the run may be one that this user did not start.
+
+    Returns:
+        The new run, and the verdict; None where it did not succeed.
+
+    Raises:
+        UsageError: there is nothing to compare with.
+    """
+    _check(run)
+    runtime = runtime or str(manifest.read(run).get("runtime", "auto"))
+    request = Request(again=run.name, runtime=runtime, tensorboard_port="0", trust=trust)
+    began = time.time()
+    planned = startup.begin(planning.plan(request), sh, began=began)
+    try:
+        ended = watch.follow(planned.run, lambda value: None)
+    except BaseException:
+        watch.kill(planned.run, sh)
+        raise
+    if left := teardown.finish(planned.run, sh):
+        print(left, file=sys.stderr)
+    return planned.run, compare(run, planned.run, tolerance) if ended["state"] == "succeeded" else None
+
+
+def parse_tolerance(text: str) -> float:
+    """Return a tolerance as a number.
+
+    Raises:
+        UsageError: it is none.
+    """
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) < math.inf:
+            return value
+    raise UsageError(f"--tolerance {text!r}: expected a number from 0, such as 1e-6")
+
+
+def _check(run: RunFolder) -> None:
+    if run.script:
+        raise UsageError(
+            f"run {run.name!r} is a script's, which reports no losses to compare; start it again with `up`"
+        )
+    state = (run.ended or {}).get("state", "in progress")
+    if state != "succeeded":
+        raise UsageError(f"run {run.name!r} is {state}: expected one that succeeded; finish it with --resume first")
+    if not run.manifest.exists():
+        raise UsageError(f"run {run.name!r} has no manifest.json: it was made before there were any; start a new one")
+
+
+def compare(first: RunFolder, second: RunFolder, tolerance: float) -> Verdict:
+    """Compare two runs that succeeded."""
+    losses, others = first.losses(), second.losses()
+    apart = {
+        step: abs(losses[step] - others[step]) / max(abs(losses[step]), 1e-30)
+        for step in sorted(losses.keys() & others.keys())
+    }
+    from_step = next((step for step, difference in apart.items() if difference > 0), None)
+    same = len({(run.ended or {}).get("weights_sha256") for run in (first, second)}) == 1
+    largest = max(apart.values(), default=0.0)
+    same_steps = losses.keys() == others.keys()
+    if same and from_step is None and same_steps:
+        kind = "identical"
+    else:
+        kind = "within tolerance" if 0 < tolerance >= largest and same_steps else "different"
+    differences = [*_differences(first, second)] if kind != "identical" else []
+    return Verdict(kind, len(apart), largest, from_step, same, differences)
+
+
+def exit_code(verdict: Verdict | None) -> int:
+    """Return 0 for a run that came out the same, 1 for any other."""
+    return EXIT_DONE if verdict and verdict.verdict != "different" else EXIT_FAILED
+
+
+def lines(second: RunFolder, verdict: Verdict | None) -> list[str]:
+    """Return what is printed of a run that was made again."""
+    folder = short_path(second.path)
+    if verdict is None:
+        return ended_lines(second, folder)
+    return [*map(plain, verdict.lines), f"run folder   {folder}"]  # manifests hold what the tasks wrote
+
+
+def to_json(second: RunFolder, verdict: Verdict | None) -> dict[str, Any]:
+    """Return the same for programs."""
+    return {"run": second.name, **(asdict(verdict) if verdict else {"verdict": "failed"})}
+
+
+def _differences(first: RunFolder, second: RunFolder) -> Iterator[str]:
+    """Yield each value in which the manifests differ."""
+    for run in (first, second):
+        for change in membership.changes(run):
+            yield f"tasks: {run.name} went on {membership.describe(change)}"
+    ones, others = (dict(_flat(manifest.read(run))) for run in (first, second))
+    same_code = all(ones.get(key, "") == others.get(key) for key in CODE_HASHES)
+    expected = (*EXPECTED, "code") if same_code else EXPECTED
+    for key in sorted(ones.keys() | others.keys()):
+        if key.startswith(COMPARED) and not key.startswith(expected) and ones.get(key) != others.get(key):
+            yield f"{key}: {ones.get(key)} there, {others.get(key)} here"
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, part in value.items():
+            yield from _flat(part, f"{prefix}.{key}" if prefix else key)
+    else:
+        yield prefix, value

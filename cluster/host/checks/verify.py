@@ -1,0 +1,298 @@
+"""Short real trainings with every strategy and both loops: whether each trains, and whether their results agree.
+
+Each is an `invoke up` of its own, one after the other, in a temporary folder of runs.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.strategies import STRATEGIES, Strategy
+from cluster.host.checks import documents
+from cluster.host.launch import folders
+from cluster.host.view.columns import columns
+from cluster.system import process_table
+from cluster.system.errors import EXIT_DONE, EXIT_PREREQUISITE, RunFailed
+from cluster.system.messages import counted, short_path
+from cluster.system.paths import ROOT
+
+DATASET = "fashion_mnist"
+STEPS = 20
+TRAINING = f"--max-steps {STEPS} --log-every 1 --steps-per-loop 5 --evaluate-every 1000".split()
+"""A short training that logs every step and is evaluated only at its end."""
+
+PARITY_STEPS = 10
+PARITY = 1e-6
+"""Largest relative difference between the losses of the first steps and the reference's, from the order of sums."""
+ACCURACY = 0.002
+"""Largest difference between the accuracy on the test set and the reference's."""
+BAND = 0.05
+"""Largest relative difference between an asynchronous training's evaluation loss and the reference's."""
+
+CASE_LIMIT_S = 90.0
+LIMIT_S = 285.0
+"""Seconds for all cases together."""
+
+OK, FAILED, UNVERIFIED = "ok", "failed", "not verified on hardware"
+
+DOCUMENTS = (ROOT / "docs" / "strategies.md",)
+BEGIN = documents.begin("invoke verify --write")
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training: the options of `up`."""
+
+    strategy: str
+    loop: str
+
+    @property
+    def kind(self) -> Strategy:
+        """The strategy's record."""
+        return STRATEGIES[self.strategy]
+
+    @property
+    def options(self) -> str:
+        """The options of `up` that choose the strategy."""
+        return f"--strategy {self.strategy} {self.kind.trial}".strip()
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return f"{self.strategy}-{self.loop}"
+
+
+CASES = tuple(
+    Case(name, loop)
+    for name, record in STRATEGIES.items()
+    for loop in ("custom", "fit")
+    if loop == "custom" or not record.staged
+)
+"""The first one is the reference: the others are compared with it."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a case's run ended."""
+
+    code: int | None
+    """Exit code of `up`; None where it did not end by itself."""
+    problem: str = ""
+    """Why it counts as failed; empty where it trained as it should."""
+    seconds: float = 0.0
+    keras: str | None = None
+    losses: dict[int, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    weights: str | None = None
+
+
+def examine(log: Callable[[str], object]) -> list[Row]:
+    """Run every case; return its row, as `invoke verify --json` shows it.
+
+    Args:
+        log: called with a line of text whenever a case has ended.
+    """
+    deadline, reference = time.monotonic() + LIMIT_S, None
+    rows: list[Row] = []
+    same: dict[str | None, Case] = {}
+    runs = Path(tempfile.mkdtemp(prefix="tf-cluster-verify-"))
+    # SIGTERM is handled as Ctrl-C is: what was started must be ended.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        for case in CASES:
+            ended = train(case, runs, min(CASE_LIMIT_S, deadline - time.monotonic()))
+            if case == CASES[0] and not ended.problem:
+                reference = ended
+            row = judge(case, ended, reference)
+            if row["status"] == OK and (first := same.setdefault(ended.weights, case)) != case:
+                row["detail"] += f", same weights as {first.name}"
+            rows.append(row)
+            log(f"{len(rows)}/{len(CASES)}  {case.name}: {row['status']}")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if failed(rows):
+            log(f"run folders of what failed, and the output of `up`: {runs}")
+        else:
+            shutil.rmtree(runs)
+    return rows
+
+
+def failed(rows: list[Row]) -> int:
+    """Return how many rows failed."""
+    return sum(row["status"] == FAILED for row in rows)
+
+
+def train(case: Case, runs: Path, limit_s: float) -> Ended:
+    """Run a case in a folder of runs; whatever it started has ended when this returns."""
+    if limit_s <= 0:
+        return Ended(None, f"not started: all cases have {LIMIT_S:g} s together, and these are over")
+    log, scratch, began = runs / f"{case.name}.log", runs / "tmp", time.monotonic()
+    scratch.mkdir(exist_ok=True)  # a TensorFlow process that is ended leaves temporary files behind
+    up = None
+    with log.open("wb") as output:
+        try:
+            up = subprocess.Popen(
+                command(case),
+                cwd=ROOT,
+                env=os.environ | {"RUNS_DIR": str(runs), "DATA_DIR": str(folders.data_dir()), "TMPDIR": str(scratch)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C is for us: we end it
+            )
+            code = up.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            process_table.kill_with_environment("RUNS_DIR", str(runs))
+            if up:  # Ctrl-C may come while it is being started
+                up.wait()
+    printed = log.read_text(errors="replace").splitlines()
+    return _read(RunFolder(runs / case.name), code, printed, time.monotonic() - began)
+
+
+def command(case: Case) -> list[str]:
+    """Return the command that runs a case."""
+    options = f"up --name {case.name} --runtime local --tensorboard-port 0 {case.options} --loop {case.loop}"
+    return [sys.executable, "-m", "invoke", *options.split(), "--", *TRAINING]
+
+
+def judge(case: Case, ended: Ended, reference: Ended | None) -> Row:
+    """Return a case's row.
+
+    Args:
+        case: what was run.
+        ended: how that ended.
+        reference: how the first case ended; None where that failed.
+    """
+    parity = None
+    if case.kind.hardware and ended.code == EXIT_PREREQUISITE:
+        status, detail = UNVERIFIED, ended.problem
+    elif ended.problem:
+        status, detail = FAILED, ended.problem
+    elif reference is None:
+        status, detail = FAILED, f"nothing to compare it with: {CASES[0].name} failed"
+    else:
+        if case.kind.synchronous:
+            apart = [abs(ended.losses[step] / reference.losses[step] - 1) for step in range(1, PARITY_STEPS + 1)]
+            parity = max(apart)
+        problem = _disagreement(ended, reference, parity)
+        status, detail = (FAILED, problem) if problem else (OK, _in_words(ended, parity))
+    return {
+        "strategy": case.kind.class_name,
+        "loop": case.loop,
+        "keras": ended.keras,
+        "status": status,
+        "parity": parity,
+        "detail": detail,
+    }
+
+
+def lines(rows: list[Row]) -> list[str]:
+    """Return the rows as a table for a terminal."""
+    shown = [
+        (
+            row["strategy"],
+            row["loop"],
+            row["keras"] or "-",
+            row["status"],
+            "-" if row["parity"] is None else f"{row['parity']:.1e}",
+            row["detail"],
+        )
+        for row in rows
+    ]
+    return columns([("STRATEGY", "LOOP", "KERAS", "STATUS", "PARITY", "DETAIL"), *shown], right=(4,))
+
+
+def table(rows: list[Row]) -> list[str]:
+    """Return the rows as a Markdown table that is the same on every machine where they end the same."""
+    lines = ["| options of `up` | strategy | `--loop` | Keras | status | parity |", "|---|---|---|---|---|---|"]
+    for case, row in zip(CASES, rows, strict=True):
+        parity = "reference" if case == CASES[0] else f"within {PARITY:.0e}".replace("e-0", "e-")
+        if not case.kind.synchronous:
+            parity = f"asynchronous: within {BAND:.0%}"
+        cells = [
+            row["strategy"],
+            row["loop"],
+            row["keras"] or "-",
+            row["status"],
+            parity if row["status"] == OK else "-",
+        ]
+        lines.append(f"| `{case.options}` | {' | '.join(cells)} |")
+    return lines
+
+
+def write(rows: list[Row]) -> list[str]:
+    """Renew the table in every document; return their paths as they are shown.
+
+    Raises:
+        RunFailed: a row failed, so nothing is written.
+    """
+    if count := failed(rows):
+        raise RunFailed(f"{counted(count, 'row')} failed, so no table is written; correct that and try again")
+    documents.renew(DOCUMENTS, BEGIN, table(rows))
+    return [short_path(path) for path in DOCUMENTS]
+
+
+def _read(run: RunFolder, code: int | None, printed: list[str], seconds: float) -> Ended:
+    """Return how a run ended, from its folder and the output of `up`."""
+    summary, result = run.ended or {}, run.result
+    losses = run.losses()
+    missing = [step for step in range(1, STEPS + 1) if step not in losses]
+    problem = ""
+    if code is None:
+        states = ", ".join(f"{name} {beat['state']}" for name, beat in run.heartbeats().items()) or "no task started"
+        problem = f"ended after {seconds:.0f} s because it was not done: {states}"
+    elif code != EXIT_DONE or summary.get("state") != "succeeded":
+        errors = [line.removeprefix("error: ") for line in printed if line.startswith("error: ")]
+        cause = summary.get("cause", {}).get("error")
+        problem = cause or (errors or [f"`up` ended with exit code {code}, the run {summary.get('state')}"])[-1]
+    elif summary["restarts"]:
+        problem = "; ".join(f"restarted: {restart['task']}, {restart['cause']}" for restart in summary["restarts"])
+    elif missing:
+        problem = f"the loss of step {missing[0]} is missing or not finite"
+    metrics = {name: value for name, value in summary.get("metrics", {}).items() if value is not None}
+    weights = summary.get("weights_sha256")
+    return Ended(code, problem, seconds, result.get("keras"), losses, metrics, weights)
+
+
+def _disagreement(ended: Ended, reference: Ended, parity: float | None) -> str:
+    """Return in which way a training and the reference disagree; empty where they agree.
+
+    Comparisons are written so that NaN disagrees.
+    """
+    first, last = ended.losses[1], ended.losses[STEPS]
+    if parity is None:
+        loss, expected = (each.metrics.get("eval_loss", math.nan) for each in (ended, reference))
+        if not last < first:
+            return f"it does not learn: loss {first:.4f} at step 1, {last:.4f} at step {STEPS}"
+        if not abs(loss / expected - 1) <= BAND:
+            return f"evaluation loss {loss:.4f}, {expected:.4f} in {CASES[0].name}: expected within {BAND:.0%}"
+        return ""
+    if not parity <= PARITY:
+        return f"losses up to {parity:.1e} from those of {CASES[0].name}: expected within {PARITY:.0e}"
+    accuracy, expected = (each.metrics.get("eval_accuracy", math.nan) for each in (ended, reference))
+    if not abs(accuracy - expected) <= ACCURACY:
+        return f"accuracy {accuracy:.4f}, {expected:.4f} in {CASES[0].name}: expected within {ACCURACY}"
+    return ""
+
+
+def _in_words(ended: Ended, parity: float | None) -> str:
+    how = "asynchronous, so compared by its convergence: " if parity is None else ""
+    accuracy, loss = (ended.metrics.get(name, math.nan) for name in ("eval_accuracy", "eval_loss"))
+    results = f"accuracy {accuracy:.4f}, evaluation loss {loss:.4f}"
+    return f"{how}loss {ended.losses[1]:.4f} to {ended.losses[STEPS]:.4f}, {results}, {ended.seconds:.0f} s"

@@ -1,0 +1,172 @@
+"""What all tasks share: optional positional arguments, errors in one line, a shell, output."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import invoke
+from invoke import Context, Exit
+from invoke.exceptions import CommandTimedOut, ThreadException, UnexpectedExit
+
+from cluster.host.cli import caller, parsing, task_help
+from cluster.host.cli.runner import Runner
+from cluster.host.image import engine
+from cluster.host.launch import folders
+from cluster.host.options.request import OPTIONS
+from cluster.system.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_PREREQUISITE,
+    EXIT_TIMEOUT,
+    EXIT_UNREAD,
+    EXIT_USAGE,
+    ClusterError,
+    TimedOut,
+)
+from cluster.system.json_files import DISK_FULL
+from cluster.system.messages import plain, short_path, system_error
+from cluster.system.paths import ROOT
+
+JSON_HELP = "print as JSON (default: no)"
+RUN_HELP = "run folder's name (default: the current run)"
+TRUST_HELP = OPTIONS["trust"].full_help
+KNOWN_CODES = (EXIT_USAGE, EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_INTERRUPTED)
+
+parsing.install()
+task_help.install()
+
+
+def task(*positional: str, **help_texts: str) -> Callable[[Callable[..., Any]], Any]:
+    """Return what makes a task of a function whose first argument is invoke's context.
+
+    Args:
+        positional: the options that may be given without their names.
+        help_texts: the help of every option by the name of its parameter, with its default.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Any:
+        return invoke.task(auto_shortflags=False, positional=positional, optional=positional, help=help_texts)(
+            report_errors(body)
+        )
+
+    return decorate
+
+
+def has_dry_run(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a task for which invoke's own --dry is enough: all that it changes, it changes by commands."""
+    body.has_dry_run = True  # type: ignore[attr-defined]
+    return body
+
+
+def report_errors(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Report an expected error in one line with its exit code, instead of a traceback."""
+
+    @functools.wraps(body)
+    def wrapped(c: Context, *arguments: Any, **options: Any) -> None:
+        ended = _refuse_dry(body, c) or _ended(body, (c, *arguments), options)
+        if caller.has_closed_output() and not (ended and ended.message):
+            ended = Exit(code=EXIT_UNREAD)
+        if ended:
+            raise ended
+
+    return wrapped
+
+
+def _refuse_dry(body: Callable[..., Any], c: Context) -> Exit | None:
+    """Refuse invoke's own --dry, which only keeps commands from being run, for tasks that may do more than that."""
+    if not c.config.run.dry or getattr(body, "has_dry_run", False):
+        return None
+    return Exit(f"error: invoke --dry {body.__name__}: it has no dry run; leave out --dry", code=EXIT_USAGE)
+
+
+def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Exit | None:
+    """Run a task; return the exit that it ends with, or None."""
+    message = None
+    try:
+        caller.normalise()
+        body(*arguments, **options)
+        return None
+    except Exit as ended:
+        return ended
+    except ClusterError as error:
+        message, code = f"error: {plain(str(error))}", error.exit_code
+    except UnexpectedExit as error:
+        code = error.result.exited if error.result.exited in KNOWN_CODES else EXIT_FAILED
+        if (
+            not error.result.stderr.strip().rpartition("\n")[2].startswith("error: ")
+        ):  # our own commands have reported theirs
+            message = f"error: {error.result.command!r} ended with exit code {error.result.exited}"
+    except BrokenPipeError:
+        code = EXIT_UNREAD
+    except ThreadException as error:  # from what shows a command's output
+        if any(each.type is not BrokenPipeError for each in error.exceptions):
+            raise
+        code = EXIT_UNREAD
+    except OSError as error:
+        message, code = f"error: {_explained(error)}", EXIT_FAILED
+    except KeyboardInterrupt:
+        message, code = "interrupted", EXIT_INTERRUPTED
+    return Exit(message, code=code)
+
+
+def _explained(error: OSError) -> str:
+    """Return what the system refused and what to do about it; the system does not always name the file."""
+    if error.errno in DISK_FULL and not error.filename:
+        where = short_path(folders.runs_dir())
+        return (
+            f"{where}, or a temporary folder: {error.strerror}; free space, or set RUNS_DIR or TMPDIR to another disk"
+        )
+    return f"{system_error(error)}; correct that and try again"
+
+
+def answer(question: str) -> str:
+    """Ask on the terminal; return the answer in lower case, `no` at its end (Ctrl-D)."""
+    try:
+        return input(question).strip().lower()
+    except EOFError:
+        print()
+        return "no"
+
+
+def show(value: Any, lines: Callable[[Any], Sequence[str]], *, as_json: bool) -> None:
+    """Print a value for programs, or as lines of text."""
+    if as_json:
+        print(json.dumps(value, indent=2))
+    elif text := lines(value):
+        print("\n".join(text))
+
+
+def in_checkout(c: Context) -> AbstractContextManager[None]:
+    """Run commands in the checkout, whatever its folder is called: invoke's own `cd` quotes only spaces."""
+    prefix: AbstractContextManager[None] = c.prefix(f"cd {shlex.quote(str(ROOT))}")
+    return prefix
+
+
+def shell(c: Context, *, aside: bool = False, quiet: bool = False) -> Callable[[str], object]:
+    """Return a function that runs a command in the checkout and shows its output.
+
+    Args:
+        c: the task's context.
+        aside: show the output on stderr, because a program reads stdout.
+        quiet: do not show the command itself, because a program may read the output.
+    """
+    c.config.runners.local = Runner
+
+    def sh(command: str) -> object:
+        bound_s = engine.patience_s(command)
+        how: dict[str, Any] = {} if bound_s is None else {"timeout": bound_s}
+        how |= {"echo": False, "out_stream": sys.stderr} if aside else {"echo": False} if quiet else {}
+        try:
+            with in_checkout(c):
+                return c.run(command, **how)
+        except CommandTimedOut as error:
+            message = f"{command!r} did not end in {bound_s:g} s and was killed; see whether `docker info` answers"
+            raise TimedOut(message) from error
+
+    return sh

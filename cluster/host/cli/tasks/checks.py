@@ -1,0 +1,158 @@
+"""The tasks that check: this machine, the strategies, a TF_CONFIG, whether a run repeats, and whether it recovers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import sys
+
+from invoke import Exit
+
+from cluster.contract import spec
+from cluster.host.checks import doctor as machine
+from cluster.host.checks import explain as explaining
+from cluster.host.checks import rerun as repetition
+from cluster.host.checks import verify as verification
+from cluster.host.checks.campaign import campaign, record
+from cluster.host.checks.campaign.cases import CASES
+from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, shell, show, task
+from cluster.host.control import chaos as injection
+from cluster.host.control import storm as storming
+from cluster.host.control.faults import CAMPAIGN, KINDS, STORM
+from cluster.host.launch import folders, startup
+from cluster.host.options.request import OPTIONS, Request
+from cluster.host.options.topology import topology as topology_of
+from cluster.host.view.findings import findings_lines
+from cluster.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, UsageError
+
+
+@task(
+    bandwidth="also measure the all-reduce between GPUs, which takes a minute (default: no)",
+    gpus="with --bandwidth, which: all, how many, or ids such as 0,1 (default: all)",
+    runtime="slurm or swarm: also examine its hosts, by a task on each (default: this machine alone)",
+    json=JSON_HELP,
+)
+def doctor(c, bandwidth=False, gpus="", runtime="", json=False):
+    """Check what this machine has and lacks, each with its fix; exit code 3 where something must be mended."""
+    value = machine.look(bandwidth=bandwidth, gpus=gpus, runtime=runtime)
+    show(value, findings_lines, as_json=json)
+    raise Exit(code=EXIT_DONE if value["ok"] else EXIT_PREREQUISITE)
+
+
+@task(write="renew the table in docs/strategies.md, if no row failed (default: no)", json=JSON_HELP)
+def verify(c, write=False, json=False):
+    """Train briefly with every strategy and both loops, and compare; exit code 1 if one failed."""
+    shell(c, aside=True)(startup.data_command("prepare", verification.DATASET))
+    rows = verification.examine(lambda line: print(line, file=sys.stderr, flush=True))
+    show({"rows": rows}, lambda _: verification.lines(rows), as_json=json)
+    if write:
+        print(f"renewed {' and '.join(verification.write(rows))}", file=sys.stderr)
+    raise Exit(code=EXIT_FAILED if verification.failed(rows) else EXIT_DONE)
+
+
+@task(
+    "run",
+    run=RUN_HELP,
+    runtime=f"{OPTIONS['runtime'].help} (default: the run's own)",
+    tolerance="largest relative difference between two losses that passes for equal (default: 0)",
+    trust=TRUST_HELP,
+    json=JSON_HELP,
+)
+def rerun(c, run=None, runtime="", tolerance="0", trust=False, json=False):
+    """Make a run once more and compare every logged loss and the final weights; exit code 0 where they are the same."""
+    folder = folders.find_run(run or "")
+    bound, sh = repetition.parse_tolerance(tolerance), shell(c, aside=json)
+    again, verdict = repetition.rerun(folder, runtime, bound, sh, trust=trust)
+    show(repetition.to_json(again, verdict), lambda _: repetition.lines(again, verdict), as_json=json)
+    raise Exit(code=repetition.exit_code(verdict))
+
+
+@task(
+    "kind",
+    "task",
+    kind=f"{', '.join(KINDS)}; {STORM}, or {CAMPAIGN} of several runs (default: none, it must be named)",
+    task="task such as worker-1 (default: none, it must be named; a storm draws its own)",
+    at_step="not before the run has done this many steps (default: 0, at once)",
+    whole="kill the task's agent too, as when its machine dies (default: no, its program alone)",
+    faults="of a storm or a campaign (default: 20)",
+    seed="of a storm or a campaign: the same one draws the same faults (default: 0)",
+    kinds="of a storm, such as kill,pause (default: all that this run can outlive)",
+    timeout="seconds to wait for the step, and for the recovery (default: 300)",
+    minutes="of a storm or a campaign: after which it injects no more (default: 60)",
+    cases=f"of a campaign: {', '.join(CASES)} (default: all)",
+    write="of a campaign: keep its counts in docs/storms.jsonl, renew the table in docs/faults.md (default: no)",
+    run=RUN_HELP,
+    json=JSON_HELP,
+)
+def chaos(
+    c, kind=None, task=None, at_step="0", whole=False, faults="20", seed="0", kinds="", timeout="300", minutes="60",
+    cases="", write=False, run="", json=False,
+):  # fmt: skip
+    """Inject a real fault into a run and report its cost, once the run has recovered or ended."""
+    if kind == CAMPAIGN:
+        count, number = spec.parse_count("faults", faults, 1, 10**6), spec.parse_count("seed", seed, 0, 2**31 - 1)
+        limit_s = spec.parse_count("minutes", minutes, 1, 10**5) * 60
+        log = functools.partial(print, file=sys.stderr, flush=True)
+        keep = record.add if write else lambda row: None
+        rows = campaign.main(campaign.chosen(cases), count, number, limit_s, log, keep)
+        if write:
+            record.write()
+        show({"runs": rows}, lambda _: campaign.lines(rows), as_json=json)
+        raise Exit(code=EXIT_FAILED if campaign.failed(rows) else EXIT_DONE)
+    folder, timeout_s = folders.find_run(run), spec.parse_count("timeout", timeout, 1, 10**9)
+    if kind == STORM:
+        count, drawn = spec.parse_count("faults", faults, 1, 10_000), [word for word in kinds.split(",") if word]
+        seed = spec.parse_count("seed", seed, 0, 2**31 - 1)
+        limit_s = spec.parse_count("minutes", minutes, 1, 10**5) * 60
+        raise Exit(code=storming.main(folder, count, seed, drawn, timeout_s, limit_s))
+    if not kind or (not task and kind in KINDS):
+        raise UsageError(f"chaos {kind or ''}: name a fault and a task, such as chaos kill worker-0, or chaos storm")
+    fault = injection.Fault(kind, task or "chief", spec.parse_count("at-step", at_step, 0, 10**12), whole)
+    injection.check(folder, fault)
+    result = injection.inflict(folder, fault, timeout_s)
+    show(dataclasses.asdict(result), lambda _: [f"{fault} at step {result.step}: {result.description}"], as_json=json)
+    raise Exit(code=EXIT_DONE if result.as_it_should else EXIT_FAILED)
+
+
+@task(
+    "run",
+    run="run whose cluster is explained (default: TF_CONFIG of the environment, else the current run)",
+    task="of a run or of the options of up: the task whose TF_CONFIG is looked at (default: the whole cluster)",
+    file="file with anybody's TF_CONFIG, or - for standard input (default: none)",
+    workers=OPTIONS["workers"].full_help,
+    ps=OPTIONS["ps"].full_help,
+    evaluator=OPTIONS["evaluator"].full_help,
+    devices=OPTIONS["devices"].full_help,
+    strategy=f"{OPTIONS['strategy'].help}; beside --file, what trains on it (default: the topology's)",
+    lint="only what is wrong with it (default: no)",
+    reach="also try every address from here, while the cluster runs (default: no)",
+    json=JSON_HELP,
+)
+def explain(
+    c, run=None, task="", file="", workers="", ps="", evaluator=False, devices="", strategy="", lint=False, reach=False,
+    json=False,
+):  # fmt: skip
+    """Draw a cluster in words and find the mistakes of its TF_CONFIG, ours or anybody's; exit code 1 for mistakes."""
+    topology = bool(workers or ps or evaluator or devices)
+    named = [words for words, given in ((f"run {run}", run), ("--file", file), ("options of up", topology)) if given]
+    if len(named) > 1:
+        raise UsageError(f"explain {' and '.join(named)}: explain one of them at a time")
+    variable = os.environ.get("TF_CONFIG")
+    if file or (variable is not None and not named):
+        text, source = (explaining.read_file(file), file) if file else (variable or "", "TF_CONFIG")
+        explained = explaining.of_text(text, source, strategy, reach=reach)
+    elif topology or (strategy and not run):
+        request = Request(workers=workers, ps=ps, evaluator=evaluator, devices=devices, strategy=strategy)
+        cluster = spec.build(**topology_of(request))
+        explained = explaining.of_cluster(cluster, "the cluster of these options", task, reach=reach)
+    else:
+        if not run and not any(folders.runs_dir().glob("*/cluster.json")):
+            raise UsageError(
+                "TF_CONFIG is not set, and there is no run; set it, name its --file, or give options of up: "
+                "invoke explain --workers 2"
+            )
+        folder = folders.find_run(run or "")
+        explained = explaining.of_cluster(folder.load_cluster(), f"run {folder.name}", task, reach=reach)
+    show(explained.to_json(), lambda _: explained.lines(lint=lint), as_json=json)
+    raise Exit(code=EXIT_DONE if explained.ok else EXIT_FAILED)

@@ -1,0 +1,61 @@
+"""The tasks `docs.*`: what is written in the documentation by a program."""
+
+from __future__ import annotations
+
+from cluster.contract import settings
+from cluster.host.checks import documents, troubles
+from cluster.host.cli.command_line import RUN_HELP, task
+from cluster.host.launch import folders
+from cluster.host.options.option import Group
+from cluster.host.options.request import OPTIONS
+from cluster.host.reports import screenshots as pictures
+from cluster.system.paths import ROOT
+
+PAGE = ROOT / "docs" / "options.md"
+BEGIN = documents.begin("invoke docs.options --write")
+PICTURES = ROOT / "docs" / "pictures"
+TROUBLES_PAGE = ROOT / "docs" / "troubleshooting.md"
+TROUBLES_BEGIN = documents.begin("invoke docs.troubleshooting --write")
+
+
+@task(write="renew them in docs/troubleshooting.md (default: no)")
+def troubleshooting(c, write=False):
+    """Show the tables of docs/troubleshooting.md."""
+    if write:
+        documents.renew([TROUBLES_PAGE], TROUBLES_BEGIN, troubles.page())
+    else:
+        print("\n".join(troubles.page()))
+
+
+@task(write="renew them in docs/options.md (default: no)")
+def options(c, write=False):
+    """Show the options of `up` and `plan` as the tables of docs/options.md."""
+    if write:
+        documents.renew([PAGE], BEGIN, tables())
+    else:
+        print("\n".join(tables()))
+
+
+@task(
+    "run",
+    run=RUN_HELP,
+    output="folder of the PNG files (default: docs/pictures)",
+)
+def screenshots(c, run=None, output=""):
+    """Take pictures of TensorBoard's tabs and of `report` for a run that has ended; needs Chromium."""
+    folder = settings.expanded("output", output).absolute() if output else PICTURES
+    pictures.take(folders.find_run(run or ""), folder, print)
+
+
+def tables() -> list[str]:
+    """Return a table of options for each group, as Markdown."""
+    lines = []
+    for group in Group:
+        rows = [
+            f"| `--{each.key}` | {each.type} | {each.help} | {each.default} |"
+            for each in OPTIONS.values()
+            if each.group == group
+        ]
+        if rows:
+            lines += [f"## {group}", "", "| option | type | what it is | default |", "|---|---|---|---|", *rows, ""]
+    return lines

@@ -1,0 +1,78 @@
+"""The tasks that look back: all runs, their differences, a page about one."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from cluster.contract import settings
+from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, show, task
+from cluster.host.launch import folders
+from cluster.host.reports import comparison, listing, page
+from cluster.host.view.columns import WIDE
+from cluster.system.errors import UsageError
+from cluster.system.files import write_text
+from cluster.system.messages import plain, short_path
+
+
+@task(json=JSON_HELP)
+def runs(c, json=False):
+    """List all runs, the newest first: result, duration, score, strategy, tasks, commit, restarts, disk use."""
+    found = listing.rows(folders.runs_dir())
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDE
+    show({"runs": found}, lambda _: listing.table(found, width), as_json=json)
+
+
+@task(
+    "run",
+    "other",
+    "third",
+    "fourth",
+    run="run that the others are compared with (default: none, it must be named)",
+    other="the run to compare, or several separated by commas (default: none, it must be named)",
+    third="one more (default: none)",
+    fourth="one more (default: none)",
+    plot="SVG file for the curves (default: .compare/RUN-OTHER.svg beside the runs)",
+    trust=TRUST_HELP,
+    json=JSON_HELP,
+)
+def compare(c, run=None, other=None, third=None, fourth=None, plot="", trust=False, json=False):
+    """Show what differs between runs, their curves in one picture, and how far their final weights are apart."""
+    words = [run, other, third, fourth]
+    names = [name for word in words for name in (word or "").split(",") if name]
+    if len(names) < 2 or len(set(names)) < len(names):
+        raise UsageError(f"compare {' '.join(names)}: name two runs or more, such as invoke compare first second third")
+    if len(names) > comparison.MAX_RUNS:
+        raise UsageError(f"compare: {len(names)} runs, expected at most {comparison.MAX_RUNS}")
+    found = [folders.find_run(name) for name in names]
+    value = comparison.compare(found, trust=trust)
+    picture = folders.runs_dir() / ".compare" / f"{'-'.join(names)[:100]}.svg"
+    path = settings.expanded("plot", plot).absolute() if plot else picture
+    path.parent.mkdir(parents=True, exist_ok=True)
+    value["plot"] = str(path) if comparison.plot(found, path) else None
+    curves = [f"curves       {short_path(path)}"] if value["plot"] else []
+    show(value, lambda _: [plain(line) for line in comparison.lines(value, found) + curves], as_json=json)
+
+
+@task(
+    "run",
+    run=RUN_HELP,
+    output="HTML file to write (default: report.html in the run's folder)",
+    quick="leave out the confusion matrix, for which TensorFlow runs the exported model (default: no)",
+    trust=TRUST_HELP,
+)
+def report(c, run=None, output="", quick=False, trust=False):
+    """Write one HTML page about a run, which needs no network: curves, cluster, timeline, time, predictions."""
+    folder = folders.find_run(run or "")
+    path = settings.expanded("output", output).absolute() if output else folder.path / "report.html"
+    _check_writable(path)
+    write_text(path, page.render(folder, predictions=not quick, trust=trust))
+    print(short_path(path))
+
+
+def _check_writable(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise UsageError(
+            f"--output {str(path)!r}: the folder {path.parent} does not exist; create it, or name another file"
+        )

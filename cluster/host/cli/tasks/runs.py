@@ -1,0 +1,144 @@
+"""The tasks that start, show and end runs."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from invoke import Exit
+
+from cluster.contract import spec
+from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, has_dry_run, shell, show, task
+from cluster.host.cli.options import takes_request
+from cluster.host.control import ending, scaling
+from cluster.host.control import trace as tracing
+from cluster.host.control import watch as watching
+from cluster.host.launch import folders, footprint, planning, startup, teardown
+from cluster.host.options import run_file
+from cluster.host.options.request import OPTIONS
+from cluster.host.runtime import tensorboard as board
+from cluster.host.view.ended import ended_lines
+from cluster.host.view.live import Live
+from cluster.host.view.logs import print_logs
+from cluster.host.view.plan import plan_lines
+from cluster.host.view.status import read_status, status_table
+from cluster.system import interrupts
+from cluster.system.errors import RunFailed, UsageError
+from cluster.system.messages import short_path
+
+PORT_HELP = f"port of 127.0.0.1, or auto: that of the running one, or {board.PORT}, or a free one (default: auto)"
+
+
+@takes_request(dry="only print the commands (default: no)")
+@has_dry_run
+def up(c, request, dry=False):
+    """Bring up a cluster and train; overrides follow --, such as: invoke up -- --epochs 1."""
+    began = time.time()
+    dry = dry or c.config.run.dry
+    with interrupts.handled():
+        planned = planning.plan(request, installs=not dry)
+        startup.announce(planned)
+        if dry:
+            print("\n".join(startup.commands(planned)))
+        else:
+            raise Exit(code=watching.up(planned, shell(c), began=began))
+
+
+@takes_request(write="also write the options that were given to this run file (default: none)", json=JSON_HELP)
+def plan(c, request, write="", json=False):
+    """Show what `up` would start with the same options, and start nothing."""
+    planned = planning.plan(request, installs=False)
+    value = planned.to_json() | {"memory": footprint.of(planned)}
+    show(value, lambda value: plan_lines(value) + footprint.lines(value["memory"]), as_json=json)
+    if write:
+        path = run_file.write(write, request, planned.config)
+        print(f"wrote {short_path(path)}: invoke up --file {write}", file=sys.stderr)
+
+
+@task("run", run=RUN_HELP, watch="redraw until the run ends (default: no)", json=JSON_HELP)
+def status(c, run=None, watch=False, json=False):
+    """Show every task's state, step, speed, loss and restarts."""
+    folder = folders.find_run(run)
+    if watch:
+        with Live() as live:
+            watching.follow(folder, live.show)
+    show(read_status(folder), status_table, as_json=json)
+
+
+@task(
+    "task",
+    task="task such as chief or worker-0 (default: every task)",
+    run=RUN_HELP,
+    follow="go on until the run ends (default: no)",
+)
+def logs(c, task=None, run="", follow=False):
+    """Show what the tasks' programs printed."""
+    folder = folders.find_run(run)
+    cluster = folder.load_cluster()
+    print_logs(folder, [cluster.task(task).name] if task else [member.name for member in cluster.tasks], follow)
+
+
+@task(
+    "task",
+    task="task that trains, such as worker-0 (default: none, it must be named)",
+    steps="optimizer steps that the trace holds at least (default: 5)",
+    run=RUN_HELP,
+)
+def profile(c, task=None, steps="5", run=""):
+    """Trace some steps of a task while it trains, to be read in TensorBoard's Profile tab."""
+    if not task:
+        raise UsageError("the task is missing: name one that trains, such as invoke profile worker-0")
+    print("\n".join(tracing.trace(folders.find_run(run), task, spec.parse_count("steps", steps, 1, 10_000))))
+
+
+@task(port=PORT_HELP, runtime=OPTIONS["runtime"].full_help)
+def tensorboard(c, port=board.AUTO, runtime="auto"):
+    """Start TensorBoard over all runs, unless it runs, and print its address."""
+    number = None if port == board.AUTO else spec.parse_count("port", port, 1, 65535)
+    print(board.address(startup.start_tensorboard(number, runtime, shell(c))))
+
+
+@task("run", run=RUN_HELP, timeout="seconds to wait (default: as long as it takes)")
+def wait(c, run=None, timeout=""):
+    """Wait for a run to end and show how; exit code 0 done, 1 failed, 4 timed out, 130 stopped."""
+    folder = folders.find_run(run)
+    bound = spec.parse_count("timeout", timeout, 1, 10**9) if timeout else float("inf")
+    ended = watching.follow(folder, lambda value: None, bound)
+    print("\n".join(ended_lines(folder, short_path(folder.path))))
+    raise Exit(code=watching.exit_code(ended))
+
+
+@task(
+    workers=f"{OPTIONS['workers'].help} (default: as many as now)",
+    ps="parameter servers (default: as many as now)",
+    run=RUN_HELP,
+    trust=TRUST_HELP,
+)
+def scale(c, workers="", ps="", run="", trust=False):
+    """Go on with more or fewer workers: save at the same step on every task, and train on from there at once."""
+    raise Exit(code=scaling.scale(folders.find_run(run), workers, ps, shell(c), trust=trust))
+
+
+@task("run", run=RUN_HELP)
+def stop(c, run=None):
+    """Save a checkpoint at the same step on every task and stop; go on with `up --resume`."""
+    folder = folders.find_run(run)
+    watching.stop(folder, "invoke stop")
+    left = teardown.finish(folder, shell(c))
+    print("\n".join(ended_lines(folder, short_path(folder.path))), flush=True)
+    if left:
+        raise RunFailed(left)
+
+
+@task(
+    "run",
+    run="run to take down (default: every run of this checkout, and TensorBoard)",
+    all="every run of this checkout, and TensorBoard, as without a run (default: no)",
+    timeout="seconds in which a run may save and stop before it is ended (default: 15)",
+)
+def down(c, run=None, all=False, timeout="15"):
+    """End every process, container and network that `up` started. Run folders stay."""
+    if run and all:
+        raise UsageError(f"down {run} --all: name a run, or take every run down")
+    bound = spec.parse_count("timeout", timeout, 0, 10**9)
+    raise Exit(code=ending.down(folders.runs_dir(), run, bound, shell(c)))

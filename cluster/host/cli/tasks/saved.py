@@ -1,0 +1,93 @@
+"""The tasks that use what a run has saved, in a process that may import TensorFlow."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+from cluster.contract.run import provenance
+from cluster.contract.run.folder import RunFolder
+from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, has_dry_run, shell, task
+from cluster.host.launch import folders, startup
+from cluster.host.launch.inputs import packages
+from cluster.host.runtime import inherited
+from cluster.system import files
+from cluster.system.errors import UsageError
+
+BEST_HELP = "the checkpoint of the best evaluation instead, of a run with --best.metric (default: no)"
+
+
+@task("run", run=RUN_HELP, trust=TRUST_HELP, json=JSON_HELP, best=BEST_HELP)
+@has_dry_run
+def evaluate(c, run=None, trust=False, json=False, best=False):
+    """Evaluate a run's newest checkpoint on the whole test split, in one process without a strategy."""
+    _run(c, run, "evaluate", *(["--json"] if json else []), *(["--best"] if best else []), trust=trust)
+
+
+@task("run", run=RUN_HELP, trust=TRUST_HELP, best=BEST_HELP)
+@has_dry_run
+def export(c, run=None, trust=False, best=False):
+    """Write a run's newest checkpoint as a SavedModel to its folder export/."""
+    _run(c, run, "export", *(["--best"] if best else []), trust=trust)
+
+
+@task(
+    "run",
+    run=RUN_HELP,
+    trust=TRUST_HELP,
+    image="image file, resized to what the model takes (default: none)",
+    features="instead, JSON file of one example: nested lists, or of several inputs a dictionary (default: none)",
+)
+@has_dry_run
+def predict(c, run=None, image="", features="", trust=False):
+    """Print what a run's exported model predicts for an image, or for an example of any features."""
+    if bool(image) == bool(features):
+        raise UsageError("expected --image or --features: an image file such as boot.png, or a JSON file of an example")
+    option, path = ("--image", image) if image else ("--features", features)
+    _run(c, run, "predict", option, str(Path(path).absolute()), trust=trust)
+
+
+@task("run", run=RUN_HELP, trust=TRUST_HELP, output="PNG file to write (default: timeline.png in the run's folder)")
+def timeline(c, run=None, output="", trust=False):
+    """Draw when each stage of a pipeline computed what, in the newest step that its tasks have recorded."""
+    folder = folders.find_run(run)
+    path = Path(output).absolute() if output else folder.path / "timeline.png"
+    _run(c, run, "timeline", "--output", str(path), trust=trust)
+
+
+def _run(c, run, verb, *words, trust):
+    for command in commands(verb, folders.find_run(run), *words, trust=trust):
+        shell(c, quiet=True)(command)
+
+
+def commands(verb: str, run: RunFolder, *words: str, trust: bool = False) -> list[str]:
+    """Return the commands, to be run in the root: what installs the run's packages if they are not there, and the verb.
+
+    Args:
+        verb: a command of `python -m train.saved`.
+        run: whose checkpoint or export is read.
+        words: more options of that command.
+        trust: whether the run may be somebody else's.
+
+    Raises:
+        UsageError: the run is not this user's, or not as it was left, or it is a script's.
+        OSError: there is a link in what it reads or writes.
+    """
+    if not trust:
+        provenance.check(run)
+    for part in (run.checkpoints, run.export, run.path / "metrics", run.path / "timeline"):
+        files.refuse_links(part)  # TensorFlow would follow them
+    if run.script:
+        raise UsageError(
+            f"{verb} {run.name}: it is the run of a script, and only the script knows its model and data; do it there, "
+            "or name a run of the built-in trainer"
+        )
+    path, installs = [Path(folder) for folder in run.started.get("code_dirs", ())], []
+    if named := run.started.get("requirements"):
+        requirements, python = Path(named), packages.host_python()
+        path.append(packages.folder(requirements, python))
+        installs = [] if path[-1].exists() else [packages.command(requirements, python)]
+    where = ["--run-dir", str(run.path), "--data-dir", str(folders.data_dir())]
+    command = shlex.join([sys.executable, "-m", "train.saved", verb, *where, *words])
+    return [*installs, startup.with_modules([*map(str, path), *inherited.python_path()], command)]

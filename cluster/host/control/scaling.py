@@ -1,0 +1,230 @@
+"""`invoke scale`: a run continues with other workers or parameter servers, from the step where it was stopped.
+
+The request to stop says what follows (`control/stop.json`). So the chief's agent writes no summary, and whoever watches
+the run waits for its next generation, which this module begins. If this command is killed, the kernel releases
+its claim on the run, and the run counts as stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+
+from cluster.contract import spec
+from cluster.contract.results import summary
+from cluster.contract.run import claim, membership
+from cluster.contract.run.folder import SCALE, RunFolder
+from cluster.contract.spec import ClusterSpec, Role
+from cluster.host.control import watch
+from cluster.host.launch import planning, startup, teardown
+from cluster.host.launch.plan import Plan
+from cluster.host.options.request import Request
+from cluster.host.options.topology import topology
+from cluster.host.runtime.base import Shell
+from cluster.host.view.ended import ended_lines
+from cluster.system.errors import EXIT_DONE, TimedOut, UsageError
+from cluster.system.messages import counted, short_path
+from cluster.system.waiting import wait_until
+
+BY = "invoke scale"
+SHOWN_COUNTS = 3
+"""How many suitable numbers of workers an error names."""
+
+
+def scale(run: RunFolder, workers: str, ps: str, sh: Shell, *, trust: bool = False) -> int:
+    """Scale a run, and return once every task trains again, or the run has ended instead.
+
+    Args:
+        run: in progress.
+        workers: worker tasks beside the chief, as typed; empty: as many as now.
+        ps: parameter servers, as typed; empty: as many as now.
+        sh: runs commands.
+        trust: whether the run's records may have been changed since this user started it.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UsageError: the run cannot be scaled to that size. It continues undisturbed.
+        PrerequisiteError: this machine has no room for that. It continues undisturbed.
+        TimedOut: it did not stop, and continues as it was.
+    """
+    before = membership.cluster(run)
+    with claim.hold(run, "scaled"):
+        planned = plan(run, workers, ps, trust=trust)
+        startup.check_machine(planned, ending=len(before.tasks))
+        planned.runtime.prepare(planned, sh, renew=False)
+        print(f"{run.name}: every task saves at the same step and ends, then it goes on", flush=True)
+        began = time.monotonic()
+        stopped = stop(run)
+        step, reached = _reached(run)
+        swapped = stopped and _swap(planned, sh)
+    if not swapped:
+        return _report_end(run, sh, "ended before it was scaled")
+    run.event("chief", "scaled", step=step, **_counts(before, "before"), **_counts(planned.cluster, "after"))
+    done = f"scaled {_sizes(before, planned.cluster)} at {reached}"
+    if not watch.until_training(run, lambda value: None):
+        return _report_end(run, sh, f"was {done}, and ended before every task trained again")
+    print(f"{done}; every task trains again after {time.monotonic() - began:.1f} s")
+    return EXIT_DONE
+
+
+def plan(run: RunFolder, workers: str, ps: str, *, trust: bool = False) -> Plan:
+    """Check that a run can be scaled to a size, and return what would be started. Changes nothing.
+
+    Raises:
+        UsageError: it cannot.
+        PrerequisiteError: something that this machine must have is missing.
+    """
+    options = f"{f' --workers {workers}' if workers else ''}{f' --ps {ps}' if ps else ''}"
+    if not options:
+        raise UsageError("--workers is missing: say how many, such as --workers 1")
+    if run.script:
+        raise UsageError(
+            f"run {run.name!r} is one of a script, which keeps its own state; `invoke stop {run.name}`, then "
+            f"`invoke up --resume {run.name}{options}`"
+        )
+    if not teardown.in_progress(run):
+        raise UsageError(
+            f"run {run.name!r} is not in progress; `invoke up --resume {run.name}{options}` goes on with it"
+        )
+    previous = run.load_cluster()
+    if previous.kind.staged:
+        raise UsageError(
+            f"run {run.name!r} is a pipeline, whose model is cut for its {previous.stages} stages; `invoke stop "
+            f"{run.name}`, then `invoke up --resume {run.name} --stages N` cuts it again"
+        )
+    requested = Request(
+        resume=run.name,
+        workers=workers,
+        ps=ps,
+        runtime=str(run.load_started().get("runtime", "auto")),
+        tensorboard_port="0",
+        trust=trust,
+    )
+    _check_size(run, membership.cluster(run), spec.build(**topology(requested, previous)))
+    return planning.plan(requested, stops_first=True)
+
+
+def stop(run: RunFolder) -> bool:
+    """Make every task save and end; return False if the run has finished instead.
+
+    Raises:
+        UsageError: somebody else is stopping it.
+        TimedOut: it did not stop, and continues.
+    """
+    if not run.request_stop(BY, then=SCALE) and not run.scale_requested:  # or by a command that was killed
+        raise UsageError(f"run {run.name!r} is being stopped already; `invoke status --watch` shows it")
+    try:
+        _await_outcome(run)
+    except BaseException:
+        run.withdraw_stop()
+        raise
+    return run.goes_on
+
+
+def _swap(planned: Plan, sh: Shell) -> bool:
+    """Remove the cluster that has ended and start the planned one; return False if the run was ended instead."""
+    run = planned.run
+    try:
+        summary.await_last_heartbeats(run, summary.SETTLE_S)
+        teardown.remove(run, sh)
+        if run.goes_on:
+            startup.go_on(planned, sh)
+            return True
+    except BaseException:
+        _end_here(run)
+        raise
+    if not run.ended:  # somebody stopped it for good when no agent was left to record it
+        summary.write(run, settle_s=0)
+    return False
+
+
+def _await_outcome(run: RunFolder) -> None:
+    if not wait_until(lambda: run.outcome, watch.STOP_TIMEOUT_S, watch.POLL_S):
+        raise TimedOut(
+            f"run {run.name} did not stop in {watch.STOP_TIMEOUT_S:g} s, so it was not scaled; once its tasks have "
+            "saved it goes on as it was, see `invoke status --watch`"
+        )
+
+
+def _check_size(run: RunFolder, previous: ClusterSpec, requested: ClusterSpec) -> None:
+    """Check that the run can continue from its checkpoint on this cluster.
+
+    Raises:
+        UsageError: it cannot, or already has that size.
+    """
+    if previous.kind.hardware:
+        raise UsageError(
+            f"run {run.name!r} trains on the cores of a {previous.kind.hardware.upper()}, whose number is fixed"
+        )
+    if [task.name for task in requested.tasks] == [task.name for task in previous.tasks]:
+        raise UsageError(f"run {run.name!r} has {_size(previous)} already")
+    config = run.load_config()
+    if not config.get("bitwise_elastic", 0):  # whether replicas can share virtual shards is checked with the plan
+        _check_batch(config.get("global_batch", 0), previous, requested)
+
+
+def _check_batch(batch: int, previous: ClusterSpec, requested: ClusterSpec) -> None:
+    """Check that the global batch, which does not change, can be divided evenly.
+
+    Raises:
+        UsageError: it cannot; the message names the nearest numbers of workers with which it can.
+    """
+    if batch % requested.batch_divisor == 0:
+        return
+    counts = range(spec.MAX_TASKS + 1)
+    fitting = [n for n in counts if batch % ((1 + n) * requested.devices) == 0 and n != _workers(previous)]
+    near = [str(n) for n in sorted(sorted(fitting, key=lambda n: abs(n - _workers(requested)))[:SHOWN_COUNTS])]
+    shown = [", ".join(near[:-1]), near[-1]] if len(near) > 1 else near
+    use = f"use {' or '.join(shown)} workers" if near else "no other number fits"
+    raise UsageError(
+        f"--workers {_workers(requested)}: global batch {batch} is not divisible by {requested.batch_divisor} "
+        f"replicas; {use}"
+    )
+
+
+def _reached(run: RunFolder) -> tuple[int, str]:
+    """Return the step from which the run continues, and that in words."""
+    step, done = max(run.saved_steps, default=0), run.newest_step  # an evaluator reports only steps that were saved
+    if done <= step:
+        return step, f"step {step}"
+    return step, f"step {step} ({counted(done - step, 'step')} done again: a task ended before all had saved)"
+
+
+def _end_here(run: RunFolder) -> None:
+    """Record that a run has stopped and could not be started again, for those who watch it."""
+    with contextlib.suppress(Exception):  # what went wrong first is what is reported
+        run.end("stopped", task="chief")
+        summary.write(run, settle_s=0)
+        print(f"{run.name} is stopped; `invoke up --resume {run.name}` goes on from its newest checkpoint", flush=True)
+
+
+def _report_end(run: RunFolder, sh: Shell, how: str) -> int:
+    """Report a run that ended while it was being scaled; return the exit code."""
+    ended = watch.follow(run, lambda value: None)
+    left = teardown.finish(run, sh)
+    print("\n".join([f"{run.name} {how}", *ended_lines(run, short_path(run.path))]))
+    if left:
+        print(left, file=sys.stderr)
+    return watch.exit_code(ended)
+
+
+def _workers(cluster: ClusterSpec) -> int:
+    return len(cluster.of(Role.WORKER))
+
+
+def _counts(cluster: ClusterSpec, when: str) -> dict[str, int]:
+    return {f"workers_{when}": _workers(cluster), f"ps_{when}": len(cluster.of(Role.PS))}
+
+
+def _size(cluster: ClusterSpec) -> str:
+    servers = len(cluster.of(Role.PS))
+    return counted(_workers(cluster), "worker") + (f" and {counted(servers, 'parameter server')}" if servers else "")
+
+
+def _sizes(before: ClusterSpec, after: ClusterSpec) -> str:
+    if before.of(Role.PS) or after.of(Role.PS):
+        return f"from {_size(before)} to {_size(after)}"
+    return f"from {_workers(before)} to {_workers(after)} workers"

@@ -1,0 +1,137 @@
+"""`invoke profile`: requests the TensorFlow profiler's trace of a task's next steps, and waits for it.
+
+One request at a time lies in the run folder. The task answers between two calls of its training loop
+(`train/telemetry/trace.py`).
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+from urllib.parse import urlencode
+
+from cluster.contract.run import records
+from cluster.contract.run.folder import FINAL_STATES, RunFolder
+from cluster.contract.run.liveness import look_once
+from cluster.contract.spec import Role
+from cluster.host.control import trace_cache
+from cluster.host.runtime import tensorboard
+from cluster.system.errors import RunFailed, TimedOut, UsageError
+from cluster.system.files import refuse_links, remove
+from cluster.system.json_files import create_json
+from cluster.system.messages import counted, plain
+
+PATIENCE_S = 120.0
+"""Longest wait for a trace: the calls that it holds, their trace's end, and a restart meanwhile."""
+POLL_S = 0.1
+TOOL = "trace_viewer@"
+WORKING = frozenset({"training", "saving", "evaluating"})
+
+
+def trace(run: RunFolder, name: str, steps: int, timeout_s: float = PATIENCE_S) -> list[str]:
+    """Trace a task's next steps; return lines of text about the trace.
+
+    Raises:
+        UsageError: the task cannot be traced, or is being traced.
+        RunFailed: the run ended before, or the task could not.
+        TimedOut: no trace after `timeout_s`.
+    """
+    check(run, name)
+    request = {"id": uuid.uuid4().hex, "task": name, "steps": steps, "until": time.time() + timeout_s}
+    _ask(run, request)
+    try:
+        answer = _await(run, request, timeout_s)
+    finally:
+        if records.read(run.trace_request, records.trace_request, {}).get("id") == request["id"]:
+            remove(run.trace_request)
+    if "error" in answer:
+        raise RunFailed(f"{name} cannot be traced: {answer['error']}; end the other trace, then try again")
+    refuse_links(run.tensorboard(name))
+    unprepared = [folder for folder in run.traces(name) if not (folder / trace_cache.VERSION).exists()]
+    worked = [trace_cache.prepare(folder) for folder in unprepared]
+    failed = ["note         not prepared for the Profile tab in a container; `make setup` renews .venv"]
+    return [*lines(run, answer, steps), *([] if all(worked) else failed)]
+
+
+def check(run: RunFolder, name: str) -> None:
+    """Check that a task trains, in a run that is in progress.
+
+    Raises:
+        UsageError: it is not.
+    """
+    spec = run.load_cluster()
+    task = spec.task(name)
+    if run.script:
+        raise UsageError(
+            f"run {run.name!r} is one of a script, which takes its own steps; call tf.profiler.experimental in it, or "
+            "give its TensorBoard callback profile_batch"
+        )
+    if run.outcome or run.ended:
+        raise UsageError(
+            f"run {run.name!r} has ended, so nothing trains in it; `invoke up --resume {run.name}` goes on"
+        )
+    if spec.serves(task):
+        raise UsageError(f"{name} takes no steps of its own, it runs what the chief sends; `invoke profile chief`")
+    if task.role == Role.EVALUATOR:
+        raise UsageError(f"{name} takes no training steps; name one that does: `invoke profile chief`")
+    if spec.kind.served and run.load_config().get("loop") == "fit":
+        raise UsageError(
+            "Keras's fit under parameter servers reports no single steps; use --loop custom to trace there"
+        )
+    state = look_once(run, name).get(name, {}).get("state", "not started")
+    if state not in WORKING:
+        then = f"see `invoke logs {name}`" if state in {*FINAL_STATES, "lost"} else "try again once it trains"
+        raise UsageError(f"{name} is {state}, expected one that trains; {then} (`invoke status` shows it)")
+
+
+def lines(run: RunFolder, answer: dict[str, Any], steps: int) -> list[str]:
+    """Return a trace as lines of text."""
+    held = answer["last"] - answer["first"] + 1
+    more = f", {counted(steps, 'step')} requested: whole calls of the training are traced" if held != steps else ""
+    port = tensorboard.running(run.path.parent)
+    opened = f"/?{urlencode(_page(run, answer['task']))}#profile"
+    where = tensorboard.address(port) + opened if port else "invoke tensorboard, then its Profile tab"
+    return [
+        f"{plain(answer['task'])}: steps {answer['first']} to {answer['last']} traced ({held}{more})",
+        f"trace        {run.name}/tensorboard/{plain(answer['task'])}/plugins/profile",
+        f"TensorBoard  {where}",
+    ]
+
+
+def _page(run: RunFolder, name: str) -> dict[str, str]:
+    """Return what the Profile tab's address says of a task's newest trace; the overview that it opens is of GPUs."""
+    newest = [f"{run.name}/tensorboard/{name}/{folder.name}" for folder in run.traces(name)[-1:]]
+    return {"run": newest[0], "tag": TOOL} if newest else {"tag": TOOL}
+
+
+def _ask(run: RunFolder, request: dict[str, Any]) -> None:
+    if create_json(run.trace_request, request, records.trace_request):
+        return
+    other = records.read(run.trace_request, records.trace_request, {"until": 0.0})
+    if other["until"] > time.time():
+        raise UsageError(
+            f"{other['task']} of run {run.name!r} is being traced; wait until that is done, then try again"
+        )
+    remove(run.trace_request)  # whoever requested it was killed
+    if not create_json(run.trace_request, request, records.trace_request):
+        raise UsageError(f"somebody else has just requested a trace of run {run.name!r}; wait until that is done")
+
+
+def _await(run: RunFolder, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        ended = run.outcome is not None  # before reading: what was answered until then counts
+        answer: dict[str, Any] = records.read(run.trace_answer, records.trace_answer, {})
+        if answer.get("id") == request["id"]:
+            return answer
+        if ended:
+            raise RunFailed(
+                f"run {run.name!r} ended before {request['task']} had traced its steps; nothing was written"
+            )
+        if time.monotonic() > deadline:
+            raise TimedOut(
+                f"no trace of {request['task']} in {timeout_s:g} s; it may be restarting or in a long call, see "
+                "`invoke status`, then try again"
+            )
+        time.sleep(POLL_S)

@@ -1,0 +1,258 @@
+"""Wait for a run: until it trains, until it ends, until it has stopped. Every wait is bounded."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from cluster.contract.results import summary
+from cluster.contract.run import claim, membership, owner, records
+from cluster.contract.run.folder import LOST_AFTER_S, SCALE_PATIENCE_S, RunFolder
+from cluster.contract.run.liveness import LivenessMonitor
+from cluster.host.launch import startup, teardown
+from cluster.host.launch.plan import Plan
+from cluster.host.runtime import registry, tensorboard
+from cluster.host.runtime.base import Runtime, Shell
+from cluster.host.view.ended import ended_lines
+from cluster.host.view.live import Live
+from cluster.host.view.status import read_status
+from cluster.system import interrupts
+from cluster.system.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_HUNG_UP,
+    EXIT_INTERRUPTED,
+    EXIT_PREREQUISITE,
+    EXIT_TIMEOUT,
+    TimedOut,
+)
+from cluster.system.json_files import write_json
+from cluster.system.messages import short_path
+
+POLL_S = 0.2
+START_TIMEOUT_S = 90.0
+"""Longest time without any heartbeat after a start, or while a supervisor lives.
+
+Pulling images and preparing data come before it.
+"""
+STOP_TIMEOUT_S = 75.0
+"""Longest time for a graceful stop; the engine's grace period and the agents' are shorter."""
+
+
+def follow(
+    run: RunFolder, on_status: Callable[[dict[str, Any]], None], timeout_s: float = float("inf")
+) -> dict[str, Any]:
+    """Watch a run until it has a summary, and return the summary.
+
+    Raises:
+        TimedOut: it has none after `timeout_s`.
+    """
+    deadline, monitor = time.monotonic() + timeout_s, LivenessMonitor(run)
+    while (ended := run.ended) is None:
+        on_status(read_status(run, monitor.look(), with_board=False))
+        _notice_silence(run, monitor)
+        if time.monotonic() > deadline:
+            raise TimedOut(f"run {run.name} has not ended after {timeout_s:g} s; it goes on, see `invoke status`")
+        time.sleep(POLL_S)
+    return ended
+
+
+def until_training(run: RunFolder, on_status: Callable[[dict[str, Any]], None]) -> bool:
+    """Watch a run until every task trains; return False if it ended before."""
+    monitor = LivenessMonitor(run)
+    while not run.ended:
+        names = {task.name for task in membership.cluster(run).tasks}  # anew: it may be scaled meanwhile
+        value = read_status(run, monitor.look(), with_board=False)
+        on_status(value)
+        under_way = {"training", "saving", "evaluating", "done"}
+        all_train = {beat["task"] for beat in value["tasks"] if beat["state"] in under_way} == names
+        if all_train and (value["step"] or run.script):  # a script reports no steps
+            return True
+        _notice_silence(run, monitor)
+        time.sleep(POLL_S)
+    return False
+
+
+def stop(run: RunFolder, by: str, timeout_s: float = STOP_TIMEOUT_S) -> dict[str, Any]:
+    """Ask a run to save and stop; return its summary.
+
+    Raises:
+        TimedOut: it did not stop.
+    """
+    run.insist_on_stop(by)
+    try:
+        return follow(run, lambda value: None, timeout_s)
+    except TimedOut:
+        raise TimedOut(f"run {run.name} did not stop in {timeout_s:g} s; `invoke down` ends it at once") from None
+
+
+def end(run: RunFolder, by: str, timeout_s: float, sh: Shell, *, also: Iterable[Runtime] = ()) -> None:
+    """Ask a run to save and stop if it is in progress, and end whatever is left of it, however damaged its folder is.
+
+    Args:
+        run: the run.
+        by: who requests it.
+        timeout_s: in which it may save and stop.
+        sh: runs commands.
+        also: runtimes that have something of it, whatever its records say.
+
+    Raises:
+        Taken: another command is at work on the run, and did not come to an end.
+        PrerequisiteError: it is in containers, and no engine answers.
+    """
+    try:
+        if teardown.in_progress(run):
+            stop(run, by, timeout_s)
+    except TimedOut:  # a run that cannot stop is ended all the same
+        pass
+    except Exception as error:
+        print(f"{run.name} cannot be stopped: {' '.join(str(error).split())}", file=sys.stderr)
+    with claim.hold(run, "ended", wait_s=claim.WAIT_S):
+        teardown.remove(run, sh, also=also)
+        teardown.record_end(run)
+
+
+def up(plan: Plan, sh: Shell, *, began: float) -> int:
+    """Start a run and watch it; return the exit code. However this ends, it reports what happens to the run.
+
+    Args:
+        plan: what to start.
+        sh: runs commands.
+        began: when `up` was called, for the summary's times.
+    """
+    try:
+        plan = startup.begin(plan, sh, began=began)
+        return attend(plan.run, plan.runtime.board, plan.tensorboard_port, plan.request.detach, sh)
+    except KeyboardInterrupt:  # after the tasks were started and before `attend` looks after them
+        _announce_that_it_goes_on(plan.run)
+        raise
+
+
+def attend(run: RunFolder, board: str, port: int | None, detach: bool, sh: Shell) -> int:
+    """Show a run that was started until it ends or, detached, until it trains; return the exit code.
+
+    However this ends, it reports what happens to the run.
+    """
+    try:
+        try:
+            with Live() as live:
+                ended = _watch(run, board, port, detach, sh, live)
+        except KeyboardInterrupt:
+            how = "every script gets a SIGTERM" if run.script else "every task saves at the same step"
+            print(f"stopping: {how}; Ctrl-C again kills", flush=True)
+            ended = stop(run, "Ctrl-C")
+    except KeyboardInterrupt:
+        ended = kill(run, sh)
+    except interrupts.HungUp:
+        run.event("chief", "unattended", cause="SIGHUP")
+        print(f"the terminal is gone; {_goes_on(run)}", flush=True)
+        return EXIT_HUNG_UP
+    except BaseException:
+        _announce_that_it_goes_on(run)
+        raise
+    if ended is None:
+        return EXIT_DONE
+    left = teardown.finish(run, sh)
+    print("\n".join(ended_lines(run, short_path(run.path))), flush=True)
+    if left:
+        print(left, file=sys.stderr)
+    return exit_code(ended)
+
+
+def _watch(run: RunFolder, board: str, port: int | None, detach: bool, sh: Shell, live: Live) -> dict[str, Any] | None:
+    """Show a run until it ends; return its summary, or None if it continues as intended."""
+
+    def show(value: dict[str, Any]) -> None:
+        interrupts.check()
+        live.show(value)
+
+    stops = "stops every script" if run.script else "saves and stops"
+    print(f"run folder {short_path(run.path)}; Ctrl-C {stops}, a second one kills", flush=True)
+    if until_training(run, show):
+        live.clear()
+        if port == 0:
+            write_json(run.board, {"port": 0})
+        else:
+            print(_start_tensorboard(run, port, board, sh), flush=True)
+        if detach:
+            what = "every script runs" if run.script else "training"
+            print(f"{what} in the background; next: invoke status --watch, invoke wait, invoke stop")
+            return None
+    return follow(run, show)
+
+
+def _start_tensorboard(run: RunFolder, port: int | None, board: str, sh: Shell) -> str:
+    """Start TensorBoard; return its address, or why there is none: the run continues in any case."""
+    runs_dir, taken = run.path.parent, ""
+    if port and (problem := tensorboard.port_problem(runs_dir, port)):
+        port, taken = None, f" ({problem[0]})"
+    try:
+        port = tensorboard.start(runs_dir, port, board, sh, preferred=run.board_port)
+        write_json(run.board, {"port": port})
+    except Exception as error:
+        why = " ".join(str(error).split())
+        return f"TensorBoard is not up, and the run continues without it; `invoke tensorboard` starts it: {why}"
+    return f"TensorBoard {tensorboard.address(port)}{taken}"
+
+
+def kill(run: RunFolder, sh: Shell) -> dict[str, Any]:
+    """End every task at once; return the summary."""
+    print("killing every task", flush=True)
+    with interrupts.ignored("ending every task"):
+        run.end("stopped", task="user")  # before the claim: whoever scales the run gives it back then
+        try:
+            with claim.hold(run, "ended", wait_s=claim.WAIT_S):
+                teardown.kill(run, sh)
+        finally:
+            teardown.record_end(run)  # no agent is left to write it
+    ended: dict[str, Any] = records.read(run.summary, records.summary)
+    return ended
+
+
+def _announce_that_it_goes_on(run: RunFolder) -> None:
+    """Report that a run continues although nobody watches it any more; the error is reported separately."""
+    with contextlib.suppress(Exception):
+        if teardown.in_progress(run):
+            print(_goes_on(run), file=sys.stderr, flush=True)
+
+
+def _goes_on(run: RunFolder) -> str:
+    return f"{run.name} goes on in the background; next: invoke status --watch, invoke stop, invoke down"
+
+
+def exit_code(ended: dict[str, Any]) -> int:
+    """Return the exit code for how a run ended."""
+    if ended["state"] == "failed":
+        code = ended.get("cause", {}).get("exit_code")
+        return code if code in (EXIT_PREREQUISITE, EXIT_TIMEOUT) else EXIT_FAILED  # never 2: something was started
+    return EXIT_INTERRUPTED if ended["state"] == "stopped" else EXIT_DONE
+
+
+def _notice_silence(run: RunFolder, monitor: LivenessMonitor) -> None:
+    """End a run of which nothing is alive any more: its engine stopped, or everything was killed.
+
+    Args:
+        run: which is watched.
+        monitor: what this watcher has seen of it. The times that others wrote would end runs that only seem silent.
+    """
+    if monitor.silence_s <= LOST_AFTER_S:
+        return
+    # While the supervisor imports for all tasks it can be too busy to write their heartbeats, for long under load.
+    owned = owner.read(run)
+    starting = not run.outcome and (not monitor.begun or (owned is not None and owned.alive))
+    runtime = registry.of(run)
+    patience_s = START_TIMEOUT_S if starting and not runtime.is_remote else LOST_AFTER_S  # a scheduler says if it lives
+    if claim.scaling(run):
+        patience_s = SCALE_PATIENCE_S
+    trusts = runtime.is_remote or not run.started.get("hang_timeout_s", 1)  # no task is heard while one is debugged
+    if monitor.silence_s <= patience_s or (trusts and runtime.alive(run)):
+        return
+    cause = runtime.situation(run) or "no task writes heartbeats: the engine or the supervisor stopped"
+    if run.goes_on and run.scale_requested:
+        cause = "every task saved and ended to be scaled, but `invoke scale` ended before it started them again"
+        write_json(run.control / "outcome.json", {"state": "failed", "time": time.time(), "error": cause})
+    if run.end("failed", error=cause, exit_code=EXIT_FAILED) or run.outcome:
+        summary.write(run, settle_s=0)

@@ -1,0 +1,140 @@
+"""The GPUs of this machine as `nvidia-smi` reports them, and how they are connected."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from cluster.system import processes
+from cluster.system.errors import ClusterError, PrerequisiteError
+
+QUERY = ("--query-gpu=index,uuid,name,memory.total,mig.mode.current", "--format=csv,noheader,nounits")
+TOPOLOGY = ("topo", "-m")
+LIST = ("-L",)
+ANSWER_TIMEOUT_S = 30.0
+"""The driver takes seconds to wake GPUs that nobody uses."""
+
+PATHS = {"SYS": 1, "NODE": 2, "PHB": 3, "PXB": 4, "PIX": 5}
+"""What lies between two GPUs without NVLink, the farther the lower: sockets, host bridges, one of them, switches."""
+
+NVLINK = re.compile(r"NV(\d+)")
+_UNDERLINE = re.compile(r"\x1b\[[0-9;]*m")
+_INSTANCE = re.compile(r"\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, or one instance of a GPU in MIG mode."""
+
+    id: str
+    """Its index in the order of the PCI bus; of a MIG instance the UUID, which is what CUDA and the engine take."""
+    uuid: str
+    model: str
+    memory_mib: int
+    mig: bool = False
+    """Whether it is in MIG mode, so that CUDA sees its instances and not the whole."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """This machine's GPUs."""
+
+    gpus: tuple[Gpu, ...]
+    """In the order of their indices."""
+    instances: tuple[Gpu, ...] = ()
+    """The MIG instances, if they were requested."""
+    links: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    """How two of them are connected: NV4, PIX, SYS and so on. Empty where `nvidia-smi topo` gave no answer."""
+    nodes: Mapping[str, str] = field(default_factory=dict)
+    """The NUMA node that a GPU is at; of older drivers the list of its processors, which says the same."""
+
+    def closeness(self, one: str, other: str) -> tuple[int, int]:
+        """Return how near two GPUs are: NVLinks between them first, then the path over PCIe or the NUMA node."""
+        link = self.links.get((one, other), "")
+        if match := NVLINK.fullmatch(link):
+            # `nvidia-smi` does not report paths without a link, but two NUMA nodes are on two sockets.
+            together = self.nodes.get(one) is not None and self.nodes.get(one) == self.nodes.get(other)
+            return int(match[1]), PATHS["NODE" if together else "SYS"]
+        return 0, PATHS.get(link, 0)
+
+
+def ask(*words: str) -> tuple[int, str]:
+    """Run `nvidia-smi`; return its exit code and output, or the reason why there is none."""
+    code, printed, complained = processes.run(["nvidia-smi", *words], ANSWER_TIMEOUT_S)
+    return code, printed if code == 0 else printed.strip() or complained.strip()
+
+
+def machine(what: str, *, with_instances: bool = False) -> Machine:
+    """Return this machine's GPUs.
+
+    Args:
+        what: the option that needs them.
+        with_instances: whether MIG instances are listed, too.
+
+    Raises:
+        PrerequisiteError: there is none, or no driver that reports it.
+    """
+    code, text = ask(*QUERY)
+    if code:
+        why = text.splitlines()[-1].strip() if text else "it says nothing"
+        raise PrerequisiteError(
+            f"{what}: no GPU was found on this machine ({why}); install NVIDIA's driver, or use --gpus none"
+        )
+    gpus = inventory(text)
+    if not gpus:
+        raise PrerequisiteError(f"{what}: nvidia-smi lists no GPU on this machine; use --gpus none, or another machine")
+    links, nodes = neighbours(ask(*TOPOLOGY)[1])  # empty if it failed
+    found = ask(*LIST) if with_instances else (1, "")
+    return Machine(gpus, instances(found[1]) if found[0] == 0 else (), links, nodes)
+
+
+def inventory(text: str) -> tuple[Gpu, ...]:
+    """Return the GPUs that `nvidia-smi --query-gpu` printed.
+
+    Raises:
+        ClusterError: it printed something else.
+    """
+    found = []
+    for line in filter(str.strip, text.splitlines()):
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) != 5 or not cells[0].isdigit():
+            raise ClusterError(
+                f"nvidia-smi printed {line.strip()[:100]!r}: expected index, uuid, name, memory and MIG mode; "
+                "run `nvidia-smi` to see what is wrong with the driver"
+            )
+        index, uuid, model, memory, mig = cells
+        found.append(Gpu(index, uuid, model, int(memory) if memory.isdigit() else 0, mig == "Enabled"))
+    return tuple(sorted(found, key=lambda gpu: int(gpu.id)))
+
+
+def instances(text: str) -> tuple[Gpu, ...]:
+    """Return the MIG instances that `nvidia-smi -L` printed."""
+    found = (_INSTANCE.match(line) for line in text.splitlines())
+    return tuple(Gpu(match[2], match[2], f"MIG {match[1]}", 0) for match in found if match)
+
+
+def neighbours(text: str) -> tuple[dict[tuple[str, str], str], dict[str, str]]:
+    """Return how each two GPUs are connected and which NUMA node each is at, from what `nvidia-smi topo -m` printed."""
+    rows = [cells for line in text.splitlines() if (cells := list(_cells(line)))]
+    at = next((at for at, cells in enumerate(rows) if cells[0] == "GPU0"), len(rows))
+    links, nodes = {}, {}
+    for name, *cells in rows[at + 1 :]:
+        if not (match := re.fullmatch(r"GPU(\d+)", name)):
+            continue
+        row = dict(zip(rows[at], cells, strict=False))
+        for other, link in row.items():
+            if (column := re.fullmatch(r"GPU(\d+)", other)) and other != name:
+                links[match[1], column[1]] = link
+        near = [row.get(column, "N/A") for column in ("NUMA Affinity", "CPU Affinity")]
+        if node := next((cell for cell in near if cell != "N/A"), ""):
+            nodes[match[1]] = node
+    return links, nodes
+
+
+def _cells(line: str) -> Iterator[str]:
+    """Yield the cells of a line, separated by tabs, or by several spaces in pasted text."""
+    plain = _UNDERLINE.sub("", line)
+    for cell in re.split(r"\t" if "\t" in plain else r"\s{2,}", plain):
+        if cell.strip():
+            yield cell.strip()

@@ -1,0 +1,49 @@
+"""The git checkout that runs: its commit, and what differs from it. Outside a checkout all of this is empty."""
+
+from __future__ import annotations
+
+import subprocess
+
+from cluster.system.files import files_sha256
+from cluster.system.paths import ROOT
+
+
+def commit() -> str:
+    """Return the commit; empty outside of a git checkout."""
+    return _git("rev-parse", "HEAD").decode().strip()
+
+
+def revision(*apart: str) -> str:
+    """Return the commit, with `-dirty` behind it where files differ from it; empty outside of a git checkout.
+
+    Args:
+        apart: files and folders that may differ.
+    """
+    others = [f":(exclude){name}" for name in apart]
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", *others)
+    return commit() + ("-dirty" if changed else "")
+
+
+def commit_time_s() -> int:
+    """Return the commit's time, in seconds since 1970; 0 outside of a git checkout."""
+    return int(_git("log", "-1", "--format=%ct") or 0)
+
+
+def changes_sha256(*folders: str) -> str | None:
+    """Return a hash of what differs from the commit in these folders; None where nothing does.
+
+    Args:
+        folders: those that count, with the files in them that git does not know; others may hold anything.
+    """
+    changes = _git("diff", "HEAD", "--binary", "--", *folders)
+    others = _git("ls-files", "--others", "--exclude-standard", "-z", "--", *folders).decode()
+    new = [name for name in others.split("\0") if name and (ROOT / name).is_file()]  # git lists links to nothing, too
+    return files_sha256(ROOT, new, changes) if changes or new else None
+
+
+def _git(*words: str) -> bytes:
+    try:
+        done = subprocess.run(["git", "--no-optional-locks", "-C", str(ROOT), *words], capture_output=True, check=False)
+    except FileNotFoundError:
+        return b""
+    return done.stdout if done.returncode == 0 else b""

@@ -1,0 +1,85 @@
+"""The Docker Engine: whether one answers. Every call has a time limit, so that a stuck engine cannot hang a command."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+
+from cluster.system import memory, processes
+from cluster.system.errors import PrerequisiteError
+
+ANSWER_TIMEOUT_S = 10.0
+COMPOSE_TIMEOUT_S = 300.0
+"""Longest time for Compose to start or end the containers of a run; their own grace periods are shorter."""
+BUILD_TIMEOUT_S = 3600.0
+"""Longest time to build, import or save an image."""
+_ADVICE = re.compile(r"\s*(Run|See) 'docker [^']*--help'[^\n]*$")
+"""The client's last line, after the one with the reason."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The engine's answer."""
+
+    ready: bool
+    detail: str
+    """Its version, or why it cannot be used."""
+
+
+def ask(*words: str, timeout_s: float = ANSWER_TIMEOUT_S) -> tuple[int, str]:
+    """Run a docker command; return its exit code and its output, or the reason why there is none."""
+    code, printed, complained = processes.run(["docker", *words], timeout_s, f"docker {words[0]}")
+    return code, printed.strip() if code == 0 else _ADVICE.sub("", complained.strip()) or printed.strip()
+
+
+def patience_s(command: str) -> float | None:
+    """Return how long a shell command of Docker's client may take; None for any other command."""
+    match = re.search(r"(?:^|\s)docker (\S+)", command)
+    if match is None:
+        return None
+    return COMPOSE_TIMEOUT_S if match[1] == "compose" else BUILD_TIMEOUT_S
+
+
+def probe() -> Answer:
+    """Return whether a Docker Engine with Compose v2 answers."""
+    code, text = ask("info", "--format", "{{json .ServerVersion}}")
+    version = ""
+    if code == 0:
+        try:
+            version = json.loads(text.splitlines()[0])
+        except (ValueError, IndexError):
+            code = 1
+    if code != 0 or not version:
+        return Answer(False, f"no Docker Engine answers ({text.splitlines()[-1] if text else 'no output'})")
+    code, compose_version = ask("compose", "version", "--short")
+    if code != 0:
+        return Answer(False, f"Docker Engine {version} has no Compose plugin (`docker compose version` fails)")
+    return Answer(True, f"Docker Engine {version}, Compose {compose_version}")
+
+
+def fix(detail: str) -> str:
+    """Return what to do about an engine that cannot be used, given the reason."""
+    said = detail.lower()
+    if "permission denied" in said or "may not be run" in said:
+        return "let this user use Docker (`sudo usermod -aG docker $USER`, then log in again)"
+    if "cannot connect" in said or "is the docker daemon running" in said or "did not answer" in said:
+        return "start Docker (`sudo systemctl start docker`), or set DOCKER_HOST to where it answers"
+    return "install and start Docker with Compose v2"
+
+
+def memory_bytes() -> int:
+    """Return the memory of the engine's machine, which may be virtual; of this machine if it does not say."""
+    code, text = ask("info", "--format", "{{.MemTotal}}")
+    return int(text) if code == 0 and text.isdecimal() and int(text) else memory.total_bytes()
+
+
+def demand(what: str) -> None:
+    """Raise an error if no engine answers.
+
+    Raises:
+        PrerequisiteError: none does.
+    """
+    answer = probe()
+    if not answer.ready:
+        raise PrerequisiteError(f"{what}: {answer.detail}; {fix(answer.detail)}")

@@ -1,0 +1,285 @@
+"""The images: their names, what they are built from, and the shell commands that build them.
+
+Nothing here builds. `invoke image.build` and `invoke up` run the commands; `--dry` prints them to be pasted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import stat
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from cluster.host.image import checkout, engine
+from cluster.system.errors import PrerequisiteError, UsageError, nearest
+from cluster.system.files import files_sha256
+from cluster.system.paths import ROOT
+
+ACCELERATORS = ("cpu", "gpu")
+PYTHON = "3.11"
+"""The version of Python in the images."""
+IMAGES = ("train", "tensorboard")
+"""As the stages of the Dockerfile that make them are called."""
+
+PYTHON_BASE = "python:3.11-slim-bookworm"
+DEBIAN_BASE = "tf-cluster/base:bookworm"
+"""Stands in for `PYTHON_BASE` where no image can be pulled: made on the spot from Debian's packages."""
+
+INPUTS_LABEL = "tf-cluster.inputs"
+"""What an image was made of, in one hash: as long as it is what it would be made of now, `up` builds nothing."""
+
+_OCI = "org.opencontainers.image."
+
+REGISTRY_TIMEOUT_S = 20.0
+_REFERENCE = r"[A-Za-z0-9][A-Za-z0-9._:/@-]*"
+_BASE_TAR = ".build/base.tar"
+_CA_BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
+_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
+
+
+@dataclass(frozen=True)
+class Base:
+    """The image that the others are built from."""
+
+    name: str
+    digest: str = ""
+    """Its digest in a registry; empty for one that was made on this machine."""
+    layers: tuple[str, ...] = ()
+    """The hashes of its content, for one that is on this engine."""
+    missing: bool = False
+    """Whether `base_commands` must run first."""
+
+
+def name(image: str, accelerator: str) -> str:
+    """Return the name of one of `IMAGES`.
+
+    Raises:
+        UsageError: there is no such image, or none for this accelerator.
+    """
+    if image not in IMAGES:
+        raise UsageError(f"--image {image!r} is no image{nearest(image, IMAGES)}")
+    return train_image(accelerator) if image == "train" else tensorboard_image()
+
+
+def namespace() -> str:
+    """Return the prefix of the images' names: IMAGE_NAMESPACE, or `tf-cluster`."""
+    return os.environ.get("IMAGE_NAMESPACE") or "tf-cluster"
+
+
+def tensorboard_image() -> str:
+    """Return the name of the image that TensorBoard runs in."""
+    return f"{namespace()}/tensorboard:latest"
+
+
+def train_image(accelerator: str) -> str:
+    """Return the name of the image that tasks run in.
+
+    Raises:
+        UsageError: there is none for this accelerator.
+    """
+    if accelerator not in ACCELERATORS:
+        raise UsageError(f"accelerator {accelerator!r} has no image{nearest(accelerator, ACCELERATORS)}")
+    return f"{namespace()}/train:{accelerator}"
+
+
+def default_base(requested: str = "") -> Base:
+    """Return what to build from: the requested image, $BASE_IMAGE, or else the first of these that exists.
+
+    Images on this engine come first, so that a machine without a registry waits for one only once; then the official
+    Python image, pinned to the digest that its tag has now; then a Debian base that `base_commands` makes.
+
+    Raises:
+        UsageError: the requested one is no image's name.
+        PrerequisiteError: the requested image is not available, or a base must be made and mmdebstrap is not installed.
+    """
+    requested = requested or os.environ.get("BASE_IMAGE", "")
+    if requested and not re.fullmatch(_REFERENCE, requested):
+        raise UsageError(f"base image {requested!r}: expected an image's name, such as {PYTHON_BASE}; or name none")
+    for name in [requested] if requested else [PYTHON_BASE, DEBIAN_BASE]:
+        if found := _on_engine(name):
+            return found
+    name = requested or PYTHON_BASE
+    code, answer = engine.ask(
+        "buildx", "imagetools", "inspect", "--format={{.Manifest.Digest}}", name, timeout_s=REGISTRY_TIMEOUT_S
+    )
+    if code == 0:
+        return Base(f"{name.partition('@')[0]}@{answer}", answer)
+    reason = _last_line(answer)
+    if requested:
+        raise PrerequisiteError(
+            f"base image {requested} is neither on this engine nor in a registry that answers ({reason}); "
+            "name one with Python 3.11, or none for the default"
+        )
+    if shutil.which("mmdebstrap") is None:
+        raise PrerequisiteError(
+            f"{PYTHON_BASE} cannot be pulled ({reason}) and mmdebstrap, which makes a base from "
+            "Debian's packages, is not installed; install it, or set BASE_IMAGE to an image with Python 3.11"
+        )
+    return Base(DEBIAN_BASE, missing=True)
+
+
+def base_commands() -> list[str]:
+    """Return the commands that make `DEBIAN_BASE`, and say how its packages differ from those on record.
+
+    The same packages make the same bytes.
+    """
+    left_out = ["path-exclude=/usr/share/doc/*", "path-include=/usr/share/doc/*/copyright"]
+    left_out += ["path-exclude=/usr/share/man/*", "path-exclude=/usr/share/locale/*"]
+    bootstrap = ["mmdebstrap", "--quiet", "--variant=minbase", "--include=python3,python3-venv,ca-certificates"]
+    bootstrap += [f"--dpkgopt={rule}" for rule in left_out]
+    return [
+        f"mkdir -p {Path(_BASE_TAR).parent}",
+        f"umask 022 && SOURCE_DATE_EPOCH={checkout.commit_time_s()} {shlex.join([*bootstrap, 'bookworm', _BASE_TAR])}",
+        shlex.join(["docker", "import", '--change=CMD ["python3"]', _BASE_TAR, DEBIAN_BASE]),
+        f"rm {_BASE_TAR}",
+        shlex.join([sys.executable, "-m", "cluster.host.image.base_packages"]),
+    ]
+
+
+def build_commands(accelerator: str, base: Base) -> list[str]:
+    """Return the commands that build both images, after the base where it is missing; run them from the root.
+
+    Raises:
+        UsageError: there is no image for this accelerator.
+    """
+    build = [build_command(image, accelerator, base, f"--tag={name(image, accelerator)}") for image in IMAGES]
+    return [*(base_commands() if base.missing else []), *build]
+
+
+def build_command(image: str, accelerator: str, base: Base, *options: str) -> str:
+    """Return the command that builds one of `IMAGES`; run it from the root.
+
+    Raises:
+        UsageError: there is no such image, or none for this accelerator.
+    """
+    name(image, accelerator)
+    labels = _labels(base, checkout.commit_time_s()) | {INPUTS_LABEL: inputs_sha256(base)}
+    words = ["docker", "build", "--file=docker/Dockerfile"]
+    for key, value in _arguments(base, accelerator if image == "train" else "").items():
+        words.append(f"--build-arg={key}" if value is None else f"--build-arg={key}={value}")
+    words += [f"--label={key}={value}" for key, value in labels.items()]
+    if bundle := _ca_bundle():
+        quoted = bundle.replace('"', '""')  # the engine reads the value as a line of CSV
+        words += [f'--secret=id=ca,"src={quoted}"' if set(',"\r\n') & set(bundle) else f"--secret=id=ca,src={bundle}"]
+    return shlex.join([*words, f"--target={image}", *options, "."])
+
+
+def build_section(accelerator: str, base: Base) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the build of the tasks' image as the parts `build` of a Compose service and `secrets` of its file.
+
+    It has no `INPUTS_LABEL`: Compose builds again when files have changed, and the label would name the old ones.
+    """
+    bundle = _ca_bundle()
+    build = {
+        "context": str(ROOT),
+        "dockerfile": "docker/Dockerfile",
+        "target": "train",
+        "args": _arguments(base, accelerator),
+        "labels": _labels(base, checkout.commit_time_s()),
+    }
+    return (build | {"secrets": ["ca"]}, {"ca": {"file": bundle}}) if bundle else (build, {})
+
+
+def _arguments(base: Base, accelerator: str) -> dict[str, str | None]:
+    """Return the build's arguments; None is the value that the caller of Docker's client has."""
+    # BuildKit dates the image with it, so that the same commit on the same base makes the same image.
+    found: dict[str, str | None] = {"BASE_IMAGE": base.name, "SOURCE_DATE_EPOCH": str(checkout.commit_time_s())}
+    # Without a value: passed on from the environment, and neither printed nor kept in the image.
+    found |= dict.fromkeys(proxy for proxy in _PROXIES if proxy in os.environ)
+    return found | ({"ACCELERATOR": accelerator} if accelerator else {})
+
+
+def _ca_bundle() -> str:
+    """Return the file of the certificate authorities that this machine trusts; empty where it has none."""
+    bundle = os.environ.get("SSL_CERT_FILE", _CA_BUNDLE)
+    return bundle if Path(bundle).is_file() else ""
+
+
+def inputs_sha256(base: Base) -> str:
+    """Return a hash of all that images are built from: files, base, date and labels, as they are now.
+
+    Which image it is, and for which accelerator, is in its name. Of a file's mode only what git keeps counts: whether
+    it is executable. The build sets the rest.
+    """
+    settings = [json.dumps(_labels(base, checkout.commit_time_s())), *([] if base.digest else base.layers)]
+    files = [ROOT / "docker" / "Dockerfile", *_context()]
+    names = [str(path.relative_to(ROOT)) for path in files]
+    programs = [name for name, path in zip(names, files, strict=True) if path.stat().st_mode & stat.S_IXUSR]
+    return files_sha256(ROOT, names, "\0".join([*settings, *programs]).encode())
+
+
+def are_current(accelerator: str) -> bool:
+    """Return whether both images are on this engine, and building them on the same base would change nothing.
+
+    No registry is queried for a newer base; $BASE_IMAGE must name the same one if it is set.
+    """
+    names = [name(image, accelerator) for image in IMAGES]
+    code, text = engine.ask("image", "inspect", "--format={{json .Config.Labels}}", *names)
+    labels = [json.loads(line) or {} for line in text.splitlines()] if code == 0 else [{}]
+    recorded = [labels[0].get(f"{_OCI}base.{key}", "") for key in ("name", "digest")]
+    requested, _, requested_digest = os.environ.get("BASE_IMAGE", "").partition("@")
+    if not recorded[0] or requested not in ("", recorded[0]) or requested_digest not in ("", recorded[1]):
+        return False
+    base = Base(*recorded) if recorded[1] else _on_engine(recorded[0])
+    return base is not None and {each.get(INPUTS_LABEL) for each in labels} == {inputs_sha256(base)}
+
+
+def _on_engine(name: str) -> Base | None:
+    """Return an image of this engine."""
+    code, text = engine.ask("image", "inspect", "--format=[{{json .RepoDigests}}, {{json .RootFS.Layers}}]", name)
+    if code:
+        return None
+    digests, layers = json.loads(text)
+    return Base(name, digests[0].partition("@")[2] if digests else "", tuple(layers))
+
+
+def _context() -> list[Path]:
+    """Return the files of the build context, which `.dockerignore` lists."""
+    rules = (ROOT / ".dockerignore").read_text().splitlines()
+    found = [path for rule in rules if rule.startswith("!") for path in ROOT.glob(rule[1:])]
+    inside = [path for top in found for path in ([top] if top.is_file() else top.rglob("*"))]
+    return sorted(path for path in inside if path.is_file() and "__pycache__" not in path.parts)
+
+
+def _labels(base: Base, date_s: int) -> dict[str, str]:
+    """Return the OCI annotations that are known only when building; the Dockerfile has the others."""
+    labels = {
+        "revision": checkout.revision(),
+        "created": datetime.fromtimestamp(date_s, UTC).isoformat(),
+        "base.name": base.name.partition("@")[0],
+        "base.digest": base.digest,
+    }
+    return {f"{_OCI}{key}": value for key, value in labels.items() if value}
+
+
+def inspect(image: str) -> dict[str, str]:
+    """Return what the manifest records of an image: its name, id, revision, base and the base's digest.
+
+    A base that was never in a registry has no digest there; the digest of its content stands for it.
+
+    Raises:
+        PrerequisiteError: the image is not on this engine.
+    """
+    code, text = engine.ask("image", "inspect", "--format={{json .}}", image)
+    if code != 0:
+        raise PrerequisiteError(f"image {image} is not on this engine ({_last_line(text)}); run `invoke image.build`")
+    details = json.loads(text)
+    labels = details["Config"]["Labels"] or {}
+    return {
+        "image": image,
+        "id": details["Id"],
+        "revision": labels.get(f"{_OCI}revision", ""),
+        "base": labels.get(f"{_OCI}base.name", ""),
+        "base_digest": labels.get(f"{_OCI}base.digest", details["RootFS"]["Layers"][0]),
+    }
+
+
+def _last_line(text: str) -> str:
+    return text.splitlines()[-1] if text else "no output"

@@ -1,0 +1,125 @@
+"""The training configuration, resolved by the training program, which this side never imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cluster.contract import user_code
+from cluster.contract.spec import ClusterSpec
+from cluster.host.options.request import PRESET, Request
+from cluster.host.runtime import inherited
+from cluster.system.paths import ROOT
+
+USUAL_METRICS = ("", "eval_loss", "eval_accuracy")
+"""Of all that is built in."""
+
+
+def resolve(
+    request: Request,
+    base: Path | None,
+    packages: Path | None,
+    data_dir: Path,
+    code_dirs: Sequence[str] = (),
+    cores: int = 0,
+) -> tuple[dict[str, Any], tuple[Path, ...], str]:
+    """Return the checked configuration, the folders of the user's modules that it names, and its prepared data.
+
+    The last is in words, and empty where the data must be prepared first.
+
+    Args:
+        request: the request.
+        base: the `config.json` of a run that is resumed, instead of the preset.
+        packages: extra packages that those modules import.
+        data_dir: where prepared data lies.
+        code_dirs: where a run that is resumed had the user's modules, in case they are found nowhere else.
+        cores: that each task can use, where it runs on another machine; 0: those of this machine.
+
+    Raises:
+        UsageError: a preset, an option or a value is wrong.
+    """
+    command = [f"--data-dir={data_dir}", f"--cores={cores}", *([f"--base={base}"] if base else [])]
+    value: dict[str, Any] = _ask(request, [*command, "--", *request.training()], packages, code_dirs)
+    return value["config"], tuple(Path(folder) for folder in value["code_dirs"]), value["data"]
+
+
+def check(
+    config: dict[str, Any],
+    cluster: ClusterSpec,
+    path: Sequence[str],
+    data_dir: Path,
+    *,
+    memory_bytes: int = 0,
+    record: Path | None = None,
+) -> dict[str, Any]:
+    """Check that a configuration's data, model and loss fit together, once the data is prepared; return the stages.
+
+    The built-in ones do. Any others, a model that is cut into stages, and a best metric that not every evaluation has,
+    are tried: that takes as long as TensorFlow's import.
+
+    Args:
+        config: what `resolve` returned.
+        cluster: that it is trained on.
+        path: where modules of the user's own are found.
+        data_dir: where prepared data lies.
+        memory_bytes: what each stage may hold; 0: any amount.
+        record: the stages of the run that goes on or is repeated, whose measured times are kept.
+
+    Returns:
+        What `train.pipeline.cut.describe` says of the stages; empty where there are none.
+
+    Raises:
+        UsageError: they do not fit, or the model cannot be cut into the cluster's stages.
+    """
+    named = [str(config.get(part, "")) for part in ("dataset", "model", "loss", "metrics")]
+    named.append(config.get("optimizer", {}).get("name", ""))
+    own = any(":" in part and not part.startswith("train.") for name in named for part in re.split("[=,]", name))
+    unusual = config.get("best", {}).get("metric", "") not in USUAL_METRICS
+    if not (own or unusual or cluster.kind.staged):
+        return {}
+    words = ["--config", json.dumps(config), "--strategy", cluster.strategy, "--data-dir", str(data_dir)]
+    words += ["--replicas", str(cluster.replicas)]
+    words += ["--stages", str(cluster.stages if cluster.kind.staged else 0)]
+    words += ["--pipelines", str(cluster.pipelines)]
+    words += ["--memory-bytes", str(memory_bytes)] if memory_bytes else []
+    words += ["--record", str(record)] if record and record.exists() else []
+    stages: dict[str, Any] = user_code.run(
+        [sys.executable, "-m", "train.startup.preflight", *words],
+        f"--model {config['model']!r}, --loss {config['loss']!r} or --optimizer.name {config['optimizer']['name']!r}",
+        "PRESET_TIMEOUT_S",
+        cwd=ROOT,
+        environment=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+    )
+    return stages
+
+
+def options(request: Request) -> str:
+    """Return the help of the training options.
+
+    Raises:
+        UsageError: there is no such preset.
+    """
+    return str(_ask(request, ["--", "-h"], None))
+
+
+def _ask(request: Request, words: list[str], packages: Path | None, code_dirs: Sequence[str] = ()) -> Any:
+    preset = request.preset or PRESET
+    # The caller's modules are found beside the run file and where the caller is, although the program runs in the
+    # checkout.
+    here = [folder for folder in (request.code_dir, str(Path.cwd())) if folder and folder != str(ROOT)]
+    path = [*here, *inherited.python_path(), *code_dirs, *([str(packages)] if packages else [])]
+    return user_code.run(
+        [sys.executable, "-m", "train", "--print-config", f"--preset={preset}", *words],
+        f"--preset {preset!r}",
+        "PRESET_TIMEOUT_S",
+        cwd=ROOT,
+        # For presets that import TensorFlow: no start-up messages, and no GPU taken from whoever trains on it.
+        environment={"TF_CPP_MIN_LOG_LEVEL": "3"}
+        | os.environ
+        | {"CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": os.pathsep.join(path)},
+    )

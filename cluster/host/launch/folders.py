@@ -1,0 +1,82 @@
+"""Where runs and data lie, which run a name means, and whether a run may be started in its folder."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+from cluster.contract import settings, spec
+from cluster.contract.run import claim
+from cluster.contract.run.folder import RunFolder
+from cluster.host.launch.teardown import in_progress
+from cluster.system.errors import UsageError, nearest
+from cluster.system.messages import short_path
+
+MIN_FREE_BYTES = 512 * 2**20
+"""Free disk space without which a run is not started: its checkpoints, logs and export would not fit."""
+
+
+def runs_dir() -> Path:
+    """Return the folder of all runs: RUNS_DIR, or `runs` in this checkout."""
+    return settings.folder("RUNS_DIR", "runs")
+
+
+def data_dir() -> Path:
+    """Return the folder of prepared data: DATA_DIR, or `data` in this checkout."""
+    return settings.folder("DATA_DIR", "data")
+
+
+def find_run(name: str = "") -> RunFolder:
+    """Return the run called `name`, or the current one.
+
+    Raises:
+        UsageError: there is none.
+    """
+    current = runs_dir() / ".current"
+    if not name:
+        if not current.exists() or not (runs_dir() / current.read_text().strip()).exists():
+            raise UsageError("there is no current run; start one with `invoke up`, or name one of runs/")
+        name = current.read_text().strip()
+    run = RunFolder(runs_dir() / spec.check_run_name(name))
+    if not run.cluster.exists() or run.incomplete:
+        known = [path.parent.name for path in runs_dir().glob("*/cluster.json")]
+        raise UsageError(f"there is no run {name!r} in {short_path(runs_dir())}{nearest(name, known) if known else ''}")
+    return run
+
+
+def free_folder(name: str) -> RunFolder:
+    """Return the first of `name`, `name-2`, `name-3` and so on that is no run and is not about to become one."""
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    folders = (RunFolder(runs_dir() / each) for each in names)
+    free = (run for run in folders if run.incomplete or not os.path.lexists(run.path))
+    return next(run for run in free if not claim.held(run))
+
+
+def check_folder(run: RunFolder, *, resumes: bool, replaces: bool) -> None:
+    """Check that a run may be started in its folder. What is true without its claim may be over at once.
+
+    Args:
+        run: the run.
+        resumes: whether it goes on.
+        replaces: whether its old folder may be deleted.
+
+    Raises:
+        UsageError: the folder is taken, or the run is in progress.
+    """
+    name = run.name
+    if not os.path.lexists(run.path) or (run.incomplete and not claim.held(run)):
+        return
+    if not resumes and not replaces:
+        raise claim.Taken(
+            f"run {name!r} exists; go on with --resume {name}, or start it again with --name {name} --fresh"
+        )
+    if replaces and run.path.is_symlink():
+        raise UsageError(
+            f"--name {name}: {short_path(run.path)} is a link to {str(run.path.readlink())!r}, and what it leads to is "
+            "not replaced; remove the link, or choose another --name"
+        )
+    if in_progress(run):
+        if resumes:
+            raise UsageError(f"run {name!r} is still in progress; `invoke stop` it before it can be resumed")
+        raise UsageError(f"run {name!r} is still in progress; `invoke down {name}` before it is started again")

@@ -1,0 +1,221 @@
+"""Extra packages for one's own code: `--requirements FILE` -> a folder for PYTHONPATH, made once and kept.
+
+    python -m cluster.host.launch.inputs.packages FILE PYTHON
+
+Neither .venv nor the image changes: what they have stays as locked, and only what the file needs beyond that is put
+into `.build/packages/`, every file checked against the hash that it was resolved with. Wheels alone are taken, so that
+nothing is built with packages that no hash pins; what the file names with `--no-binary`, or as an archive, is built
+with the locked setuptools.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from cluster.host.image import locks
+from cluster.system.errors import ClusterError, PrerequisiteError, UsageError
+from cluster.system.files import make_readable, sha256
+from cluster.system.paths import ROOT
+
+FOLDER = ROOT / ".build" / "packages"
+LOCK = ROOT / "requirements" / "train-cpu.lock"
+RESOLVED = "requirements.txt"
+"""In the folder of packages: what was installed there, each with its hash."""
+
+_PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries=1"]
+_LOCKED_BUILDS = ["--only-binary=:all:", "--use-pep517", "--no-build-isolation"]
+"""A requirements file may name exceptions to the first; the others have those built with what `.venv` holds."""
+_TENSORFLOW = ("tensorflow", "tensorflow-cpu")
+_OURS = (*_TENSORFLOW, "tf-keras")
+_NO_NETWORK = ("NewConnectionError", "ConnectTimeoutError", "ProxyError", "ReadTimeoutError", "NameResolutionError")
+
+
+def host_python() -> str:
+    """Return the version of the Python that local processes run with."""
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def folder(requirements: Path, python: str) -> Path:
+    """Return where the packages of a requirements file are kept, for one version of Python.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    try:
+        text = requirements.read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"--requirements {str(requirements)!r}: {error.strerror}; expected a file as `pip install -r` reads it"
+        ) from error
+    digest = hashlib.sha256()
+    parts = [python.encode(), LOCK.read_bytes(), text, *_files_named_in(text.decode(errors="replace"), requirements)]
+    for part in parts:
+        digest.update(hashlib.sha256(part).digest())
+    return FOLDER / digest.hexdigest()[:16]
+
+
+def prepare(requirements: Path, python: str) -> Path:
+    """Return the folder with the packages of a requirements file, filling it unless it is there.
+
+    Raises:
+        UsageError: the file cannot be read, or names what does not exist or does not go with our own packages.
+        PrerequisiteError: no package index can be reached.
+    """
+    target = folder(requirements, python)
+    if target.exists():
+        return target
+    print(f"getting the packages of {requirements} (once)", file=sys.stderr, flush=True)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".filling-", dir=FOLDER) as scratch:
+        filled = _fill(requirements, python, Path(scratch))
+        try:
+            filled.rename(target)  # whole or not at all, and the first of two wins
+        except OSError:
+            if not target.exists():
+                raise
+    return target
+
+
+def check(requirements: Path, python: str) -> Path:
+    """Return the folder that `prepare` would return; resolve the packages unless it is there, and install nothing.
+
+    Raises:
+        UsageError, PrerequisiteError: as `prepare`.
+    """
+    target = folder(requirements, python)
+    if not target.exists():
+        print(f"resolving the packages of {requirements}", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory(prefix="packages-") as scratch:
+            _resolve(requirements, python, Path(scratch))
+    return target
+
+
+@contextmanager
+def importable(requirements: Path, *, installs: bool) -> Iterator[Path]:
+    """Yield a folder with the packages for this Python; without `installs` one that is deleted in the end.
+
+    Raises:
+        UsageError, PrerequisiteError: as `prepare`.
+    """
+    target = folder(requirements, host_python())
+    if installs or target.exists():
+        yield prepare(requirements, host_python())
+        return
+    with tempfile.TemporaryDirectory(prefix="packages-") as scratch:
+        yield _fill(requirements, host_python(), Path(scratch))
+
+
+def command(requirements: Path, python: str) -> str:
+    """Return the command that calls `prepare`; run it from the root."""
+    return shlex.join([sys.executable, "-m", "cluster.host.launch.inputs.packages", str(requirements), python])
+
+
+def _fill(requirements: Path, python: str, scratch: Path) -> Path:
+    """Return a new folder in `scratch` with the packages."""
+    filled = scratch / "packages"
+    filled.mkdir()
+    lines = _resolve(requirements, python, scratch)
+    (filled / RESOLVED).write_text("".join(line + "\n" for line in lines))
+    if lines:
+        pip = [*_PIP, "install", "--no-deps", "--require-hashes", "--target", str(filled), "-r"]
+        _run([*pip, str(filled / RESOLVED), *_for_python(python)], requirements)
+    make_readable(filled)
+    return filled
+
+
+def _resolve(requirements: Path, python: str, scratch: Path) -> list[str]:
+    """Return what must be installed beyond our own packages, a line of a requirements file each."""
+    from packaging.utils import canonicalize_name  # here, because `up` without --requirements does without it
+
+    own = locks.pins("train-cpu")
+    # Of the two packages that TensorFlow has, one is installed here, but it is as good as the other.
+    kept = [pin for pin in own if pin.name in _TENSORFLOW or pin.applies(python)]
+    (scratch / "constraints.txt").write_text("".join(f"{pin.name}=={pin.version}\n" for pin in kept))
+    words = ["install", "--dry-run", "--ignore-installed", "--report", str(scratch / "report.json")]
+    words += ["--target", str(scratch / "unused"), "-r", str(requirements), "-c", str(scratch / "constraints.txt")]
+    _run([*_PIP, *words, *_for_python(python)], requirements)
+    report = json.loads((scratch / "report.json").read_text())
+    known = {canonicalize_name(name) for name in (*(pin.name for pin in own), *_OURS)}
+    others = [each for each in report["install"] if canonicalize_name(each["metadata"]["name"]) not in known]
+    return sorted(_line(each, requirements) for each in others)
+
+
+def _line(package: dict[str, Any], requirements: Path) -> str:
+    """Return a package of pip's report as a requirement that only this file satisfies."""
+    name, origin = package["metadata"]["name"], package["download_info"]
+    digest = origin.get("archive_info", {}).get("hashes", {}).get("sha256")
+    if not digest and origin["url"].startswith("file://"):  # pip 23.0 reports none for a file
+        path = Path(unquote(urlsplit(origin["url"]).path))
+        digest = sha256(path) if path.is_file() else None
+    if not digest:
+        raise UsageError(
+            f"--requirements {str(requirements)!r}: {name} comes from {origin['url']}, which has no hash; name a "
+            "release or a wheel, or put its code beside the script"
+        )
+    return f"{name} @ {origin['url']} --hash=sha256:{digest}"
+
+
+def _for_python(python: str) -> list[str]:
+    """Return pip's options for a version of Python; for another than this one wheels alone will do."""
+    if python == host_python():
+        return _LOCKED_BUILDS
+    return ["--python-version", python, "--only-binary=:all:", "--no-compile"]
+
+
+def _run(command: list[str], requirements: Path) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode == 0:
+        return
+    printed = done.stdout.strip()
+    if "No module named pip" in printed:
+        raise PrerequisiteError(f"--requirements needs pip, and {sys.executable} has none; `make setup` installs it")
+    option = f"--requirements {str(requirements)!r}: "
+    if any(word in printed for word in _NO_NETWORK):
+        raise PrerequisiteError(
+            f"{option}the package index cannot be reached; connect, or set PIP_INDEX_URL or PIP_FIND_LINKS"
+        )
+    raise UsageError(option + _gist(printed))
+
+
+def _gist(printed: str) -> str:
+    """Return the cause of a failure in one line, from what pip printed."""
+    errors = [line.removeprefix("ERROR: ") for line in printed.splitlines() if line.startswith("ERROR: ")]
+    gist = next((line for line in reversed(errors) if not line.startswith("ResolutionImpossible")), "")
+    if gist.startswith("No matching distribution"):
+        gist += "; only wheels are taken: a line such as `--no-binary NAME` has that package built from its source"
+    requested = re.findall(r"^ +((?:The user requested|.* depends on) .*)$", printed, re.MULTILINE)
+    lines = dict.fromkeys(line.replace("The user requested (constraint)", "tasks have") for line in requested)
+    if lines:
+        return f"{gist} ({'; '.join(lines)})"
+    return gist or (printed.splitlines()[-1] if printed else "pip failed")
+
+
+def _files_named_in(text: str, requirements: Path) -> list[bytes]:
+    """Return the contents of the files that a requirements file names: they count as much as its own text."""
+    contents = []
+    for word in re.findall(r"[^\s=@]+", text):
+        for base in (Path.cwd(), requirements.absolute().parent):
+            path = base / word.removeprefix("file://")
+            if path.is_file():
+                contents.append(path.read_bytes())
+                break
+    return contents
+
+
+if __name__ == "__main__":
+    try:
+        print(prepare(Path(sys.argv[1]), sys.argv[2]))
+    except ClusterError as failure:
+        print(f"error: {failure}", file=sys.stderr)
+        sys.exit(failure.exit_code)

@@ -1,0 +1,186 @@
+"""A run that was checked and can be started, and how it is shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.contract import compatibility, spec, tf_config
+from cluster.contract.run.folder import RunFolder
+from cluster.host.launch import configuration, folders
+from cluster.host.options import elastic
+from cluster.host.options.request import Request
+from cluster.host.runtime import tensorboard
+from cluster.host.runtime.base import Runtime, Workload
+from cluster.host.runtime.memory import TASK_MEMORY_BYTES
+from cluster.system.messages import counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Workload):
+    """What is started, on which runtime, and how it is looked after."""
+
+    request: Request
+    runtime: Runtime
+    why_runtime: str
+    """In words what runs the tasks, and why."""
+    compose: dict[str, Any]
+    """What the runtime makes of it, as saved in `compose.json`."""
+    config: dict[str, Any]
+    data: str
+    """In words what is prepared of its data; empty where something must be."""
+    tensorboard_port: int | None
+    hang_timeout_s: int
+    max_restarts: int
+    max_external_restarts: int
+    replaces: bool
+    previous: RunFolder | None = None
+    """The run that goes on, or is repeated."""
+    init: tuple[Path, ...] = ()
+    """The files with the weights that training begins with."""
+    about_resuming: tuple[str, ...] = ()
+    """What the caller should know of a run that goes on."""
+
+    @property
+    def resumes(self) -> bool:
+        """Whether it goes on with an earlier run."""
+        return bool(self.request.resume)
+
+    @property
+    def notes(self) -> list[str]:
+        """What the caller should know of it besides."""
+        others = [*self._keras_notes, *self._data_notes, *self.about_resuming, *self._elastic_notes]
+        others += filter(None, [self.network.warning])
+        others += [self.debugger.note] if self.debugger else []
+        return [*self.gpus.lines(), *self.gpus.notes, *others]
+
+    @property
+    def _elastic_notes(self) -> list[str]:
+        return elastic.notes(self.elastic, self.config)
+
+    @property
+    def _data_notes(self) -> list[str]:
+        if not (workers := len(self.cluster.of(spec.Role.DATA_WORKER))):
+            return []
+        if not self.cluster.kind.synchronous:
+            return ["data workers: each batch goes to the worker that requests it first, so the order does not repeat"]
+        return [
+            "data workers: the same bits as without them from a random-access source; a tf.data.Dataset has "
+            f"{counted(workers, 'shard')} a replica, so its bits follow from --data-workers, and repeat"
+        ]
+
+    @property
+    def _keras_notes(self) -> list[str]:
+        if self.config.get("loop") == "fit":
+            if self.cluster.kind.legacy_fit:
+                return ["Model.fit is that of tf_keras, because Keras 3's own knows no parameter servers"]
+            return ["Model.fit is that of Keras 3"]
+        if not self.payload.needs_legacy_keras(self.cluster):
+            return []
+        return [
+            "tf.keras is Keras 2 (tf_keras) for the script, because Keras 3's own fit knows no parameter servers; "
+            "TF_USE_LEGACY_KERAS=0 keeps Keras 3"
+        ]
+
+    def _tensorboard(self) -> str | None:
+        if self.tensorboard_port is None:
+            return tensorboard.AUTO
+        return tensorboard.address(self.tensorboard_port) if self.tensorboard_port else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan for `invoke plan --json`."""
+        batch = self.config.get("global_batch")
+        shards = self.config.get("bitwise_elastic") or self.cluster.batch_divisor
+        most = -(-shards // self.cluster.batch_divisor)  # of one replica: they need not share them evenly
+        micro_batches = self.config.get("micro_batches", 1)
+        return {
+            "run": self.run.name,
+            "runtime": self.runtime.name,
+            "network": self.network.name,
+            "strategy": self.cluster.strategy_class,
+            "replicas": self.cluster.replicas,
+            "global_batch": batch,
+            "replica_batch": batch and batch // shards * most,
+            "micro_batches": micro_batches,
+            "micro_batch": batch and batch // shards // micro_batches,
+            "training": self._training(),
+            "pipeline": self._pipeline(),
+            "tensorboard": self._tensorboard(),
+            "tasks": [
+                {
+                    "task": task.name,
+                    "address": task.address,
+                    "gpus": self.gpus.shown(task.name),
+                    "tf_config": tf_config.render(self.cluster, task),
+                }
+                for task in self.cluster.tasks
+            ],
+            "elastic": self.elastic or None,
+            "notes": [
+                *(*self.gpus.notes, *self._data_notes, *self.about_resuming, *self._elastic_notes),
+                *filter(None, [self.network.warning]),
+            ],
+            "config": self.config,
+            "compose": self.compose,
+        }
+
+    def _pipeline(self) -> dict[str, Any] | None:
+        """Return the stages that the model is cut into, once its data is prepared; None for another strategy."""
+        if not self.cluster.kind.staged or not self.data:
+            return None
+        stages, micro_batches = self.cluster.stages, self.config["micro_batches"]
+        bubble = (stages - 1) / (micro_batches + stages - 1)
+        cut = self.try_configuration()
+        del cut["record"]
+        pipelines = self.cluster.pipelines
+        return {
+            **self.config["pipeline"],
+            "pipelines": pipelines,
+            "micro_batches": micro_batches,
+            "bubble": bubble,
+            **cut,
+        }
+
+    def try_configuration(self) -> dict[str, Any]:
+        """Check that model, data and loss fit together; return the stages, see `configuration.check`.
+
+        Raises:
+            UsageError: they do not, or the model cannot be cut into the cluster's stages.
+        """
+        return configuration.check(
+            self.config,
+            self.cluster,
+            self.payload.local_path(),
+            folders.data_dir(),
+            memory_bytes=self.stage_memory_bytes,
+            record=self.previous.stages if self.previous else None,
+        )
+
+    @property
+    def stage_memory_bytes(self) -> int:
+        """What each stage may hold; 0 where no limit is known. Stages of one task share its memory, or have a GPU."""
+        if self.gpus.memory_bytes or not self.memory.task_bytes:
+            return self.gpus.memory_bytes
+        return max(1, (self.memory.task_bytes - TASK_MEMORY_BYTES) // self.cluster.devices)
+
+    def _training(self) -> dict[str, Any] | None:
+        """Return the numerics that follow from the configuration and the cluster; None for a script."""
+        settings, batch = self.config.get("optimizer"), self.config.get("global_batch")
+        if settings is None or batch is None:
+            return None
+        rule, base_batch = settings.get("scaling", "none"), settings.get("base_batch", batch)
+        rate, schedule = settings["learning_rate"], settings.get("schedule", "constant")
+        return {
+            "precision": compatibility.precision_of(self.cluster.strategy, self.config.get("precision", "fp32")),
+            "optimizer": settings["name"],
+            "learning_rate": compatibility.scale_rate(rate, rule, batch, base_batch),
+            "scaling": rule,
+            "base_learning_rate": rate,
+            "base_batch": None if rule == "none" else base_batch,
+            "warmup_steps": 0 if self.config.get("callbacks") and schedule == "constant" else settings["warmup_steps"],
+            "schedule": schedule,
+            "weight_decay": settings.get("weight_decay"),
+            "ema": settings.get("ema", 0.0),
+            "clip_norm": settings.get("clip_norm", 0.0),
+        }

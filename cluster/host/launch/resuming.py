@@ -1,0 +1,126 @@
+"""What a resumed run keeps: its checkpoint fits one model, and its step one order of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cluster.contract import spec
+from cluster.contract.run.folder import RunFolder
+from cluster.system.errors import UsageError
+from cluster.system.journal import read_json_lines
+
+ORDER = ("dataset", "source", "seed", "global_batch")
+"""What decides, with the step, which examples a step reads."""
+STATE = ("model", "freeze", "optimizer.name")
+"""What decides which variables a checkpoint has."""
+SWITCHES = ("optimizer.ema", "optimizer.momentum", "callbacks")
+"""What decides it by being there or not."""
+TOLERANCE = 1e-3
+"""Of an epoch: rows in `metrics/` are rounded."""
+
+
+def check(run: RunFolder, preset: str, config: Mapping[str, Any], cluster: spec.ClusterSpec) -> list[str]:
+    """Check that a run can be resumed with a configuration and a cluster; return notes for the user.
+
+    Args:
+        run: to resume.
+        preset: the requested one; empty: the run's own.
+        config: of the resumed run.
+        cluster: of the resumed run.
+
+    Raises:
+        UsageError: it would skip or repeat data, could not read its checkpoint, or has trained longer than requested.
+    """
+    before = run.load_config()
+    if preset and preset != before.get("preset", preset):
+        raise UsageError(f"--preset {preset}: run {run.name!r} has {before['preset']}; {_way_out(run)}")
+    if not (done := max(run.saved_steps, default=0)):
+        return []
+    reasons = {
+        ORDER: "it would skip or repeat data",
+        STATE: "its checkpoint would not fit",
+        ("init_from",): "has begun with other weights",
+    }
+    for names, why in reasons.items():
+        for name in names:
+            previous, requested = _value(before, name), _value(config, name)
+            if previous != requested and None not in (previous, requested):
+                option = f"--{name.replace('_', '-')} {requested}"
+                raise UsageError(
+                    f"{option}: run {run.name!r} has trained {done} steps with {previous}, and {why}; {_way_out(run)}"
+                )
+    for name in SWITCHES:
+        previous, requested = _value(before, name), _value(config, name)
+        if bool(previous) != bool(requested):
+            raise UsageError(
+                f"--{name.replace('_', '-')} {requested!r}: run {run.name!r} has trained {done} steps with "
+                f"{previous!r}, and its checkpoint would not fit; {_way_out(run)}"
+            )
+    _check_keras(run, before, config, cluster)
+    return _check_length(run, before, config, done) + _about_shards(run, config, cluster)
+
+
+def _about_shards(run: RunFolder, config: Mapping[str, Any], cluster: spec.ClusterSpec) -> list[str]:
+    """Return a note where the datasets of a function would have other shards than before."""
+    if config.get("source") != "function":
+        return []
+    previous, requested = (
+        (config.get("bitwise_elastic") or each.replicas) * max(1, len(each.of(spec.Role.DATA_WORKER)))
+        for each in (run.load_cluster(), cluster)
+    )
+    if previous == requested:
+        return []
+    return [
+        f"a tf.data.Dataset of --source function has {requested} shards now, {previous} before: this epoch goes on at "
+        "the same step with other examples; a random-access source goes on at the same example"
+    ]
+
+
+def _check_keras(
+    run: RunFolder, before: Mapping[str, Any], config: Mapping[str, Any], cluster: spec.ClusterSpec
+) -> None:
+    previous, requested = (
+        of.get("loop") == "fit" and trained.kind.legacy_fit
+        for of, trained in ((before, run.load_cluster()), (config, cluster))
+    )
+    if previous != requested:
+        names = {True: "tf_keras", False: "Keras 3"}
+        raise UsageError(
+            f"--loop {config.get('loop')} on {len(cluster.members) or 1} tasks trains with {names[requested]}: run "
+            f"{run.name!r} has trained with {names[previous]}, whose checkpoints it cannot read; {_way_out(run)}"
+        )
+
+
+def _check_length(run: RunFolder, before: Mapping[str, Any], config: Mapping[str, Any], done: int) -> list[str]:
+    """Return a note where nothing is left to do."""
+    most = config.get("max_steps")
+    if most is not None and most < done:
+        raise UsageError(f"--max-steps {most}: run {run.name!r} has done {done} steps already; request more")
+    epochs, done_epochs = config.get("epochs"), _epochs(run, done)
+    if epochs is None or done_epochs is None:
+        return []
+    # An epoch's last step runs into the next one, so a run that kept its epochs may have done a little more.
+    if epochs != before.get("epochs") and epochs < done_epochs - TOLERANCE:
+        raise UsageError(f"--epochs {epochs:g}: run {run.name!r} has done {done_epochs:.2f} already; request more")
+    if most != done and epochs > done_epochs:
+        return []
+    limit = "--max-steps" if most == done else "--epochs"
+    return [f"run {run.name} has done all of its {done} steps; a larger {limit} trains on"]
+
+
+def _epochs(run: RunFolder, step: int) -> float | None:
+    """Return how many epochs a number of steps are in this run; None where no row says so."""
+    rows = [row for row in read_json_lines(run.metrics("chief")) if row.get("step") and row.get("epoch")]
+    return step * rows[-1]["epoch"] / rows[-1]["step"] if rows else None
+
+
+def _value(config: Mapping[str, Any], name: str) -> Any:
+    value: Any = config
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _way_out(run: RunFolder) -> str:
+    return f"leave it out, or start a new run (`--name {run.name} --fresh` starts this one again)"

@@ -1,0 +1,277 @@
+"""Starting what was planned: data, images, the run folder, and then every task."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from cluster.contract.run import claim, owner, provenance
+from cluster.contract.run.folder import SCALE, RunFolder
+from cluster.host.launch import manifest, planning, teardown
+from cluster.host.launch.folders import MIN_FREE_BYTES, check_folder, data_dir, runs_dir
+from cluster.host.launch.inputs import initial, packages
+from cluster.host.launch.inputs.scripts import lay_out
+from cluster.host.launch.plan import Plan
+from cluster.host.runtime import registry, tensorboard
+from cluster.host.runtime.base import Shell
+from cluster.host.runtime.payload import data_words
+from cluster.system import files, interrupts, json_files
+from cluster.system.errors import PrerequisiteError
+from cluster.system.messages import counted, short_path
+
+
+def begin(plan: Plan, sh: Shell, *, began: float) -> Plan:
+    """Start every task of a plan; return the plan that was started.
+
+    It is another one, under the next name, where another command took a name meanwhile that nobody had requested.
+
+    Args:
+        plan: what to start.
+        sh: runs commands.
+        began: when `up` was called, for the summary's times.
+    """
+    while True:
+        try:
+            start(plan, sh, began=began)
+        except claim.Taken:
+            if plan.request.name or plan.resumes:
+                raise
+        else:
+            return plan
+        plan = planning.plan(plan.request)
+        announce(plan)
+
+
+def start(plan: Plan, sh: Shell, *, began: float) -> None:
+    """Start every task of a plan: data, image, run folder, tasks.
+
+    Args:
+        plan: what to start.
+        sh: runs commands.
+        began: when `up` was called, for the summary's times.
+
+    Raises:
+        UsageError: the run is another command's meanwhile. Nothing was started.
+    """
+    check_machine(plan)
+    with claim.hold(plan.run, "resumed" if plan.resumes else "started"):
+        check_folder(plan.run, resumes=plan.resumes, replaces=plan.replaces)
+        for command in [] if plan.data else _data_commands(plan):
+            sh(command)
+        stages = {} if plan.payload.script else plan.try_configuration()
+        plan.runtime.prepare(plan, sh)
+        if owner.read(plan.run):  # it has ended, but some of it may still be about to
+            teardown.remove(plan.run, sh)
+        _write_folder(plan, began, stages.get("record"))
+        _start_tasks(plan, sh, on_error=partial(_record_end, plan.run))
+
+
+def _record_end(run: RunFolder, error: BaseException) -> None:
+    state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+    teardown.record_end(run, state, " ".join(str(error).split()))
+
+
+def go_on(plan: Plan, sh: Shell) -> None:
+    """Start every task of a plan whose run has stopped for it, has no task left, and is claimed.
+
+    Its configuration stays, and so does the time of its start: it is the same run.
+    """
+    if not plan.request.trust:
+        provenance.check(plan.run)  # once more: tasks lived until now, and what is noted next must be what was checked
+    provenance.begin(plan.run)
+    if not plan.run.load_started().get("hang_timeout_s"):  # a task was debugged, which is over
+        started = plan.run.load_started() | {"hang_timeout_s": plan.hang_timeout_s}
+        json_files.write_json(plan.run.control / "started.json", started)
+    if not (stop := _begin_life(plan)).get("then", SCALE):
+        plan.run.request_stop(stop["by"])  # somebody else's, which came too late for the tasks that ended
+    _start_tasks(plan, sh)
+
+
+def _start_tasks(plan: Plan, sh: Shell, on_error: Callable[[BaseException], object] = lambda error: None) -> None:
+    """Start the tasks; where that fails or is interrupted, end those that were started."""
+    try:
+        plan.runtime.start(plan, sh)
+    except BaseException as error:
+        with interrupts.ignored("ending what was started"):
+            on_error(error)
+            left = teardown.try_remove(plan.run, sh)
+        if left:  # what went wrong first is what the error says
+            print(left, file=sys.stderr)
+        raise
+
+
+def announce(plan: Plan) -> None:
+    """Print what a plan is."""
+    tasks = counted(len(plan.cluster.tasks), "task")
+    data = [f"data: {plan.data}"] if plan.data else []  # otherwise the command that prepares it prints
+    first = f"{plan.cluster.strategy_class} on {tasks} as {plan.why_runtime}"
+    print("\n".join([first, *plan.notes, *data]), flush=True)
+
+
+def commands(plan: Plan) -> list[str]:
+    """Return the commands that `start` runs, to be shown or pasted. The run folder must exist for the last ones."""
+    found = _package_commands(plan) + _data_commands(plan) + plan.runtime.commands(plan, plan.compose)
+    if plan.tensorboard_port != 0:
+        found += tensorboard.commands(runs_dir(), plan.tensorboard_port, plan.runtime.board)
+    return found
+
+
+def check_machine(plan: Plan, ending: int = 0) -> None:
+    """Check what this machine must have before anything is started.
+
+    Args:
+        plan: what is to be started.
+        ending: tasks that end before.
+
+    Raises:
+        PrerequisiteError: memory, disk space, the key, or what hands GPUs to the tasks is missing.
+    """
+    plan.runtime.preflight(plan, ending)
+    provenance.prepare()
+    try:
+        runs_dir().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PrerequisiteError(f"runs folder {runs_dir()}: {error.strerror}; set RUNS_DIR to one you own") from error
+    free = shutil.disk_usage(runs_dir()).free
+    if free < MIN_FREE_BYTES:
+        raise PrerequisiteError(
+            f"{free / 2**20:.0f} MiB are free for {short_path(runs_dir())}, a run needs {MIN_FREE_BYTES / 2**20:.0f}; "
+            "free space, or set RUNS_DIR to another disk"
+        )
+
+
+def data_command(verb: str, name: str, *words: str, path: Sequence[str] = ()) -> str:
+    """Return the command that prepares or verifies a dataset, in a process that may import TensorFlow.
+
+    Args:
+        verb: a command of `python -m train.data`.
+        name: the dataset.
+        words: more options of that command.
+        path: folders in which the dataset's own modules are found.
+    """
+    command = [sys.executable, "-m", "train.data", verb, "--name", name, "--data-dir", str(data_dir()), *words]
+    return with_modules(path, shlex.join(command))
+
+
+def with_modules(path: Sequence[str], command: str) -> str:
+    """Return a shell command that finds modules in these folders."""
+    return (f"PYTHONPATH={shlex.quote(os.pathsep.join(path))} " if path else "") + command
+
+
+def _package_commands(plan: Plan) -> list[str]:
+    """Return what installs the packages of `--requirements`; nothing where they are installed."""
+    if plan.payload.packages is None or plan.payload.packages.exists():
+        return []
+    assert plan.payload.requirements is not None
+    return [packages.command(plan.payload.requirements, plan.runtime.python)]
+
+
+def _data_commands(plan: Plan) -> list[str]:
+    """Return what gets the data: once, here, never from several tasks at once. A script gets its own."""
+    if plan.payload.script:
+        return []
+    verb, *words = data_words(plan.config)
+    return [data_command(verb, plan.config["dataset"], *words, path=plan.payload.local_path())]
+
+
+def start_tensorboard(port: int | None, requested: str, sh: Shell) -> int:
+    """Start TensorBoard over all runs, unless it runs; return its port.
+
+    Args:
+        port: of 127.0.0.1; None: any.
+        requested: `--runtime`, beside whose tasks it would run.
+        sh: runs commands.
+
+    Raises:
+        PrerequisiteError: another program listens on the port, or no engine answers.
+        TimedOut: it does not answer.
+    """
+    runtime, _ = registry.choose(requested)
+    tensorboard.prepare(runs_dir(), runtime.board, sh)
+    runs_dir().mkdir(parents=True, exist_ok=True)
+    return tensorboard.start(runs_dir(), port, runtime.board, sh)
+
+
+def _write_folder(plan: Plan, began: float, stages: dict[str, Any] | None) -> None:
+    if plan.replaces or plan.run.incomplete:
+        plan.run.delete()
+    if not plan.resumes:
+        _make_folder(plan)
+    try:
+        _write_records(plan, began, stages)
+    except BaseException:
+        if not plan.resumes:  # nothing was started of it, and its name is free again
+            with contextlib.suppress(OSError):
+                plan.run.delete()
+        raise
+    files.remove(plan.run.unfinished)
+    (runs_dir() / ".current").write_text(plan.run.name + "\n")
+
+
+def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> None:
+    if plan.resumes:
+        provenance.begin(plan.run)
+    plan.run.create()
+    if script := plan.runtime.seen(plan.payload).script:
+        lay_out(plan.payload, plan.run, plan.cluster, seen_at=script.parent)
+    if plan.payload.packages:
+        with files.open_file(plan.run.path / packages.RESOLVED, "wb") as file:
+            file.write((plan.payload.packages / packages.RESOLVED).read_bytes())
+    if plan.payload.script:
+        data_dir().mkdir(parents=True, exist_ok=True)  # the tasks see it, and nothing was prepared
+    initial.copy(plan.init, plan.run.init)
+    json_files.write_json(plan.run.config, plan.config)
+    if stages:
+        json_files.write_json(plan.run.stages, stages)
+    requirements = str(plan.payload.requirements) if plan.payload.requirements else ""
+    started = {"time": began, "runtime": plan.runtime.name, "requirements": requirements}
+    started |= {"hang_timeout_s": plan.hang_timeout_s, "max_restarts": plan.max_restarts}
+    started |= {"max_external_restarts": plan.max_external_restarts}
+    started |= {"gpus": plan.gpus.to_json(), "memory": plan.memory.requested, "network": plan.network.requested}
+    started |= {"env": list(plan.payload.env), "code_dirs": [str(folder) for folder in plan.payload.code_dirs]}
+    started |= {"secrets": [f"{name}={file}" for name, file in plan.payload.secrets.items()]}
+    started |= {"job": asdict(plan.job), **plan.elastic}
+    json_files.write_json(plan.run.control / "started.json", started)
+    _begin_life(plan)
+
+
+def _make_folder(plan: Plan) -> None:
+    """Make the run's folder, which whoever does not hold the claim may have made as well.
+
+    Raises:
+        Taken: it is there.
+    """
+    try:
+        plan.run.path.mkdir()
+        plan.run.unfinished.touch()
+    except FileExistsError as error:
+        raise claim.Taken(f"run {plan.run.name!r} exists; choose another --name") from error
+    except OSError as error:
+        raise PrerequisiteError(
+            f"run folder {plan.run.path}: {error.strerror}; give write access, or set RUNS_DIR to one you own"
+        ) from error
+
+
+def _begin_life(plan: Plan) -> dict[str, Any]:
+    """Lay out the plan's cluster, and clear what an earlier one left; return the request to stop that it left.
+
+    In this order: whoever watches a run is patient with a generation that has just begun, and until then with the
+    request to stop for another size.
+    """
+    json_files.write_json(plan.run.cluster, plan.cluster.to_json())
+    json_files.write_json(plan.run.compose, plan.compose)
+    manifest.write(plan)
+    provenance.write(plan.run)
+    plan.run.begin_generation(plan.run.generation + 1 if plan.resumes else 0, resumed=plan.resumes)
+    if not plan.resumes:
+        return {}
+    for record in (*(plan.run.path / "status").glob("*.json"), *plan.run.away("").glob("*")):
+        files.remove(record)
+    return plan.run.reopen()

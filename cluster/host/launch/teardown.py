@@ -1,0 +1,133 @@
+"""Ending what a run started, and finding what is left of runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.contract.results import summary
+from cluster.contract.run import claim, owner
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.liveness import final_state, silent
+from cluster.host.runtime import registry
+from cluster.host.runtime.base import Runtime, Shell
+from cluster.system.errors import EXIT_FAILED, ClusterError, PrerequisiteError
+
+
+def in_progress(run: RunFolder) -> bool:
+    """Whether the run still trains, or should: also before its first heartbeat."""
+    if not run.cluster.exists() or run.ended:
+        return False
+    return _alive(run) or (final_state(run) is None and not silent(run))
+
+
+def _alive(run: RunFolder) -> bool:
+    """Whether what was started of the run still runs, whether or not its tasks write heartbeats."""
+    return owner.read(run) is not None and registry.of(run).alive(run)
+
+
+def kill(run: RunFolder, sh: Shell) -> None:
+    """End every task of a run at once, without saving."""
+    run.end("stopped", task="user")
+    remove(run, sh, grace_s=0)  # Compose's own `kill` fails where an agent has seen the outcome and ended first
+
+
+def remove(run: RunFolder, sh: Shell, *, grace_s: int = 10, also: Iterable[Runtime] = ()) -> None:
+    """End and remove every process, container and network of a run. Its folder stays.
+
+    Only for the holder of the run's claim: otherwise what ends may be somebody's who goes on with the run.
+
+    Args:
+        run: the run.
+        sh: runs commands.
+        grace_s: what containers get to end by themselves.
+        also: runtimes that have something of it, whatever its records say.
+
+    Raises:
+        PrerequisiteError: what runs its tasks does not answer.
+        TimedOut: a process does not end.
+    """
+    _record_outcome(run, "stopped")  # first: should this be interrupted, the run does not seem to continue
+    for runtime in dict.fromkeys([*also, registry.of(run)]):
+        runtime.remove(run, sh, grace_s)
+    owner.forget(run)
+
+
+def finish(run: RunFolder, sh: Shell) -> str:
+    """Remove what is left of a run that has ended; return in words what could not be removed, empty if nothing.
+
+    What became of the run is not to be lost over that. A run that somebody goes on with meanwhile is left alone.
+    """
+    try:
+        with claim.hold(run, "ended", wait_s=claim.WAIT_S):
+            return try_remove(run, sh) if run.summary.exists() else ""
+    except claim.Taken:
+        return ""
+    except (ClusterError, KeyboardInterrupt) as error:
+        return _left(run, error)
+
+
+def try_remove(run: RunFolder, sh: Shell, *, grace_s: int = 10) -> str:
+    """Remove as `remove` does; return in words what could not be removed, empty if nothing."""
+    try:
+        remove(run, sh, grace_s=grace_s)
+    except (Exception, KeyboardInterrupt) as error:
+        return _left(run, error)
+    return ""
+
+
+def _left(run: RunFolder, error: BaseException) -> str:
+    why = " ".join(str(error).split()) or "interrupted"
+    return f"not all of {run.name} could be removed; `invoke down {run.name}` tries again: {why}"
+
+
+def record_end(run: RunFolder, state: str = "stopped", error: str = "") -> None:
+    """Write the summary of a run that was ended before its tasks could, for whoever watches it."""
+    _record_outcome(run, state, error)
+    with contextlib.suppress(Exception):  # a damaged folder must not keep anybody from ending the run
+        if run.cluster.exists() and not run.summary.exists():
+            summary.write(run, settle_s=0)
+
+
+def _record_outcome(run: RunFolder, state: str, error: str = "") -> None:
+    """Record the outcome unless there is one."""
+    with contextlib.suppress(Exception):
+        if run.cluster.exists() and not run.summary.exists():
+            run.end(state, task="user" if state == "stopped" else "", exit_code=EXIT_FAILED, error=error)
+
+
+@dataclass(frozen=True)
+class Leftovers:
+    """What is left of the runs of a folder, found in one look at each runtime."""
+
+    found: Mapping[str, list[Runtime]]
+    """The runs that can be ended, by name, and what has something of each."""
+    unreachable: Mapping[str, str]
+    """The runs whose runtime does not answer, by name, and in words what they are in and why."""
+
+    def check(self, name: str | None) -> None:
+        """Check that the run of a name, or without one every run, is within reach.
+
+        Raises:
+            PrerequisiteError: what runs its tasks does not answer.
+        """
+        if names := [each for each in self.unreachable if name in (None, "", each)]:
+            raise PrerequisiteError(f"{', '.join(names)}: in {self.unreachable[names[0]]}, then `invoke down` again")
+
+
+def leftovers(runs_dir: Path) -> Leftovers:
+    """Return the runs of a folder of which a process, a container or a network is left."""
+    recorded = owner.recorded(runs_dir)
+    names = {run.name for run in recorded} | {path.parent.name for path in runs_dir.glob("*/compose.json")}
+    found: dict[str, list[Runtime]] = {}
+    unreachable: dict[str, str] = {}
+    for runtime in registry.RUNTIMES.values():
+        remains = runtime.remains(runs_dir, names)
+        for name in remains.names:
+            found.setdefault(name, []).append(runtime)
+        if remains.unreachable:
+            why = f"{runtime.tasks}, which may go on: {remains.unreachable}"
+            unreachable |= {run.name: why for run in recorded if registry.of(run) is runtime}
+    return Leftovers(dict(sorted(found.items())), unreachable)

@@ -1,0 +1,306 @@
+"""A run file: the options of `up` and the training overrides as TOML, to be committed beside a model.
+
+    workers = 3
+    env = ["NCCL_ALGO=Ring"]
+
+    [train]
+    epochs = 1
+
+    [train.optimizer]
+    learning-rate = 0.001
+
+Keys are the names of the options. A script has `args` in place of `[train]`. Paths are relative to the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import tomllib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.host.options.option import KINDS, Group, Option
+from cluster.host.options.request import OPTIONS, Request
+from cluster.system.errors import UsageError, nearest
+from cluster.system.messages import short_path
+
+TRAIN, ARGS = "train", "args"
+_KEYS = {option.key: option for option in OPTIONS.values()}
+
+
+@dataclass(frozen=True)
+class RunFile:
+    """What a run file says.
+
+    Attributes:
+        path: of the file.
+        options: values of `Request`'s fields.
+        train: the overrides of the training configuration, as words of a command line.
+        args: the script's arguments.
+        lines: the line of each key, dotted below `[train]`, as far as it begins a line.
+    """
+
+    path: Path
+    options: Mapping[str, Any]
+    train: tuple[str, ...]
+    args: tuple[str, ...]
+    lines: Mapping[str, int]
+
+    def only(self, names: Collection[str]) -> RunFile:
+        """Return this file without the options that a task does not take."""
+        return dataclasses.replace(self, options={name: self.options[name] for name in self.options if name in names})
+
+    def request(self, given: Mapping[str, Any], words: Sequence[str]) -> Request:
+        """Return the request of this file and of a command line, whose options win; variables are added.
+
+        Args:
+            given: the values of the options on the command line.
+            words: those after `--`.
+        """
+        added = {name: (*self.options.get(name, ()), *given.get(name, ())) for name in ("env", "secret")}
+        return Request(
+            **{**self.options, **given, **added},
+            overrides=tuple(words),
+            train=self.train,
+            args=self.args,
+            code_dir=str(self.path.parent),
+        )
+
+    def located(self, error: UsageError, given: Mapping[str, Any], words: Sequence[str]) -> UsageError:
+        """Return an error with the line of this file that has the option which it is about.
+
+        Args:
+            error: one that names the option.
+            given: the options on the command line, whose errors are none of this file's.
+            words: those after `--`.
+        """
+        typed = [f"--{OPTIONS[name].key}" for name in given] + [word.partition("=")[0] for word in words]
+        typed_keys = _mentioned(" ".join(typed))
+        lines = {self.lines[key] for key in _mentioned(str(error)) - typed_keys if key in self.lines}
+        if not lines:
+            return error
+        return type(error)(f"{_place(self.path, lines.pop() if len(lines) == 1 else None)}: {error}")
+
+
+def read(name: str) -> RunFile:
+    """Return what a run file says.
+
+    Raises:
+        UsageError: it cannot be read, is no TOML, or has a key or a value that is not known.
+    """
+    path = Path(os.path.expanduser(name)).absolute()  # noqa: PTH111  # leaves a home folder that is not known
+    try:
+        text = path.read_text(encoding="utf-8")
+        table = _dashed(tomllib.loads(text))
+    except OSError as error:
+        raise UsageError(f"--file {name!r}: {error.strerror}; expected a TOML file with options of `up`") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--file {name!r}: {error}; expected TOML") from None
+    lines = _lines(text)
+    train, args = table.pop(TRAIN, {}), table.pop(ARGS, [])
+    if not isinstance(train, dict):
+        raise UsageError(f"{_place(path, lines.get(TRAIN))}: train = {_shown(train)}: expected a table, [train]")
+    if not _is_strings(args):
+        raise UsageError(f"{_place(path, lines.get(ARGS))}: args = {_shown(args)}: expected {KINDS[list]}")
+    options = {}
+    for key, value in table.items():
+        option = _KEYS.get(key)
+        if option is None:
+            raise UsageError(
+                f"{_place(path, lines.get(key))}: {key!r} is no option of `up`{nearest(key, [*_KEYS, TRAIN, ARGS])}"
+            )
+        options[option.name] = _value(option, value, path, _place(path, lines.get(key)))
+    return RunFile(path, options, tuple(_words(train, "", path, lines)), tuple(args), lines)
+
+
+def write(name: str, request: Request, config: Mapping[str, Any]) -> Path:
+    """Write a run file that, read again, plans the same run; return its path.
+
+    Args:
+        name: of a file that does not exist.
+        request: one that was planned.
+        config: the plan's.
+
+    Raises:
+        UsageError: the file exists, or cannot be written.
+    """
+    path = Path(os.path.expanduser(name)).absolute()  # noqa: PTH111
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(render(request, config, path.parent))
+    except FileExistsError:
+        raise UsageError(f"--write {name!r} exists; remove it, or name another file") from None
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "an option is no text"
+        raise UsageError(f"--write {name!r}: {reason}; name a file that can be written") from None
+    return path
+
+
+def render(request: Request, config: Mapping[str, Any], folder: Path) -> str:
+    """Return a request as TOML: the options that were given, under the headings of their groups.
+
+    Args:
+        request: one that was planned.
+        config: the plan's, which has the types of the training overrides.
+        folder: of the file, which paths are relative to.
+    """
+    options = {name: value for name in OPTIONS if (value := getattr(request, name))}
+    train: dict[str, Any] = {}
+    scripted = "script" in config
+    if not scripted:
+        for key, value in _overridden([*request.train, *request.overrides], config).items():
+            if key in _KEYS:
+                options[_KEYS[key].name] = str(value)
+            else:
+                train[key] = value
+    lines = ["# Read by `invoke up --file` and `invoke plan --file`; options on the command line win."]
+    for group in Group:
+        members = [each for each in OPTIONS.values() if each.group == group and each.name in options]
+        if members:
+            lines += [
+                "",
+                f"# {group}",
+                *(f"{each.key} = {_toml(each, options[each.name], folder)}" for each in members),
+            ]
+    if scripted and request.arguments:
+        lines += ["", "# The script's arguments", f"{ARGS} = {_literal(list(request.arguments))}"]
+    for table in sorted({key.rpartition(".")[0] for key in train}):
+        lines += ["", f"[{'.'.join(filter(None, [TRAIN, table]))}]"]
+        for key, value in train.items():
+            parent, _, last = key.rpartition(".")
+            if parent == table:
+                lines.append(f"{last} = {_literal(value)}")
+    return "\n".join([*lines, ""])
+
+
+def _value(option: Option, value: Any, path: Path, place: str) -> Any:
+    """Return an option's value as `Request` holds it.
+
+    Raises:
+        UsageError: it has another type than the option.
+    """
+    if type(value) not in option.kinds or (isinstance(value, list) and not _is_strings(value)):
+        raise UsageError(f"{place}: {option.key} = {_shown(value)}: expected {option.type}")
+    if isinstance(value, list):
+        return tuple(_each_file(each, path.parent, _beside) if option.is_path else each for each in value)
+    if option.is_path and value:
+        return _beside(value, path.parent)
+    return value if isinstance(value, bool) else str(value)
+
+
+def _beside(value: str, folder: Path) -> str:
+    """Return a path that a run file in this folder names."""
+    return str(folder / os.path.expanduser(value))  # noqa: PTH111
+
+
+def _relative(value: str, folder: Path) -> str:
+    """Return a path as a run file in this folder names it."""
+    path = Path(os.path.expanduser(value)).absolute()  # noqa: PTH111
+    return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
+
+
+def _each_file(words: str, folder: Path, change: Callable[[str, Path], str]) -> str:
+    """Return `NAME=FILE` with another path."""
+    name, equals, value = words.partition("=")
+    return f"{name}={change(value, folder)}" if equals else words
+
+
+def _words(table: Mapping[str, Any], parent: str, path: Path, lines: Mapping[str, int]) -> Iterator[str]:
+    """Yield the training overrides of a table as words of a command line.
+
+    Raises:
+        UsageError: one is an option of `up`, or has a value that none can have.
+    """
+    for name, value in table.items():
+        key = parent + name
+        place = _place(path, lines.get(key, lines.get(f"{TRAIN}.{key}")))
+        if key in _KEYS:
+            raise UsageError(f"{place}: {key!r} is an option of `up`; move it above [train]")
+        if isinstance(value, dict):
+            yield from _words(value, f"{key}.", path, lines)
+        elif isinstance(value, bool):
+            yield f"--{key}" if value else f"--no-{key}"
+        elif isinstance(value, str | int | float):
+            yield f"--{key}={value}"
+        else:
+            raise UsageError(f"{place}: {key} = {_shown(value)}: expected a string, a number or a boolean")
+
+
+def _overridden(words: Sequence[str], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a configuration that words of a command line set, each with its value."""
+    fields = dict(_flat(config))
+    typed = [word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")]
+    names = [name.replace("_", "-") for name in typed]
+    names = [name if name in fields else name.removeprefix("no-") for name in names]
+    return {name: fields[name] for name in names if name in fields}
+
+
+def _flat(config: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in config.items():
+        key = parent + name.replace("_", "-")
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _dashed(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a table with its keys written as options are: `global_batch` will do for `global-batch`."""
+    return {key.replace("_", "-"): _dashed(value) if isinstance(value, dict) else value for key, value in table.items()}
+
+
+def _toml(option: Option, value: Any, folder: Path) -> str:
+    """Return an option's value as TOML."""
+    if option.is_path:
+        several = isinstance(value, list | tuple)
+        return _literal(
+            [_each_file(each, folder, _relative) for each in value] if several else _relative(value, folder)
+        )
+    if int in option.kinds and (str not in option.kinds or re.fullmatch("0|[1-9][0-9]*", value)):
+        return str(int(value))
+    return _literal(list(value) if isinstance(value, tuple) else value)
+
+
+def _literal(value: Any) -> str:
+    """Return a value of a configuration as TOML, which has no null."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
+    return str(value).lower() if isinstance(value, bool) else repr(value) if value is not None else '"None"'
+
+
+def _mentioned(text: str) -> set[str]:
+    """Return the options that a text names."""
+    return {name.replace("_", "-") for name in re.findall(r"--(?:no-)?([A-Za-z][\w.-]*)", text)}
+
+
+def _is_strings(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, default=str, ensure_ascii=False)
+
+
+def _place(path: Path, line: int | None) -> str:
+    return f"{short_path(path)}:{line}" if line else short_path(path)
+
+
+def _lines(text: str) -> dict[str, int]:
+    """Return the line of each key that begins one; the parser does not say where it found them."""
+    found: dict[str, int] = {}
+    parent = ""
+    for number, line in enumerate(text.split("\n"), 1):
+        if table := re.match(r"\s*\[\s*([\w.-]+)\s*\]", line):
+            found.setdefault(table[1], number)
+            parent = table[1].replace("_", "-").removeprefix(TRAIN).removeprefix(".")
+            parent += "." if parent else ""
+        elif key := re.match(r"\s*[\"']?([\w.-]+)[\"']?\s*=", line):
+            found.setdefault(parent + key[1].replace("_", "-").removeprefix(f"{TRAIN}."), number)
+    return found

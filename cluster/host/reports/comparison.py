@@ -1,0 +1,128 @@
+"""The differences between runs: what they were made of, what came of it, and how far their weights are apart."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cluster.contract.run.folder import RunFolder
+from cluster.host.reports import charts, curves, inspection, listing
+from cluster.host.view.columns import columns
+from cluster.host.view.sparkline import sparkline
+from cluster.system.files import write_text
+
+MAX_RUNS = 16
+_SECRET = re.compile(r"token|secret|passw|credential|api_?key", re.IGNORECASE)
+_RESULTS = ("result", "steps", "wall_s", "restarts")
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Return nested objects as one, with dotted keys."""
+    if not isinstance(value, dict):
+        return {prefix: value}
+    parts = (flat(each, f"{prefix}.{name}" if prefix else str(name)) for name, each in value.items())
+    return {name: each for part in parts for name, each in part.items()}
+
+
+def made_of(run: RunFolder) -> dict[str, Any]:
+    """Return everything that can make two runs differ, with dotted keys."""
+    manifest, cluster = listing.manifest(run), run.load_cluster()
+    topology = {
+        "strategy": cluster.strategy,
+        "tasks": [task.name for task in cluster.tasks],
+        "devices": cluster.devices,
+    }
+    kept = {name: manifest.get(name) for name in ("runtime", "code", "locks", "own_code", "data", "environment")}
+    return shareable(flat({"config": run.load_config(), "cluster": topology, **kept}))
+
+
+def shareable(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return recorded values without those whose names say that they are nobody else's."""
+    return {name: value for name, value in values.items() if not _SECRET.search(name)}
+
+
+def compare(runs: Sequence[RunFolder], *, trust: bool = False) -> dict[str, Any]:
+    """Return the differences between runs, as `invoke compare --json` shows them.
+
+    Raises:
+        DamagedError: a run's description is damaged.
+    """
+    parts = [made_of(run) for run in runs]
+    names = dict.fromkeys(name for part in parts for name in part)
+    differing = {name: [part.get(name) for part in parts] for name in names}
+    differing = {name: values for name, values in differing.items() if any(each != values[0] for each in values)}
+    rows = [listing.row(run) for run in runs]
+    return {
+        "runs": [run.name for run in runs],
+        "differences": differing,
+        "results": {name: [row[name] for row in rows] for name in _RESULTS} | _metrics(runs),
+        "weights": [_weights(runs[0], other, trust=trust) for other in runs[1:]],
+    }
+
+
+def _metrics(runs: Sequence[RunFolder]) -> dict[str, list[float | None]]:
+    """Return every metric of the runs' evaluations, by its name."""
+    found = [(run.ended or {}).get("metrics", {}) for run in runs]
+    return {name: [each.get(name) for each in found] for name in dict.fromkeys(name for each in found for name in each)}
+
+
+def _weights(one: RunFolder, other: RunFolder, *, trust: bool) -> dict[str, Any]:
+    """Return whether two runs ended with the same weights; if not, how far they are apart where that can be read."""
+    hashes = [(run.ended or {}).get("weights_sha256") for run in (one, other)]
+    value: dict[str, Any] = {"runs": [one.name, other.name], "identical": None, "detail": None, "distance": None}
+    if hashes[0] and hashes[0] == hashes[1]:
+        return value | {"identical": True, "detail": f"sha256 {hashes[0][:12]}"}
+    if None not in hashes:
+        value["identical"] = False
+    try:
+        apart = inspection.distance(one, other, trust=trust)
+    except inspection.Unavailable as error:
+        return value | {"detail": str(error)}
+    if not apart["comparable"]:
+        return value | {"identical": False, "detail": "the models have different shapes"}
+    value["identical"] = apart["identical"] if value["identical"] is None else value["identical"]
+    return value | {"distance": apart}
+
+
+def plot(runs: Sequence[RunFolder], path: Path) -> bool:
+    """Write the runs' curves as one picture; return False where they logged nothing."""
+    logged = {run.name: curves.of(run) for run in runs}
+    names = dict.fromkeys(name for found in logged.values() for name in found)
+    shown = [(name, {run: found[name] for run, found in logged.items() if name in found}) for name in names]
+    if shown:
+        write_text(path, charts.picture(shown))
+    return bool(shown)
+
+
+def lines(value: dict[str, Any], runs: Sequence[RunFolder]) -> list[str]:
+    """Return a comparison as lines of text: what differs first, then what came of it."""
+    shown = [(name, *map(_cell, values)) for name, values in value["differences"].items()]
+    result = [(name, *map(_cell, values)) for name, values in value["results"].items()]
+    losses = [[loss for _, loss in curves.of(run).get("loss", [])] for run in runs]
+    result.append(("loss", *(f"{sparkline(each)} {each[-1]:.4f}" if each else "-" for each in losses)))
+    head = ("", *value["runs"])
+    text = columns([head, *(shown or [("nothing differs", *[""] * len(value["runs"]))]), ("",) * len(head), *result])
+    return [*text, "", *map(_weights_line, value["weights"])]
+
+
+def _weights_line(value: dict[str, Any]) -> str:
+    pair = " and ".join(value["runs"])
+    if value["identical"]:
+        return f"weights      {pair}: identical, to the bit" + (f" ({value['detail']})" if value["detail"] else "")
+    if apart := value["distance"]:
+        relative = "" if apart["relative"] is None else f"{apart['relative']:.3g} of their norm apart; "
+        return (
+            f"weights      {pair}: {relative}largest difference {apart['largest']:.3g} in {apart['where']} "
+            f"(of the {apart['of']}, {apart['weights']:,} weights)"
+        )
+    verdict = "different" if value["identical"] is False else "not compared"
+    return f"weights      {pair}: {verdict}; {value['detail']}"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = "-" if value is None else ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if len(text) <= 32 else f"{text[:28]}..."

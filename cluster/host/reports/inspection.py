@@ -1,0 +1,92 @@
+"""What TensorFlow says of a run's weights, from a process of its own; what it prints is checked like any record."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import sys
+from typing import Any
+
+from cluster.contract.run import provenance
+from cluster.contract.run.fields import Check, count, flag, listing, measured, number, optional, record, text
+from cluster.contract.run.folder import RunFolder
+from cluster.host.launch import folders
+from cluster.system import files, processes
+from cluster.system.errors import UsageError
+from cluster.system.paths import ROOT
+
+TIMEOUT_S = 300.0
+_PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def _png(value: Any) -> str:
+    try:
+        if base64.b64decode(text(value), validate=True).startswith(_PNG):
+            return str(value)
+    except binascii.Error:
+        pass
+    raise ValueError("expected a PNG in base64")
+
+
+_wrong = record({"truth": text, "said": text, "share": number, "png": optional(_png)})
+_classified = record(
+    {"classes": listing(text, 1000), "confusion": listing(listing(count, 1000), 1000), "wrong": listing(_wrong, 100)}
+)
+_distance = record(
+    {"of": text, "comparable": flag},
+    {
+        "identical": (flag, False),
+        "weights": (count, 0),
+        "largest": (measured, None),
+        "relative": (measured, None),
+        "where": (text, ""),
+    },
+)
+
+
+class Unavailable(Exception):
+    """Why nothing can be said, in words."""
+
+
+def classify(run: RunFolder, *, trust: bool) -> dict[str, Any]:
+    """Return what a run's export makes of the test split, see `train/inspection.py`.
+
+    Raises:
+        Unavailable: it is no classification, or its export or data is not there.
+    """
+    value = _inspect("classify", [run], _classified, trust=trust)
+    if any(len(row) != len(value["classes"]) for row in value["confusion"]):
+        raise Unavailable("the export's classes are not those of the data")
+    return value
+
+
+def distance(one: RunFolder, other: RunFolder, *, trust: bool) -> dict[str, Any]:
+    """Return how far the final weights of two runs are apart, see `train/inspection.py`.
+
+    Raises:
+        Unavailable: not both have final weights.
+    """
+    return _inspect("distance", [one, other], _distance, trust=trust)
+
+
+def _inspect(verb: str, runs: list[RunFolder], check: Check, *, trust: bool) -> dict[str, Any]:
+    try:
+        for run in runs:
+            if not trust:
+                provenance.check(run)
+            for part in (run.checkpoints, run.export):
+                files.refuse_links(part)  # TensorFlow would follow them
+    except (UsageError, OSError) as error:
+        raise Unavailable(str(error)) from None
+    named = [word for run in runs for word in ("--run-dir", str(run.path.absolute()))]
+    data = ["--data-dir", str(folders.data_dir())]
+    command = [sys.executable, "-m", "train.inspection", verb, *named, *data]
+    code, output, errors = processes.run(command, TIMEOUT_S, "reading the weights", cwd=ROOT)
+    try:
+        if code == 0:
+            checked: dict[str, Any] = check(json.loads(output))
+            return checked
+    except (ValueError, RecursionError) as error:
+        errors = str(error)
+    raise Unavailable((errors.strip().splitlines() or [f"it ended with {code}"])[-1].removeprefix("error: "))

@@ -1,0 +1,137 @@
+"""The table of all runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from cluster.contract.results import score
+from cluster.contract.run import launch_records, records
+from cluster.contract.run.fields import anything
+from cluster.contract.run.folder import LOST_AFTER_S, RunFolder
+from cluster.contract.run.liveness import final_state
+from cluster.host.view.columns import WIDE, columns
+from cluster.system.json_files import DamagedError
+from cluster.system.messages import plain, size
+
+COLUMNS = ("RUN", "RESULT", "STEPS", "DURATION", "SCORE", "METRIC", "STRATEGY", "TASKS", "COMMIT", "RESTARTS", "DISK")
+NUMBERS = frozenset({"STEPS", "DURATION", "SCORE", "TASKS", "RESTARTS", "DISK"})
+SPARE = ("STRATEGY", "COMMIT", "STEPS", "TASKS", "RESTARTS", "METRIC")
+"""The columns that a narrow terminal does without, in this order."""
+
+
+def rows(runs_dir: Path) -> list[dict[str, Any]]:
+    """Return what `invoke runs --json` shows of each run, the newest first."""
+    found = [RunFolder(path.parent) for path in runs_dir.glob("*/cluster.json")]
+    return sorted(
+        (row(run) for run in found if not run.incomplete),
+        key=lambda each: (each["started"] or 0, each["run"]),
+        reverse=True,
+    )
+
+
+def row(run: RunFolder) -> dict[str, Any]:
+    """Return what is shown of a run; of damaged records only that they are damaged."""
+    value: dict[str, Any] = {"run": run.name, "started": run.started.get("time"), "disk_bytes": disk_bytes(run.path)}
+    try:
+        spec, ended = run.load_cluster(), run.ended
+    except (DamagedError, OSError):
+        nothing = ("steps", "wall_s", "metric", "score", "strategy", "tasks", "commit", "restarts")
+        return value | {"result": "damaged"} | dict.fromkeys(nothing)
+    summary = ended or {}
+    metric, reached = score.of(summary.get("metrics", {})) or (None, None)
+    return value | {
+        "result": summary.get("state") or _state(run),
+        "steps": summary.get("steps", run.newest_step),
+        "wall_s": summary.get("wall_s"),
+        "metric": metric,
+        "score": reached,
+        "strategy": spec.strategy_class,
+        "tasks": len(spec.tasks),
+        "commit": commit(run),
+        "restarts": len(summary["restarts"]) if summary else max(0, len(run.generations()) - 1),
+    }
+
+
+def _state(run: RunFolder) -> str:
+    """Return the state of a run without a summary, at a glance: `status` looks longer."""
+    if state := final_state(run):
+        return state
+    beats = run.heartbeats()
+    newest = max((beat["updated_at"] for beat in beats.values()), default=0.0)
+    if abs(time.time() - newest) > LOST_AFTER_S:
+        return "lost" if beats else "not started"
+    return str(beats.get("chief", {}).get("state", "starting"))
+
+
+def manifest(run: RunFolder) -> dict[str, Any]:
+    """Return a run's manifest; empty without a valid one."""
+    return records.read(run.manifest, launch_records.manifest, {})
+
+
+def commit(run: RunFolder) -> str | None:
+    """Return the first digits of the commit that a run was made from, with `+` where files differed from it."""
+    try:
+        code = anything(manifest(run).get("code", {}))
+    except ValueError:
+        return None
+    known = code.get("commit")
+    return plain(known[:8]) + ("+" if code.get("changes_sha256") else "") if isinstance(known, str) else None
+
+
+def disk_bytes(folder: Path) -> int:
+    """Return what a folder takes on the disk. Links are not followed."""
+    total = 0
+    for at, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(at, name)).st_blocks * 512  # noqa: PTH118  # there are many
+    return total
+
+
+def duration(wall_s: float | None) -> str:
+    """Return a time as `1 h 02 min`, `3 min 20 s` or `4.1 s`."""
+    if wall_s is None:
+        return "-"
+    minutes, seconds = divmod(round(wall_s), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60:02} min"
+    return f"{minutes} min {seconds:02} s" if minutes else f"{wall_s:.1f} s"
+
+
+def table(found: list[dict[str, Any]], width: int = WIDE) -> list[str]:
+    """Return the rows as lines of text, without the columns that do not fit into so many characters."""
+    if not found:
+        return ["no runs yet; start one with `invoke up`"]
+    shown = [
+        (
+            each["run"],
+            each["result"],
+            _or_dash(each["steps"]),
+            duration(each["wall_s"]),
+            "-" if each["score"] is None else f"{each['score']:.4f}",
+            each["metric"] or "-",
+            _or_dash(each["strategy"]),
+            _or_dash(each["tasks"]),
+            each["commit"] or "-",
+            _or_dash(each["restarts"]),
+            size(each["disk_bytes"]),
+        )
+        for each in found
+    ]
+    kept = list(COLUMNS)
+    for spare in ("", *SPARE):
+        kept = [name for name in kept if name != spare]
+        places = [COLUMNS.index(name) for name in kept]
+        cells = [[row[at] for at in places] for row in (COLUMNS, *shown)]
+        lines = columns(cells, right=[at for at, name in enumerate(kept) if name in NUMBERS])
+        if max(map(len, lines)) <= width:
+            break
+    return lines
+
+
+def _or_dash(value: object) -> object:
+    return "-" if value is None else value

@@ -1,0 +1,273 @@
+"""The one protocol behind which tasks run, whatever runs them.
+
+A runtime is a subclass of `Runtime` in a file of its own and a line in `registry.py`. Nothing outside this package asks
+which one it is: what differs between runtimes is a method or an attribute here.
+
+A runtime does not stop a run gracefully. It needs no way to: every task's agent reads the request in the run folder,
+which all tasks share.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cluster.contract.findings import Finding
+from cluster.contract.run import owner
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.spec import ClusterSpec
+from cluster.host.gpu.placement import Placement
+from cluster.host.runtime import network
+from cluster.host.runtime.debugger import Debugger
+from cluster.host.runtime.faults import FaultInjector
+from cluster.host.runtime.job import EMPTY, Job
+from cluster.host.runtime.memory import Memory
+from cluster.host.runtime.network import Network
+from cluster.host.runtime.payload import Payload
+from cluster.system.errors import UsageError
+
+Shell = Callable[[str], object]
+"""Runs a shell command and shows it; raises where it fails."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What a runtime runs: the tasks of a run, and what they need."""
+
+    run: RunFolder
+    cluster: ClusterSpec
+    data_dir: Path
+    """The folder of prepared data."""
+    payload: Payload
+    gpus: Placement
+    memory: Memory
+    network: Network
+    job: Job = EMPTY
+    elastic: Mapping[str, Any] = field(default_factory=dict)
+    """Without how many workers it goes on, as in `started.json`; empty if it needs all of them."""
+    debugger: Debugger | None = None
+    """The task that waits for a debugger."""
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether a runtime can be used on this machine."""
+
+    ready: bool
+    detail: str = ""
+    """What runs the tasks, such as the engine's version; or why nothing does."""
+    fix: str = ""
+    """What to do where it cannot be used."""
+
+
+@dataclass(frozen=True)
+class Remains:
+    """What a runtime still has of the runs of a folder."""
+
+    names: frozenset[str]
+    unreachable: str = ""
+    """Why it cannot say, and what to do; empty where it can."""
+
+
+class Runtime(ABC):
+    """Where the tasks of runs are: how they are described, started, found, disturbed and ended.
+
+    Attributes:
+        name: on the command line and in records.
+        tasks: what its tasks are, as in "3 tasks as containers".
+        automatic: whether `--runtime auto` may choose it.
+        reaches_hardware: whether its tasks can use this machine's TPU.
+        limits_memory: whether `--memory` limits its tasks.
+        publishes_ports: whether a task in a network of its own can have a port on this machine.
+        python: the version of Python that its tasks run with, for which packages of the user's are installed.
+        is_remote: whether its tasks run on machines that a scheduler chooses, with their own GPUs.
+        job_options: what can be requested of that scheduler, fields of `Job`.
+        board: what runs TensorBoard beside it, a key of `tensorboard.BOARDS`.
+    """
+
+    name: str
+    tasks: str
+    automatic: bool = False
+    reaches_hardware: bool = False
+    limits_memory: bool = False
+    publishes_ports: bool = False
+    is_remote: bool = False
+    job_options: frozenset[str] = frozenset()
+    python: str = f"{sys.version_info.major}.{sys.version_info.minor}"
+    board: str = "local"
+
+    @abstractmethod
+    def probe(self) -> Availability:
+        """Return whether it can be used on this machine. Bounded in time, and starts nothing."""
+
+    def examine(self) -> list[Finding]:
+        """Return what `invoke doctor` reports of it."""
+        return []
+
+    def examine_hosts(self, runs_dir: Path, data_dir: Path) -> list[Finding]:  # noqa: ARG002
+        """Return what the other machines that it runs tasks on have of what a run needs, from a task on each.
+
+        Args:
+            runs_dir: the folder of all runs.
+            data_dir: the folder of prepared data.
+
+        Raises:
+            UsageError: it has no other machines.
+        """
+        raise UsageError(f"--runtime {self.name}: it has no other machines; leave it out")
+
+    # Planning: nothing is changed
+
+    def memory(self, requested: str, previous: str, num_tasks: int) -> Memory:  # noqa: ARG002
+        """Return what each task may use of the machine's memory; by default without a limit.
+
+        Args:
+            requested: `--memory`, a valid amount or empty.
+            previous: what was requested when the run began, for one that goes on.
+            num_tasks: that share the machine.
+        """
+        return Memory(requested or previous)
+
+    def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:  # noqa: ARG002
+        """Return the network of the tasks; by default one of their own, which is not theirs to choose.
+
+        Args:
+            requested: `--network`; empty where it was left out.
+            previous: what was requested when the run began, for one that goes on.
+            way_out: what the tasks must reach outside of this machine, in words; empty where that is nothing.
+            serves: whether TensorFlow's servers run.
+
+        Raises:
+            UsageError: the request is no network, or cannot be met by any machine.
+            PrerequisiteError: this machine cannot meet it.
+        """
+        network.check(requested)
+        if requested == network.HOST:
+            raise UsageError(
+                f"--network {requested} with {self.tasks}: theirs is their own; add --runtime local, or leave it out"
+            )
+        return Network(network.PRIVATE, requested or previous)
+
+    def ports(self, num_tasks: int) -> tuple[int, ...] | None:  # noqa: ARG002
+        """Return a free port of 127.0.0.1 for each task; None where every task has a host name of its own.
+
+        Raises:
+            PrerequisiteError: there are not that many.
+        """
+        return None
+
+    def seen(self, payload: Payload) -> Payload:
+        """Return a payload with the paths at which tasks see what it names."""
+        return payload
+
+    @abstractmethod
+    def render(self, work: Workload) -> dict[str, Any]:
+        """Return the run's `compose.json`: everything that `start` needs. `runtime` or `x-runtime` in it is `name`.
+
+        Raises:
+            PrerequisiteError: the tasks could not read what they need, or could read what they must not.
+        """
+
+    # Starting
+
+    @abstractmethod
+    def preflight(self, work: Workload, ending: int = 0) -> None:
+        """Check that the machine has the memory and hands out the GPUs.
+
+        Args:
+            work: what is to be started.
+            ending: tasks of the same run that end before, and whose memory is free then.
+
+        Raises:
+            PrerequisiteError: it does not.
+        """
+
+    def prepare(self, work: Workload, sh: Shell, *, renew: bool = True) -> None:  # noqa: B027
+        """Make what tasks run in, such as images. By default nothing: they run in this checkout.
+
+        Args:
+            work: what is to be started.
+            sh: runs commands.
+            renew: whether what is there is made anew where this checkout has changed.
+        """
+
+    def image(self, work: Workload) -> dict[str, Any] | None:  # noqa: ARG002
+        """Return what the manifest says of the image that tasks run in; None where there is none."""
+        return None
+
+    @abstractmethod
+    def commands(self, work: Workload, rendered: dict[str, Any]) -> list[str]:
+        """Return the commands of `prepare` and `start`, to be shown or pasted once the run folder exists."""
+
+    @abstractmethod
+    def start(self, work: Workload, sh: Shell) -> None:
+        """Start every task, and return at once when that has begun.
+
+        `owner.begin` records it first, so that what a failed start leaves behind is found.
+        """
+
+    # A run that was started
+
+    def watch(self, run: RunFolder) -> str:
+        """Return the command that starts the run's tasks again whenever their code changes here; it does not end.
+
+        Raises:
+            UsageError: nothing does so for these tasks.
+            PrerequisiteError: what it needs is missing.
+        """
+        raise UsageError(
+            f"run {run.name!r} is in {self.tasks}, and only containers are replaced when code changes; `invoke stop "
+            f"{run.name}`, then `invoke up --resume {run.name}`"
+        )
+
+    @abstractmethod
+    def alive(self, run: RunFolder) -> bool:
+        """Whether anything of the run that was started still runs."""
+
+    def situation(self, run: RunFolder) -> str:  # noqa: ARG002
+        """Return what a scheduler says of a run of which no task is heard, in a line; empty where nothing does.
+
+        It may say again for a while what it said before.
+        """
+        return ""
+
+    @abstractmethod
+    def remove(self, run: RunFolder, sh: Shell, grace_s: int) -> None:
+        """End and remove everything of the run but its folder; return once that is gone.
+
+        Whether something was there does not matter. The run's own records are not believed: tasks can rewrite them.
+
+        Args:
+            run: the run.
+            sh: runs commands.
+            grace_s: what tasks get to end by themselves, where a runtime can wait for them.
+
+        Raises:
+            PrerequisiteError: what runs the tasks does not answer.
+            TimedOut: something does not end.
+        """
+
+    @abstractmethod
+    def remains(self, runs_dir: Path, names: Collection[str]) -> Remains:
+        """Return the runs of a folder of which anything is left.
+
+        Args:
+            runs_dir: the folder of all runs.
+            names: the runs that have records there; there may be others, whose folders are gone.
+        """
+
+    @abstractmethod
+    def faults(self, run: RunFolder) -> FaultInjector:
+        """Return what injects faults into the run's tasks."""
+
+
+def recorded_runtime(run: RunFolder) -> str:
+    """Return the name of the runtime that a run was started on; empty where its records are damaged."""
+    if owned := owner.read(run):
+        return owned.runtime
+    rendered = run.composed
+    return str(rendered.get("x-runtime") or rendered.get("runtime") or "")

@@ -1,0 +1,220 @@
+"""The cluster as Compose services: spec -> overlay.
+
+`compose/templates.yaml` holds how a task runs, `compose/compose.yaml` what all runs share; the overlay adds one
+explicit service a task. A scaled service would not do: its replicas have no index of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cluster.contract import tf_config
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.spec import ClusterSpec, Task
+from cluster.host.gpu.placement import NO_DEVICE, Placement
+from cluster.host.runtime import debugger
+from cluster.host.runtime.debugger import Debugger
+from cluster.system.paths import ROOT
+
+FILES = ROOT / "compose"
+RUNS_MOUNT = "/runs"
+DATA_MOUNT = "/data"
+GPU_SHM = "1gb"
+"""Shared memory of a task with GPUs, as NVIDIA's NCCL guide has it: the engine's 64 MB are too few for its buffers."""
+GPU_LIMITS = {"memlock": -1, "stack": 64 * 2**20}
+"""NCCL locks the memory that GPUs read, and its threads want the stack that NVIDIA's own images are run with."""
+NETWORK_INTERFACE = "eth0"
+"""What the cluster's network is called in a container: Compose attaches the first by name first."""
+RUN_LABEL = "tf-cluster.run"
+"""The label of a run's containers and networks whose value is the run's name."""
+TASK_LABEL = "tf-cluster.task"
+UNPRIVILEGED = 10001
+"""User and group of the images, for tasks that root starts."""
+
+
+@dataclass(frozen=True)
+class Containers:
+    """What the containers of a run need from the host."""
+
+    run_dir: Path
+    data_dir: Path
+    image: str
+    user: str
+    """`uid:gid`."""
+    memory_bytes: int
+    """What each of them may use of the machine's memory."""
+    mounts: Sequence[tuple[Path, str]] = ()
+    """Folders of the host that the tasks read, and where."""
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    """Variables that every task gets; None is the value that the caller of `docker compose` has."""
+    way_out: bool = False
+    """Whether the tasks may reach what lies outside of their cluster, as a script does that fetches its data."""
+    egress: bool = False
+    """Whether the tasks of the built-in trainer may, too, as where they report to a server."""
+    gpus: Placement = field(default_factory=Placement)
+    debugger: Debugger | None = None
+    """The task that waits for a debugger."""
+
+
+def project(run_dir: Path) -> str:
+    """Return the Compose project of a run: readable, legal, and another one for each run folder of this machine."""
+    slug = re.sub(r"[^a-z0-9_-]+", "-", run_dir.name.lower()).strip("-_")[:32]
+    return f"tf-cluster-{slug}-{_digest(run_dir)}"
+
+
+def tensorboard_project(runs_dir: Path) -> str:
+    """Return the Compose project of the TensorBoard that shows a folder of runs."""
+    return f"tf-cluster-tensorboard-{_digest(runs_dir)}"
+
+
+def task_user() -> str:
+    """Return whom the tasks run as: the caller, so that the run folder is theirs; but never root."""
+    return f"{os.getuid() or UNPRIVILEGED}:{os.getgid() or UNPRIVILEGED}"
+
+
+def overlay(spec: ClusterSpec, containers: Containers, command: list[str]) -> dict[str, Any]:
+    """Return the overlay that adds the run's tasks to `compose/compose.yaml`.
+
+    Args:
+        spec: the cluster.
+        containers: what the containers need from the host.
+        command: what the agents start; empty for the built-in trainer.
+    """
+    services = {task.name: _service(spec, task, containers, command) for task in spec.tasks}
+    labelled = {"labels": {RUN_LABEL: containers.run_dir.name}}
+    debugged = ["front"] if containers.debugger else []
+    networks = dict.fromkeys([*_networks(containers), *debugged], labelled)
+    return {"name": project(containers.run_dir), "services": literal(services), "networks": literal(networks)}
+
+
+def watched(composed: dict[str, Any], build: dict[str, Any], secrets: dict[str, Any]) -> dict[str, Any]:
+    """Return a run's overlay for `docker compose watch`: it replaces every task when the code in its image changes.
+
+    Compose would copy single files only into containers that can be written, so it builds the image's last layer again.
+    Only one service is watched: Compose then replaces all others, too, whose image has changed. Several would each do
+    so at the same time, and be in each other's way.
+
+    Args:
+        composed: the overlay that the run was started with.
+        build: how the image is built, as in a service.
+        secrets: what the build needs.
+    """
+    rules = [{"action": "rebuild", "path": str(ROOT / folder)} for folder in ("cluster", "train")]
+    first = {"chief": composed["services"]["chief"] | literal({"build": build, "develop": {"watch": rules}})}
+    services = composed["services"] | first
+    return composed | {"services": services} | ({"secrets": literal(secrets)} if secrets else {})
+
+
+def _networks(containers: Containers) -> list[str]:
+    """Return the names of the networks that every task is in, as in `compose/compose.yaml`."""
+    return ["cluster", "egress"] if containers.way_out or containers.egress else ["cluster"]
+
+
+def literal(value: Any) -> Any:
+    """Return the value with every dollar sign doubled: Compose would read a single one as a variable."""
+    if isinstance(value, dict):
+        return {key: literal(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [literal(part) for part in value]
+    return value.replace("$", "$$") if isinstance(value, str) else value
+
+
+def _service(spec: ClusterSpec, task: Task, containers: Containers, command: list[str]) -> dict[str, Any]:
+    gpus = containers.gpus
+    service: dict[str, Any] = {
+        "extends": {"file": str(FILES / "templates.yaml"), "service": task.role.value},
+        "image": containers.image,
+        "hostname": task.host,
+        "user": containers.user,
+        "mem_limit": containers.memory_bytes,
+        "memswap_limit": containers.memory_bytes,  # of both together: no swap
+        "environment": environment(spec, task, containers) | _gpu_environment(gpus, task.name),
+        "volumes": volumes(containers),
+        "labels": labels(containers, task),
+    }
+    if gpus.of(task.name):
+        service |= _hand_over(gpus, task.name) | {"shm_size": GPU_SHM, "ulimits": dict(GPU_LIMITS)}
+    if command:
+        service["command"] = command
+    if len(networks := _networks(containers)) > 1:
+        service["networks"] = networks
+    if containers.way_out:
+        service["extends"]["service"] = "script"
+    if containers.debugger and containers.debugger.task == task.name:
+        _publish(service, containers.debugger, [*networks, "front"])
+    return service
+
+
+def _publish(service: dict[str, Any], waits: Debugger, networks: list[str]) -> None:
+    """Publish the debugger's port on 127.0.0.1 alone, as TensorBoard's is in `compose/compose.yaml`: no way out."""
+    service["environment"] |= waits.contained_environment
+    service["volumes"].append(_read_only(waits.package, f"{debugger.MOUNT}/{waits.package.name}"))
+    service["networks"] = networks
+    service["ports"] = [f"{debugger.LOOPBACK}:{waits.port}:{waits.port}"]
+    service["sysctls"] = {"net.ipv4.ip_default_ttl": 1}
+
+
+def environment(spec: ClusterSpec, task: Task, containers: Containers) -> dict[str, str | None]:
+    """Return the variables of a task's container; None is the value that the caller of Docker's client has."""
+    own: dict[str, str | None] = {"TASK": task.name, "RUN_DIR": f"{RUNS_MOUNT}/{containers.run_dir.name}"}
+    own |= {"DATA_DIR": DATA_MOUNT, **containers.environment}
+    if text := tf_config.dumps(spec, task):
+        own["TF_CONFIG"] = text
+    return own
+
+
+def volumes(containers: Containers) -> list[dict[str, Any]]:
+    """Return the folders of the host that every task has mounted."""
+    found: list[dict[str, Any]] = [
+        {"type": "bind", "source": str(containers.run_dir), "target": f"{RUNS_MOUNT}/{containers.run_dir.name}"},
+        _read_only(containers.data_dir, DATA_MOUNT),
+        *(_read_only(source, target) for source, target in containers.mounts),
+    ]
+    if containers.way_out:
+        scratch = RunFolder(containers.run_dir).scratch
+        found.append({"type": "bind", "source": str(scratch), "target": "/tmp"})  # noqa: S108
+    return found
+
+
+def labels(containers: Containers, task: Task) -> dict[str, str]:
+    """Return the labels by which a task's container is found."""
+    return {RUN_LABEL: containers.run_dir.name, TASK_LABEL: task.name}
+
+
+def _gpu_environment(gpus: Placement, task: str) -> dict[str, str]:
+    """Return the variables for a container's GPUs; where other tasks have some and it has none, that it has none."""
+    if not gpus.ids:
+        return {}
+    if not gpus.of(task):  # an engine whose default runtime is NVIDIA's could hand over all of them
+        return {"CUDA_VISIBLE_DEVICES": NO_DEVICE, "NVIDIA_VISIBLE_DEVICES": "void"}
+    environment = gpus.environment(task) | {"NCCL_SOCKET_IFNAME": NETWORK_INTERFACE}
+    if gpus.device_request == "nvidia":
+        environment |= {"NVIDIA_VISIBLE_DEVICES": ",".join(gpus.of(task))}
+        environment |= {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
+    return environment
+
+
+def _hand_over(gpus: Placement, task: str) -> dict[str, Any]:
+    """Return the part of a service that requests the task's GPUs from the engine."""
+    ids = list(gpus.of(task))
+    if gpus.device_request == "nvidia":
+        return {"runtime": "nvidia"}  # which reads the ids in NVIDIA_VISIBLE_DEVICES
+    driver = "nvidia"
+    if gpus.device_request == "cdi":
+        driver, ids = "cdi", [f"nvidia.com/gpu={gpu}" for gpu in ids]
+    device = {"driver": driver, "device_ids": ids, "capabilities": ["gpu"]}
+    return {"deploy": {"resources": {"reservations": {"devices": [device]}}}}
+
+
+def _read_only(source: Path, target: str) -> dict[str, Any]:
+    return {"type": "bind", "source": str(source), "target": target, "read_only": True}
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]

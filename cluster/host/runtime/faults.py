@@ -1,0 +1,134 @@
+"""Faults that are injected into a running task from outside: into its processes, network, memory or disk.
+
+Here is what every runtime has in common. The package of each runtime has the rest in a `faults.py` of its own, and
+refuses what it cannot inject.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from cluster.contract.run import records
+from cluster.contract.run.folder import RunFolder
+from cluster.system.errors import UsageError
+from cluster.system.files import open_file
+
+SLOWED_SHARE = 0.2
+"""How much of one core a slowed task keeps."""
+BALLAST = ".ballast"
+MAX_BALLAST_BYTES = 8 * 2**30
+"""More free space than this is not a disk that somebody set aside to be filled."""
+
+
+class FaultInjector(ABC):
+    """Injects faults into the tasks of one run, each kind by the method of its name; `undo` ends what lasts.
+
+    Attributes:
+        storm: the kinds that a run outlives here, so that a storm may draw them.
+        refusals: why a kind cannot be injected here.
+    """
+
+    storm: frozenset[str] = frozenset({"kill", "pause", "slow", "corrupt"})
+    refusals: Mapping[str, str] = MappingProxyType({})
+
+    def __init__(self, run: RunFolder) -> None:
+        self._run = run
+
+    def check(self, kind: str, task: str) -> None:
+        """Check that a kind of fault can be injected into a task, whether or not its program has begun.
+
+        Raises:
+            UsageError: it cannot.
+        """
+        if kind in self.refusals or not hasattr(self, kind):
+            raise UsageError(f"{kind} {task}: {self.refusals.get(kind, 'what runs the tasks cannot inject it')}")
+        if kind == "diskfull":
+            self._check_disk()
+
+    def inject(self, kind: str, task: str, *, whole: bool = False) -> None:
+        """Inject a fault.
+
+        Args:
+            kind: of fault, which `check` allows.
+            task: the task.
+            whole: for `kill`: the task's agent too.
+
+        Raises:
+            UsageError: the task's program has not begun.
+            ClusterError: the engine refuses.
+        """
+        getattr(self, kind)(task, *(["agent"] if whole else []))
+
+    def processes(self, task: str) -> dict[str, dict[str, int]]:
+        """Return what identifies a task's `agent` and `program`, as the task itself sees them.
+
+        Raises:
+            UsageError: the task's program has not begun.
+        """
+        found = records.read(self._run.programs(task), records.programs, None)
+        if found is None:
+            raise UsageError(f"{task} has no program yet: wait until it trains")
+        return found
+
+    def reaches(self, task: str, which: str) -> bool:
+        """Return whether the task's `program` or `agent` still runs, so that a signal to it would be a fault.
+
+        Raises:
+            UsageError: the task's program has not begun.
+        """
+        return which in self.processes(task)
+
+    @abstractmethod
+    def signal(self, task: str, number: int, *whose: str) -> None:
+        """Send a signal to the task's `program`, its `agent`, or both."""
+
+    def kill(self, task: str, *more: str) -> None:
+        """Kill the task's program, and whatever is named besides."""
+        self.signal(task, signal.SIGKILL, *more, "program")
+
+    def stop(self, task: str) -> None:
+        """Ask the task to end, as a machine that is shut down."""
+        self.signal(task, signal.SIGTERM, "agent")
+
+    def corrupt(self, task: str) -> None:
+        """Cut off the last byte of the newest checkpoint, as a disk that lies does, and kill the program."""
+        if saved := self._run.saved_steps:
+            record = records.read(self._run.checkpoints / f"ckpt-{saved[-1]}.json", records.checkpoint)
+            name = max(record["files"].items(), key=lambda entry: entry[1]["size_bytes"])[0]
+            with open_file(self._run.checkpoints / Path(name).name, "r+b") as file:
+                file.truncate(file.seek(0, 2) - 1)
+        self.kill(task)
+
+    def diskfull(self, task: str) -> None:  # noqa: ARG002  # the disk is everybody's
+        """Fill the disk that holds the run, if `check` has nothing against it."""
+        self._check_disk()
+        with (self._run.path.parent / BALLAST).open("wb", buffering=0) as ballast:
+            for size_bytes in (2**24, 2**12, 1):
+                with contextlib.suppress(OSError):  # no room for a block of this size
+                    while True:
+                        ballast.write(bytes(size_bytes))
+
+    def _check_disk(self) -> None:
+        """Check that the disk that holds the run may be filled.
+
+        Raises:
+            UsageError: it is not one that was set aside for this.
+        """
+        runs = self._run.path.parent
+        free = os.statvfs(runs)
+        free_bytes = free.f_bavail * free.f_frsize
+        if runs.stat().st_dev == Path("/").stat().st_dev or free_bytes > MAX_BALLAST_BYTES:
+            raise UsageError(
+                f"diskfull would fill {free_bytes / 2**30:.0f} GiB that other programs use; put RUNS_DIR on a small "
+                "disk of its own (mount -t tmpfs -o size=1g tmpfs DIR) and start the run there"
+            )
+
+    def undo(self, task: str) -> None:  # noqa: ARG002  # the disk is everybody's
+        """Undo what was done to a task and still lasts."""
+        (self._run.path.parent / BALLAST).unlink(missing_ok=True)

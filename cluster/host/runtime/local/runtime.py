@@ -1,0 +1,152 @@
+"""The cluster as processes of this machine, which a supervisor starts and restarts, see `supervisor.py`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from cluster.contract import settings, tf_config
+from cluster.contract.findings import Finding
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.launch_records import TRAINER_IMPORTS
+from cluster.contract.spec import ClusterSpec
+from cluster.host.gpu.placement import NO_DEVICE, Placement
+from cluster.host.runtime import memory, network, toolkit
+from cluster.host.runtime.base import Availability, Remains, Runtime, Shell, Workload
+from cluster.host.runtime.faults import FaultInjector
+from cluster.host.runtime.local import supervisor
+from cluster.host.runtime.local.faults import ProcessFaults
+from cluster.host.runtime.network import HOST, PRIVATE, Network
+from cluster.system import process_table
+from cluster.system.errors import ClusterError
+from cluster.system.ports import free_ports
+
+
+class LocalProcesses(Runtime):
+    """Processes of this machine."""
+
+    name = "local"
+    tasks = "local processes"
+    automatic = True
+    reaches_hardware = True
+
+    def probe(self) -> Availability:
+        """Return that processes can always be started."""
+        return Availability(True)
+
+    def examine(self) -> list[Finding]:
+        """Return whether there is memory for a few tasks, and whether they can have a network of their own."""
+        found = Finding("memory", "ok", "enough for a chief and 2 workers")
+        try:
+            memory.check_free(3)
+        except ClusterError as error:
+            found = Finding("memory", "failed", str(error), "free memory, or start fewer tasks: --workers 0")
+        return [found, network.examine()]
+
+    def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:
+        """Return a network of the tasks' own where they can have one, or this machine's."""
+        return network.of_processes(requested, previous, way_out=way_out, serves=serves)
+
+    def ports(self, num_tasks: int) -> tuple[int, ...]:
+        """Return a free port for each task."""
+        return free_ports(num_tasks)
+
+    def render(self, work: Workload) -> dict[str, Any]:
+        """Return each task's command and environment."""
+        payload = work.payload
+        more = payload.environment(work.cluster, payload.local_path())
+        rendered = processes_of(
+            work.cluster, work.run.path, work.data_dir, payload.command(), more, work.gpus, work.network.name
+        )
+        if work.debugger:
+            rendered["tasks"][work.debugger.task]["environment"] |= work.debugger.environment
+        return rendered
+
+    def preflight(self, work: Workload, ending: int = 0) -> None:
+        """Check that enough memory is free, and that this environment can use GPUs."""
+        memory.check_free(len(work.cluster.tasks), ending)
+        if work.gpus.ids:
+            toolkit.check_here()
+
+    def commands(self, work: Workload, rendered: dict[str, Any]) -> list[str]:  # noqa: ARG002
+        """Return each task's command, without the supervisor that brings it back."""
+        found = []
+        for task in rendered["tasks"].values():
+            environment = " ".join(f"{name}={shlex.quote(value)}" for name, value in task["environment"].items())
+            found.append(f"{environment} {shlex.join(task['command'])} &")
+        return found
+
+    def start(self, work: Workload, sh: Shell) -> None:  # noqa: ARG002
+        """Start the run's supervisor."""
+        supervisor.start(work.run)
+
+    def alive(self, run: RunFolder) -> bool:
+        """Whether the run's supervisor is alive."""
+        return supervisor.running(run)
+
+    def remove(self, run: RunFolder, sh: Shell, grace_s: int) -> None:  # noqa: ARG002
+        """Kill every process of the run; agents that can end by themselves have done so before."""
+        supervisor.kill(run)
+
+    def remains(self, runs_dir: Path, names: Collection[str]) -> Remains:
+        """Return the runs of which a process is left, in one look at all processes."""
+        table = process_table.ProcessTable()
+        left = (name for name in names if supervisor.processes_left(RunFolder(runs_dir / name), table))
+        return Remains(frozenset(left))
+
+    def faults(self, run: RunFolder) -> FaultInjector:
+        """Return what disturbs processes."""
+        return ProcessFaults(run)
+
+
+def processes_of(
+    spec: ClusterSpec,
+    run_dir: Path,
+    data_dir: Path,
+    command: list[str],
+    more: Mapping[str, str | None] | None = None,
+    gpus: Placement | None = None,
+    network: str = HOST,
+) -> dict[str, Any]:
+    """Return the local form of `compose.json`: each task's command and additional environment.
+
+    Args:
+        spec: the cluster.
+        run_dir: the run's folder.
+        data_dir: the folder of prepared data.
+        command: what the agents start; empty for the built-in trainer.
+        more: variables that every task gets; None is the value that the caller has.
+        gpus: each task's; without, none sees any.
+        network: `private` or `host`.
+    """
+    given = {name: value for name, value in (more or {}).items() if value is not None}
+    gpus = gpus or Placement()
+    tasks = {}
+    for task in spec.tasks:
+        environment = {"RUN_DIR": str(run_dir), "DATA_DIR": str(data_dir), "TASK": task.name, **given}
+        environment |= visible(gpus, task.name)
+        if network == PRIVATE and gpus.of(task.name):
+            environment["NCCL_SOCKET_IFNAME"] = "lo"  # the caller's may be one that is not in there
+        if text := tf_config.dumps(spec, task):
+            environment["TF_CONFIG"] = text
+        tasks[task.name] = {
+            "command": [sys.executable, "-m", "cluster.agent", *command],
+            "environment": environment,
+        }
+    names = [name for name, value in (more or {}).items() if value is None]
+    found: dict[str, Any] = {"runtime": "local", "network": network, "inherits": names, "tasks": tasks}
+    # An accelerator's library must be new in the process that uses it.
+    accelerated = bool(spec.kind.hardware) or any(gpus.of(task.name) for task in spec.tasks)
+    shared = settings.is_on("SHARED_IMPORT")
+    return found | {"preload": TRAINER_IMPORTS} if shared and not command and not accelerated else found
+
+
+def visible(gpus: Placement, task: str) -> dict[str, str]:
+    """Return the variables that make a process see its own GPUs and no others, whatever its caller sees."""
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus.of(task)) or NO_DEVICE}
+    if not gpus.of(task):
+        return visible
+    return visible | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} | gpus.environment(task)  # the order of nvidia-smi's indices

@@ -1,0 +1,213 @@
+"""The supervisor of a local run: what an engine does for containers, done by one process.
+
+    python -m cluster.host.runtime.local.supervisor RUN_DIR
+
+It starts an agent for every task listed in the run's `compose.json`, brings back an agent that was killed, and ends
+when all of them have. The kernel kills the agents and their programs if the supervisor dies, and its parent,
+`keeper.py`, ends whatever else they started. That one enters the run's own network first, if it has one, so all of them
+are in there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from cluster.contract.recovery import attempts, ends, step_record
+from cluster.contract.recovery.attempts import Attempt
+from cluster.contract.results import summary
+from cluster.contract.run import launch_records, owner, records
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.heartbeat import Heartbeat
+from cluster.host.runtime import inherited
+from cluster.host.runtime.local import keeper
+from cluster.host.runtime.network import HOST, PRIVATE
+from cluster.system import fork_server, namespaces, process_table, processes
+from cluster.system.errors import EXIT_FAILED, TimedOut
+from cluster.system.files import open_file
+from cluster.system.messages import counted
+from cluster.system.paths import ROOT
+from cluster.system.scratch import remove_abandoned, scratch_folder
+from cluster.system.waiting import wait_until
+
+POLL_S = 0.05
+STOPPED_S = 15.0
+"""An agent that a signal has kept stopped for longer is replaced. The other agents notice it a little earlier."""
+START_S = 60.0
+"""Longest time until a live supervisor writes its first heartbeats: well under a second on an idle machine."""
+
+
+def start(run: RunFolder) -> None:
+    """Start the run's supervisor in the background, in a session of its own.
+
+    Raises:
+        TimedOut: it did not come up.
+    """
+    owned = owner.begin(run, "local")
+    with open_file(run.log("supervisor"), "ab") as log:
+        supervisor = subprocess.Popen(
+            [sys.executable, "-m", "cluster.host.runtime.local.supervisor", str(run.path)],
+            cwd=ROOT,
+            env=_environment(run) | {"RUN_DIR": str(run.path), owner.TOKEN: owned.token},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    owner.record_supervisor(run, owned, processes.identity(supervisor.pid))
+    wait_until(lambda: run.status("chief").exists() or supervisor.poll() is not None, START_S, POLL_S)
+    if not run.status("chief").exists():
+        raise TimedOut(f"the supervisor of {run.name} did not start its tasks; see {run.log('supervisor')}")
+
+
+def _environment(run: RunFolder) -> dict[str, str]:
+    """Return what all tasks take over from the caller, and the variables that are the same in every task.
+
+    With these the supervisor imports for all of them.
+    """
+    how = run.composed
+    environments = [task["environment"].items() for task in how.get("tasks", {}).values()]
+    same = dict(set(environments[0]).intersection(*environments[1:])) if environments else {}
+    return inherited.for_process(how.get("inherits", ())) | same
+
+
+def running(run: RunFolder) -> bool:
+    """Whether the run's supervisor is alive."""
+    owned = owner.read(run)
+    return owned is not None and owned.alive
+
+
+def processes_left(run: RunFolder, table: process_table.ProcessTable | None = None) -> list[int]:
+    """Return the ids of the run's processes, in a look at all processes that several runs can share."""
+    owned = owner.read(run)
+    return owned.processes(table or process_table.ProcessTable()) if owned else []
+
+
+def kill(run: RunFolder) -> int:
+    """Kill every process of the run; return how many there were.
+
+    Raises:
+        TimedOut: some do not end.
+    """
+    owned = owner.read(run)
+    killed = process_table.kill_all(owned.processes, f"run {run.name}") if owned else 0
+    remove_abandoned()
+    return killed
+
+
+class Supervisor:
+    """Starts the agents and brings back the ones that are killed."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self.run = run
+        how = records.read(run.compose, launch_records.compose)
+        self.preload: str = how.get("preload", "")
+        self.tasks: dict[str, Any] = how["tasks"]
+        self.agents: dict[str, subprocess.Popen[bytes] | fork_server.ForkedProcess] = {}
+        self._stop_timers: dict[str, processes.StopTimer] = {}
+        self._is_debugged = not run.started.get("hang_timeout_s", 1)
+        self._failures: dict[str, list[Attempt]] = {name: [] for name in self.tasks}
+        self._due: dict[str, float] = {}
+        """When an agent is started, or started again that failed by itself."""
+
+    def main(self) -> None:
+        """Return when every agent has ended for good."""
+        signal.signal(signal.SIGTERM, lambda *_: self.run.request_stop("supervisor"))
+        if self.preload:
+            self._preload()
+        self._due = dict.fromkeys(self.tasks, time.monotonic())
+        self._start_those_due()
+        while self.agents or self._due:
+            for name, agent in list(self.agents.items()):
+                if (code := agent.poll()) is not None:
+                    self._act_on_exit(name, code)
+                elif not self._is_debugged and self._stop_timers[name].look(agent.pid) > STOPPED_S:
+                    agent.send_signal(signal.SIGKILL)
+            self._start_those_due()
+            time.sleep(POLL_S)
+        # The chief's agent writes the summary, unless it was killed at the very end or this is not the run's end.
+        if not self.run.ended and not self.run.goes_on:
+            self.run.end("failed", error="the agents ended without an outcome; see logs/")
+            summary.write(self.run, settle_s=0)
+
+    def _preload(self) -> None:
+        """Import once what every task needs; its agent and its program are then copies of this process."""
+        spec = self.run.load_cluster()
+        beats = [Heartbeat(self.run, spec.task(name), self.run.generation) for name in self.tasks]
+        for beat in beats:
+            beat.values["importing"] = True
+            beat.start()
+        try:
+            fork_server.preload(self.preload, self.run)
+        except Exception:  # each task will come upon it by itself, and logs it
+            traceback.print_exc()
+        finally:
+            for beat in beats:
+                beat.stop()
+
+    def _start(self, name: str) -> None:
+        task = self.tasks[name]
+        with open_file(self.run.log(name), "ab") as log:
+            self._stop_timers[name] = processes.StopTimer()
+            self.agents[name] = fork_server.start(
+                task["command"],
+                env=os.environ | task["environment"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # the agent itself writes the program's output to the log
+                stderr=log,
+                preexec_fn=processes.die_with_parent,
+                start_new_session=True,
+            )
+
+    def _act_on_exit(self, name: str, code: int) -> None:
+        """Bring back an agent that was killed or that failed by itself, unless it did so too often."""
+        del self.agents[name]
+        if code == 0:
+            return
+        kind = ends.kind_of(code, out_of_memory=False)
+        saved, step = max(self.run.saved_steps, default=-1), step_record.newest(self.run, self.run.generation)
+        tried = self._failures[name]
+        tried.append(Attempt(kind, step, saved))
+        if count := attempts.too_many(tried, *attempts.limits(self.run)):
+            why = f"{processes.describe_exit(code)} on {socket.gethostname()}; see {self.run.log(name)}"
+            cause = f"its agent failed {counted(count, 'time')} without progress: {why}"
+            self.run.end("failed", task=name, exit_code=EXIT_FAILED, error=cause)
+        else:
+            self._due[name] = time.monotonic() + attempts.pause_s(tried)
+
+    def _start_those_due(self) -> None:
+        """Start again the agents whose time has come; once the run is over they have nothing more to do."""
+        for name, due in list(self._due.items()):
+            if self.run.outcome and self.run.ended:
+                del self._due[name]
+            elif self.run.away(name).exists():
+                continue
+            elif time.monotonic() >= due or self.run.outcome or self.run.stop_requested:
+                del self._due[name]
+                self._start(name)
+
+
+def main(run: RunFolder) -> None:
+    """Be the first process of the run.
+
+    Raises:
+        OSError: the tasks cannot get the network that they must have: none is started.
+    """
+    supervisor = Supervisor(run)
+    if run.composed.get("network", HOST) == PRIVATE:
+        namespaces.enter()
+    with scratch_folder() as scratch:
+        os.environ["TMPDIR"], tempfile.tempdir = str(scratch), None
+        keeper.keep(supervisor.main, lambda: run.request_stop("supervisor"))
+
+
+if __name__ == "__main__":
+    main(RunFolder(Path(sys.argv[1])))

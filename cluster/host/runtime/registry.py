@@ -1,0 +1,71 @@
+"""Every runtime by its name, and which one a run gets or has."""
+
+from __future__ import annotations
+
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.strategies import Strategy
+from cluster.host.runtime.base import Runtime, recorded_runtime
+from cluster.host.runtime.compose.runtime import Compose
+from cluster.host.runtime.local.runtime import LocalProcesses
+from cluster.host.runtime.slurm.runtime import Slurm
+from cluster.host.runtime.swarm.runtime import Swarm
+from cluster.system.errors import PrerequisiteError, UsageError, nearest
+
+AUTO = "auto"
+LOCAL = LocalProcesses()
+RUNTIMES: dict[str, Runtime] = {each.name: each for each in (Compose(), LOCAL, Slurm(), Swarm())}
+"""In the order in which `auto` prefers them."""
+
+
+def get(name: str) -> Runtime:
+    """Return the runtime of that name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if name not in RUNTIMES:
+        raise UsageError(f"--runtime {name!r} is not a runtime{nearest(name, [AUTO, *RUNTIMES])}")
+    return RUNTIMES[name]
+
+
+def of(run: RunFolder) -> Runtime:
+    """Return the runtime of a run that was started; the local one where its records are damaged."""
+    return RUNTIMES.get(recorded_runtime(run), LOCAL)
+
+
+def choose(requested: str, strategy: Strategy | None = None) -> tuple[Runtime, str]:
+    """Return the runtime that a run gets, and in words what it is and why.
+
+    Args:
+        requested: `--runtime`: `auto`, or a key of `RUNTIMES`.
+        strategy: what trains; None where nothing does.
+
+    Raises:
+        UsageError: there is no such runtime, or the strategy cannot train there.
+        PrerequisiteError: it cannot be used on this machine.
+    """
+    hardware = strategy.hardware.upper() if strategy else ""
+    if requested != AUTO:
+        return _requested(get(requested), strategy.name if strategy else "", hardware)
+    why = ""
+    for runtime in (each for each in RUNTIMES.values() if each.automatic):
+        if hardware and not runtime.reaches_hardware:
+            why = f"{runtime.tasks} get no {hardware}"
+            continue
+        found = runtime.probe()
+        if found.ready:
+            return runtime, f"{runtime.tasks}: {found.detail or why}"
+        why = found.detail
+    raise PrerequisiteError(f"--runtime {AUTO}: {why}")
+
+
+def _requested(runtime: Runtime, strategy: str, hardware: str) -> tuple[Runtime, str]:
+    if hardware and not runtime.reaches_hardware:
+        others = " or ".join(f"--runtime {each.name}" for each in RUNTIMES.values() if each.reaches_hardware)
+        raise UsageError(
+            f"--runtime {runtime.name} with --strategy {strategy}: {runtime.tasks} get no {hardware}; use {others}"
+        )
+    found = runtime.probe()
+    if not found.ready:
+        raise PrerequisiteError(f"--runtime {runtime.name}: {found.detail}; {found.fix}, or use --runtime {LOCAL.name}")
+    return runtime, f"{runtime.tasks}: {found.detail}" if found.detail else f"{runtime.tasks}, as requested"

@@ -1,0 +1,268 @@
+"""The cluster as a stack of a Docker Swarm: the commands that run it, and its runtime.
+
+The engine that Docker's client talks to (DOCKER_HOST) must be a manager's. What runs is always a command that `--dry`
+prints and one can paste.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from cluster.contract.findings import Finding
+from cluster.contract.run import owner, provenance
+from cluster.contract.run.folder import RunFolder
+from cluster.host.image import build, images
+from cluster.host.runtime import inherited, network
+from cluster.host.runtime.base import Availability, Shell, Workload
+from cluster.host.runtime.compose import access
+from cluster.host.runtime.compose.overlay import Containers, task_user
+from cluster.host.runtime.compose.runtime import task_environment
+from cluster.host.runtime.faults import FaultInjector
+from cluster.host.runtime.memory import Memory, parse
+from cluster.host.runtime.network import Network
+from cluster.host.runtime.payload import Payload
+from cluster.host.runtime.scheduled import ScheduledRuntime
+from cluster.host.runtime.swarm import hosts, nodes, stack
+from cluster.host.runtime.swarm.faults import SwarmFaults
+from cluster.host.runtime.swarm.stack import Stack
+from cluster.system.errors import PrerequisiteError, TimedOut, UsageError
+from cluster.system.waiting import wait_until
+
+START_S = 60.0
+"""How long the Swarm gets to place and start every task before whoever started them looks on."""
+UNPLACED_S = 20.0
+"""How long a task may be without a host before that is an error: a Swarm decides in a second, and tries again."""
+END_S = 90.0
+"""Longest wait for a stack to be gone, whose tasks get 60 s to save."""
+POLL_S = 0.5
+
+
+class Swarm(ScheduledRuntime):
+    """Services of a Docker Swarm, whose hosts share the folders of runs and data."""
+
+    name = "swarm"
+    tasks = "services of a Swarm"
+    look_s = 2.0
+    way_back = "set DOCKER_HOST to a manager's engine"
+    limits_memory = True
+    python = images.PYTHON
+    job_options = frozenset({"partition", "constraint", "cpus_per_task", "gpus_per_task"})
+
+    def probe(self) -> Availability:
+        """Return whether the engine manages a Swarm."""
+        ready, detail, fix = nodes.probe()
+        return Availability(ready, detail, fix)
+
+    def examine(self) -> list[Finding]:
+        """Return which hosts the Swarm has; nothing where the engine manages none."""
+        if not nodes.probe()[0]:
+            return []
+        found = nodes.nodes()
+        away = [f"{node.name} ({node.why})" for node in found if not node.usable]
+        if away:
+            return [
+                Finding(
+                    "swarm", "warning", f"no tasks on {', '.join(away)}", "docker node update --availability active"
+                )
+            ]
+        return [Finding("swarm", "ok", ", ".join(node.name for node in found))]
+
+    def examine_hosts(self, runs_dir: Path, data_dir: Path) -> list[Finding]:
+        """Return what the hosts have of what a run needs."""
+        return hosts.examine(runs_dir, data_dir)
+
+    def memory(self, requested: str, previous: str, num_tasks: int) -> Memory:  # noqa: ARG002  # on machines of their own
+        """Return the limit of each task: what was requested, and what its host must have free; else none."""
+        return Memory(requested or previous, parse(requested or previous))
+
+    def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:
+        """Return the overlay network of the tasks, with a warning where whoever is between the hosts reaches it."""
+        typed = requested or previous
+        network.check(typed, network.PRIVATE, network.ENCRYPTED)
+        if not serves or (typed == network.ENCRYPTED and not way_out):
+            return Network(typed or network.PRIVATE, typed)
+        open_to = "whoever is on the network between the hosts (UDP port 4789) reaches them"
+        if typed == network.ENCRYPTED:
+            open_to = f"whoever is on one of the hosts reaches them, because the tasks are {way_out}"
+        warning = f"warning: TensorFlow's servers ask for no password, and {open_to}"
+        use = "; --network encrypted closes that, or a network that only the hosts are in" if not way_out else ""
+        return Network(typed or network.PRIVATE, typed, f"{warning}{use}: see docs/swarm.md")
+
+    def seen(self, payload: Payload) -> Payload:
+        """Return the payload as containers have it mounted."""
+        return payload.mounted()
+
+    def render(self, work: Workload) -> dict[str, Any]:
+        """Return the stack of the run."""
+        payload = work.payload
+        access.check_readable(payload, task_user())
+        provenance.check_hidden([work.run.path.parent, work.data_dir, *(folder for folder, _ in payload.mounts())])
+        secrets = _secrets(payload)
+        given = {key: value for key, value in task_environment(payload, work.cluster).items() if key not in secrets}
+        containers = Containers(
+            work.run.path,
+            work.data_dir,
+            images.train_image(_accelerator(work)),
+            task_user(),
+            work.memory.task_bytes,
+            payload.mounts(),
+            given,
+            way_out=payload.script is not None,
+        )
+        described = Stack(containers, work.job, secrets, encrypted=work.network.name == network.ENCRYPTED)
+        return {"x-runtime": self.name, **stack.render(work.cluster, described, self.seen(payload).command())}
+
+    def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # the Swarm places by what is free
+        """Check that a host takes tasks such as these, also where it has other tasks now.
+
+        Raises:
+            PrerequisiteError: none takes any.
+            UsageError: none has what is requested.
+        """
+        usable = [node for node in nodes.nodes() if node.usable]
+        if not usable:
+            raise PrerequisiteError("no host of the Swarm takes tasks; `docker node ls` says why")
+        requested, job = work.job.described, work.job
+        placed = [node for node in usable if all(map(node.meets, stack.constraints(job)))]
+        if not placed:
+            raise UsageError(f"{requested}: no host of the Swarm is one; `docker node inspect` shows their labels")
+        reserved = {"cpus": float(job.cpus_per_task or 0), "GPUs": float(job.gpus_per_task or 0)}
+        reserved["memory"] = float(work.memory.task_bytes or 0)
+        if not any(node.has(reserved) for node in placed):
+            memory = f"--memory {work.memory.requested}" if work.memory.requested else ""
+            most = {what: max(node.resources.get(what, 0) for node in placed) for what in reserved}
+            raise UsageError(
+                f"{' '.join(filter(None, [requested, memory]))}: no host of the Swarm has as much for a task; at most "
+                f"{most['cpus']:g} processors, {most['memory'] / 2**30:.1f} GiB and {most['GPUs']:g} GPUs"
+            )
+
+    def prepare(self, work: Workload, sh: Shell, *, renew: bool = True) -> None:
+        """Build the images here, and bring the tasks' to every host whose engine is known."""
+        build.build(sh, _accelerator(work), renew=renew)
+        image = images.train_image(_accelerator(work))
+        commands, unknown = nodes.carry(image)
+        for command in commands:
+            sh(command)
+        if unknown:
+            print(_how_to_carry(image, unknown), file=sys.stderr)
+
+    def image(self, work: Workload) -> dict[str, Any]:
+        """Return the id of the tasks' image and what it was made of."""
+        return images.inspect(images.train_image(_accelerator(work)))
+
+    def commands(self, work: Workload, rendered: dict[str, Any]) -> list[str]:  # noqa: ARG002  # it is in the run folder
+        """Return what builds and carries the image and deploys the stack."""
+        image = images.train_image(_accelerator(work))
+        return [*build.commands(_accelerator(work)), *nodes.carry(image)[0], *_deploy(work)]
+
+    def start(self, work: Workload, sh: Shell) -> None:
+        """Deploy the stack, and see every task placed.
+
+        Raises:
+            PrerequisiteError: a host cannot start a task, or none takes it.
+        """
+        access.let_tasks_read(work.run.path.parent, work.data_dir)
+        access.give_to_tasks(work.run.path)
+        if work.payload.script:
+            work.run.scratch.mkdir(parents=True, exist_ok=True)
+            access.give_to_tasks(work.run.scratch)
+        owner.begin(work.run, self.name)
+        for command in _deploy(work):
+            sh(command)
+        _await_places(stack.name(work.run.path), {task.name for task in work.cluster.tasks})
+
+    def scheduled_name(self, run: RunFolder) -> str:
+        """Return the name of the run's stack."""
+        return stack.name(run.path)
+
+    def has_tasks(self, name: str) -> bool:
+        """Return whether tasks of the stack of this name run, or are about to."""
+        try:
+            return bool(nodes.tasks(name, "running", "ready"))
+        except PrerequisiteError:  # there is no such stack, or no Swarm that would say so
+            return not nodes.probe()[0]
+
+    def scheduled(self) -> Collection[str]:
+        """Return the names of all stacks."""
+        return nodes.stacks()
+
+    def remove(self, run: RunFolder, sh: Shell, grace_s: int) -> None:  # noqa: ARG002  # the stack says how long
+        """Remove the run's stack with its secrets, and wait until its tasks and its network are gone."""
+        if not (available := self.probe()).ready:
+            raise PrerequisiteError(f"{run.name}: on a Swarm, where it may go on: {available.detail}; {available.fix}")
+        name = stack.name(run.path)
+        if name in nodes.stacks():
+            sh(shlex.join(["docker", "stack", "rm", "--detach=false", name]))
+        for secret in nodes.parts("secret", name):  # of a start that failed before it deployed
+            sh(shlex.join(["docker", "secret", "rm", secret]))
+        if not wait_until(lambda: not nodes.parts("network", name), END_S, POLL_S):
+            raise TimedOut(f"the network of {run.name} does not end; `docker network inspect --verbose` says why")
+
+    def faults(self, run: RunFolder) -> FaultInjector:
+        """Return what disturbs tasks on their hosts."""
+        return SwarmFaults(run)
+
+
+def _accelerator(work: Workload) -> str:
+    return "gpu" if work.job.gpus_per_task else "cpu"
+
+
+def _secrets(payload: Payload) -> list[str]:
+    """Return the variables that `--env NAME` takes from the caller: the Swarm keeps their values, not the stack."""
+    return [name for name, value in inherited.parse(payload.env).items() if value is None]
+
+
+def _deploy(work: Workload) -> list[str]:
+    """Return the commands that create the run's secrets and services."""
+    name = stack.name(work.run.path)
+    label = f"--label=com.docker.stack.namespace={name}"  # removed with the stack
+    create = [
+        f'printf %s "${each}" | {shlex.join(["docker", "secret", "create", label, stack.secret(name, each), "-"])}'
+        for each in _secrets(work.payload)
+    ]
+    # A name that is not resolved means the same image on every host, which it was carried to or pulls by itself.
+    options = ["--detach=true", "--resolve-image=never", f"--compose-file={work.run.compose}"]
+    return [*create, shlex.join(["docker", "stack", "deploy", *options, name])]
+
+
+def _await_places(name: str, expected: Collection[str]) -> None:
+    """Return once every task has a host that starts it, or after `START_S`.
+
+    Raises:
+        PrerequisiteError: a host cannot start one, or none takes it.
+    """
+    began = time.monotonic()
+    while (passed_s := time.monotonic() - began) < START_S:
+        placed = set()
+        for task in nodes.tasks(name):
+            if task.state == "rejected":
+                raise PrerequisiteError(f"{task.service} cannot start on {task.node}: {task.error}; {_fix(task.error)}")
+            if task.state == "pending" and task.error and passed_s > UNPLACED_S:
+                raise PrerequisiteError(f"no host takes {task.service}: {task.error}; request less, or add hosts")
+            if task.state in ("starting", "running", "complete", "failed"):
+                placed.add(task.service)
+        if placed >= set(expected):
+            return
+        time.sleep(POLL_S)
+
+
+def _fix(error: str) -> str:
+    if "No such image" in error:
+        return "bring the image there; docs/swarm.md says how"
+    if "does not exist" in error:
+        return "put RUNS_DIR and DATA_DIR into folders that every host has under the same path"
+    return "`docker service ps --no-trunc` says more"
+
+
+def _how_to_carry(image: str, unknown: list[str]) -> str:
+    host = unknown[0]
+    return (
+        f"whether {', '.join(unknown)} has {image} is not known; bring it there with `docker save {image} | "
+        f"docker --host ssh://{host} load`, or have `up` do that: `docker node update --label-add "
+        f"{nodes.ENGINE_LABEL}=ssh://{host} {host}`"
+    )

@@ -1,0 +1,234 @@
+"""TensorBoard, one for all runs of a folder: in its container, or as a local process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cluster.contract.run import claim
+from cluster.contract.run.folder import RunFolder
+from cluster.host.image import build, engine
+from cluster.host.runtime.compose import commands as compose
+from cluster.host.runtime.compose import overlay
+from cluster.system import processes
+from cluster.system.errors import PrerequisiteError, TimedOut
+from cluster.system.json_files import read_json, write_json
+from cluster.system.paths import ROOT
+from cluster.system.waiting import wait_until
+
+AUTO = "auto"
+PORT = 6006
+FREE_PORTS = 100
+"""How many ports from `PORT` on are tried."""
+OTHER_PORT = "--port 6007, or leave it out"
+START_TIMEOUT_S = 60.0
+PROGRAM = ROOT / "docker" / "board.py"
+"""What runs in the image, too."""
+BOARDS = (PROCESS, CONTAINER) = ("local", "docker")
+"""What runs TensorBoard; `Runtime.board` names one."""
+
+
+def address(port: int) -> str:
+    """Return where a browser finds it."""
+    return f"http://127.0.0.1:{port}"
+
+
+def running(runs_dir: Path) -> int | None:
+    """Return the port of the TensorBoard that shows this folder of runs, or None where none runs."""
+    record = _record(runs_dir)
+    if record and record["runtime"] == PROCESS:
+        return int(record["port"]) if processes.alive(record["process"]) else None
+    if record and _container(runs_dir):
+        return int(record["port"])
+    return None
+
+
+def check_port(runs_dir: Path, port: int) -> None:
+    """Check that the port is free, or is our own TensorBoard's.
+
+    Raises:
+        PrerequisiteError: another program listens there.
+    """
+    if problem := port_problem(runs_dir, port):
+        raise PrerequisiteError("; ".join(problem))
+
+
+def port_problem(runs_dir: Path, port: int) -> tuple[str, str] | None:
+    """Return why the port cannot be used, and what to do about it; None if it is free, or our own TensorBoard's."""
+    if running(runs_dir) == port:
+        return None
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except PermissionError:
+            return f"port 127.0.0.1:{port} may not be used by this user", f"choose one from 1024 to 65535: {OTHER_PORT}"
+        except OSError as error:
+            used = f"port 127.0.0.1:{port} is in use by another program ({error.strerror})"
+            return used, f"end it, or choose another port: {OTHER_PORT}"
+    return None
+
+
+def prepare(runs_dir: Path, board: str, sh: Callable[[str], object]) -> None:
+    """Build the image of TensorBoard where it is to run in a container and does not run yet."""
+    if board == CONTAINER and running(runs_dir) is None:
+        build.build(sh)
+
+
+def commands(runs_dir: Path, port: int | None, board: str) -> list[str]:
+    """Return the commands of `start`, to be shown or pasted; none for a process, which is started without a shell."""
+    return [compose.tensorboard(runs_dir, port or PORT, "up", "--detach", "tensorboard")] if board == CONTAINER else []
+
+
+def start(
+    runs_dir: Path, port: int | None, board: str, sh: Callable[[str], object], *, preferred: int | None = None
+) -> int:
+    """Start TensorBoard unless it runs, and wait until it answers; return its port.
+
+    Args:
+        runs_dir: the folder of all runs, which it shows.
+        port: of 127.0.0.1; None: that of the one that runs, or a free one.
+        board: one of `BOARDS`.
+        sh: runs commands.
+        preferred: the port that is tried first if any will do.
+
+    Raises:
+        PrerequisiteError: another program listens on the port.
+        TimedOut: it does not answer.
+    """
+    with claim.hold(RunFolder(runs_dir / ".tensorboard"), "started", wait_s=START_TIMEOUT_S):
+        other = running(runs_dir)
+        if other is not None and port in (None, other):
+            return other
+        port = port or _free_port(runs_dir, preferred or PORT)
+        check_port(runs_dir, port)
+        if other is not None:
+            _stop(runs_dir, sh)
+        record: dict[str, Any] = {"runtime": board, "port": port}
+        if board == CONTAINER:
+            write_json(_record_path(runs_dir), record)  # before: what is left of a start that fails is ours, too
+            sh(compose.tensorboard(runs_dir, port, "up", "--detach", "--no-build", "--pull", "never", "tensorboard"))
+        else:
+            record["process"] = processes.identity(_start_process(runs_dir, port))
+            write_json(_record_path(runs_dir), record)
+        _await_answer(runs_dir, port, record.get("process"))
+        return port
+
+
+def _free_port(runs_dir: Path, first: int) -> int:
+    """Return the first port that can be used; where all are taken, the first, whose error says why."""
+    candidates = (first, *range(PORT, PORT + FREE_PORTS))
+    return next((port for port in candidates if not port_problem(runs_dir, port)), first)
+
+
+def stop(runs_dir: Path, sh: Callable[[str], object]) -> bool:
+    """End our TensorBoard; return whether one ran.
+
+    Raises:
+        PrerequisiteError: it is in a container, and no engine answers.
+    """
+    if _record(runs_dir) is None:
+        return False
+    with claim.hold(RunFolder(runs_dir / ".tensorboard"), "ended", wait_s=START_TIMEOUT_S):
+        return _stop(runs_dir, sh)
+
+
+def _stop(runs_dir: Path, sh: Callable[[str], object]) -> bool:
+    record = _record(runs_dir)
+    if record is None:
+        return False
+    if record["runtime"] == CONTAINER:
+        ended = _container(runs_dir)
+        try:
+            sh(compose.tensorboard(runs_dir, record["port"], "down", "--timeout", "5", "--volumes"))
+        except Exception as error:
+            if not (answer := engine.probe()).ready:
+                raise PrerequisiteError(
+                    f"TensorBoard is in a container, which may go on: {answer.detail}; start the engine, then "
+                    "`invoke down` again"
+                ) from error
+            raise
+    else:
+        ended = _end_process(record["process"])
+    _record_path(runs_dir).unlink(missing_ok=True)
+    return ended
+
+
+def _record_path(runs_dir: Path) -> Path:
+    return runs_dir / ".tensorboard.json"
+
+
+def _record(runs_dir: Path) -> dict[str, Any] | None:
+    """Return what was started; None where nothing was, or the record is damaged."""
+    try:
+        record = read_json(_record_path(runs_dir), None)
+    except (OSError, ValueError):
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("port"), int):
+        return None
+    process = record.get("process")
+    identified = isinstance(process, dict) and all(isinstance(process.get(key), int) for key in processes.IDENTITY)
+    return record if record.get("runtime") == CONTAINER or identified else None
+
+
+def _container(runs_dir: Path) -> bool:
+    label = f"label=com.docker.compose.project={overlay.tensorboard_project(runs_dir)}"
+    code, text = engine.ask("ps", "--quiet", "--filter", label)
+    return code == 0 and bool(text)
+
+
+def _start_process(runs_dir: Path, port: int) -> int:
+    command = [sys.executable, str(PROGRAM), "--logdir", str(runs_dir), "--host", "127.0.0.1"]
+    with (runs_dir / ".tensorboard.log").open("wb") as log:
+        process = subprocess.Popen(
+            [*command, "--port", str(port), "--reload_interval", "5"],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=os.environ | {"TENSORBOARD_RUNS": str(runs_dir)},
+            start_new_session=True,
+        )
+    return process.pid
+
+
+def _end_process(recorded: dict[str, int]) -> bool:
+    if not processes.kill(recorded, signal.SIGTERM):
+        return False
+    if not wait_until(lambda: not processes.alive(recorded), 5):
+        processes.kill(recorded, signal.SIGKILL)
+        wait_until(lambda: not processes.alive(recorded), 5)
+    return True
+
+
+def _await_answer(runs_dir: Path, port: int, process: dict[str, int] | None) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process and not processes.alive(process):
+            raise PrerequisiteError(f"TensorBoard ended at once: {_last_line(runs_dir)}")
+        try:
+            with urllib.request.urlopen(f"{address(port)}/data/logdir", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.1)
+    raise TimedOut(
+        f"TensorBoard did not answer on {address(port)} in {START_TIMEOUT_S:g} s; see {runs_dir / '.tensorboard.log'} "
+        "or `docker logs` of its container, then `invoke tensorboard`"
+    )
+
+
+def _last_line(runs_dir: Path) -> str:
+    """Return what a local TensorBoard printed last."""
+    try:
+        lines = (runs_dir / ".tensorboard.log").read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")

@@ -1,0 +1,89 @@
+"""The live view of a run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from cluster.host.view.status import live_lines, progress
+from cluster.system.messages import plain
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live as Screen
+
+
+MAX_LOSSES = 2000
+
+
+class Live:
+    """Shows a run while it trains: a table that redraws itself in a terminal, otherwise a line when there is news.
+
+    What is drawn goes with the end of the `with` block, or with `clear`, so that a line can follow.
+    """
+
+    LINE_EVERY_S = 5.0
+
+    def __init__(self) -> None:
+        self._console: Console | None = None
+        self._screen: Screen | None = None
+        self._states: dict[str, str] = {}
+        self._line = self._queued = ""
+        self._losses: deque[float] = deque(maxlen=MAX_LOSSES)
+        self._logged: tuple[int, float] | None = None
+        self._printed_at = 0.0
+        if sys.stdout.isatty():
+            from rich.console import Console
+
+            console = Console()
+            self._console = None if console.is_dumb_terminal else console
+
+    def __enter__(self) -> Live:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+    def show(self, value: dict[str, Any]) -> None:
+        """Show the newest status."""
+        if self._console:
+            loss = next((beat["loss"] for beat in value["tasks"] if beat["task"] == "chief"), None)
+            if loss is not None and (value["step"], loss) != self._logged:
+                self._logged = (value["step"], loss)
+                self._losses.append(loss)
+            self._draw(self._console, live_lines(value, self._losses, self._console.width))
+            return
+        states = {beat["task"]: beat["state"] for beat in value["tasks"]}
+        settled = {name: state for name, state in states.items() if state not in ("saving", "evaluating")}
+        if any(self._states.get(name) != state for name, state in settled.items()):
+            print(plain("  ".join(f"{name} {state}" for name, state in states.items())), flush=True)
+            self._states |= settled
+        if (queued := plain(value.get("queued", ""))) != self._queued:
+            self._queued = queued
+            if queued:
+                print(queued, flush=True)
+        if value["step"] and time.monotonic() - self._printed_at > self.LINE_EVERY_S:
+            if (line := plain(progress(value))) != self._line:
+                print(line, flush=True)
+            self._line, self._printed_at = line, time.monotonic()
+        sys.stdout.flush()
+
+    def _draw(self, console: Console, lines: list[str]) -> None:
+        from rich.live import Live as Screen
+        from rich.text import Text
+
+        if self._screen is None:
+            # Nothing else is redirected: commands that run meanwhile print by themselves.
+            self._screen = Screen(
+                console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+            )
+            self._screen.start()
+        self._screen.update(Text("\n".join(lines), no_wrap=True, overflow="crop"), refresh=True)
+
+    def clear(self) -> None:
+        """Take the table off the terminal."""
+        if self._screen:
+            self._screen.stop()
+            self._screen = None

@@ -1,8 +1,0 @@
-"""Where this checkout lies."""
-
-from __future__ import annotations
-
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parent.parent
-"""The folder of the checkout, or of the code in a container."""

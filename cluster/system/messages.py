@@ -1,0 +1,69 @@
+"""Words for numbers and errors, the same in every message, and text that a terminal only shows."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from pathlib import Path
+
+from cluster.system.paths import ROOT
+
+NOISE = (b"oneDNN custom operations are on.", b"All log messages before absl::InitializeLog() is called")
+"""What is in lines that TensorFlow prints whatever its log level; what was chosen is in the manifest."""
+
+
+def counted(number: int, noun: str) -> str:
+    """Return `1 task`, `2 tasks`: the noun is regular."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def size(num_bytes: float) -> str:
+    """Return a number of bytes as `12.3 MiB`."""
+    power = min(4, max(0, int(num_bytes).bit_length() - 1) // 10)
+    return f"{num_bytes / 2 ** (10 * power):.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def short_path(path: Path) -> str:
+    """Return a path as short as it can be written from the current folder."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a text without its middle if it is longer than `most`: an error's advice stands at the end."""
+    if len(text) <= most:
+        return text
+    tail = most * 3 // 5
+    return f"{text[: most - tail - 5].rstrip()} ... {text[-tail:].lstrip()}"
+
+
+def plain(text: str) -> str:
+    r"""Return a line with everything that could steer a terminal, or pass for another line, written as `\x1b`."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def described(error: BaseException) -> str:
+    """Return an error of the user's own code in one line, with the place that it came from."""
+    if isinstance(error, SystemExit):
+        what = f"it ends the program with sys.exit({error.code!r:.80})"
+    else:
+        try:
+            said = str(error)
+        except Exception:  # whatever their class does
+            said = "it cannot be shown"
+        what = f"{type(error).__name__}: {' '.join(said.split())}"
+    ours = (" (<frozen", *(f" ({ROOT / package}{os.sep}" for package in ("cluster", "train")))
+    places = [f" ({frame.filename}:{frame.lineno})" for frame in traceback.extract_tb(error.__traceback__)[-1:]]
+    place = "".join(place for place in places if not place.startswith(ours))
+    hint = "; install a package by --requirements FILE" if place and isinstance(error, ModuleNotFoundError) else ""
+    return plain(what + place + hint)
+
+
+def system_error(error: OSError, instead: str = "the system") -> str:
+    """Return which file an error of the system is about, and what it says.
+
+    Args:
+        error: perhaps without a file or a reason: not every call of the system's names one.
+        instead: what it is about where it names no file.
+    """
+    about = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
+    return plain(f"{' and '.join(about) or instead}: {error.strerror or str(error) or type(error).__name__}")

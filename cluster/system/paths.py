@@ -1,0 +1,8 @@
+"""Where this checkout lies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+"""The folder of the checkout, or of the code in a container."""

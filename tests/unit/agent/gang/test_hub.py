@@ -1,0 +1,258 @@
+"""The hub and its links over real sockets: what a board learns, and when it goes back to the folder."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from cluster.agent.gang import board, hub, link, server
+from cluster.agent.gang.board import Board
+from cluster.agent.gang.wire import Channel
+from cluster.contract.run import joining
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.heartbeat import Heartbeat
+from tests.waiting import wait_for
+
+FAR_S = 1000.0
+
+
+@pytest.fixture
+def run(make_run: Callable[..., RunFolder]) -> RunFolder:
+    return make_run(workers=2)
+
+
+@pytest.fixture
+def join(run: RunFolder) -> Iterator[Callable[[str], Board]]:
+    """Returns the board of a task that is connected to the others."""
+    boards = []
+
+    def connect(name: str) -> Board:
+        spec = run.load_cluster()
+        boards.append(Board(run.path))
+        boards[-1].join(spec, spec.task(name), "127.0.0.1")
+        _ = boards[-1].generation
+        return boards[-1]
+
+    yield connect
+    for each in boards:
+        each.leave()
+
+
+@pytest.fixture
+def blind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents that read the folder only where no hub is heard."""
+    monkeypatch.setattr(board, "READ_S", FAR_S)
+
+
+def linked(board: Board) -> Board:
+    """Wait until a board hears the hub."""
+    wait_for(lambda: board.relieved, "the hub")
+    _ = board.generation, board.outcome, board.stop_requested  # read once
+    return board
+
+
+def beat(run: RunFolder, task: str, **values: Any) -> None:
+    heartbeat = Heartbeat(run, run.load_cluster().task(task), run.generation)
+    heartbeat.values |= {"state": "training"} | values
+    heartbeat.write()
+
+
+@pytest.mark.usefixtures("blind")
+def test_what_the_chief_sees_all_learn(run: RunFolder, join: Callable[[str], Board]) -> None:
+    join("chief")
+    worker = linked(join("worker-0"))
+    run.request_stop("a user")
+    wait_for(lambda: worker.stop_requested, "the stop request")
+    run.withdraw_stop()
+    run.begin_generation(1, left_out=["worker-1"])
+    wait_for(lambda: worker.generation == 1, "the generation")
+    assert ["worker-1"] == worker.begun(1)["left_out"]
+    run.end("succeeded", task="chief")
+    assert "succeeded" == wait_for(lambda: worker.outcome, "the outcome")["state"]
+
+
+@pytest.mark.usefixtures("blind")
+def test_what_an_agent_knows_all_learn_although_their_folders_do_not_show_it(
+    run: RunFolder, join: Callable[[str], Board]
+) -> None:
+    join("chief")
+    worker, other = linked(join("worker-0")), linked(join("worker-1"))
+    worker.learn({"generation": 1, "time": 1.0, "pause_s": 3.0})  # as if only its host's cache showed it
+    assert 1 == worker.generation
+    wait_for(lambda: other.generation == 1, "the generation")
+    assert 3.0 == other.begun(1)["pause_s"]
+    assert 0 == run.generation
+
+
+def test_an_agent_sees_at_once_what_it_has_recorded(run: RunFolder, join: Callable[[str], Board]) -> None:
+    join("chief")
+    worker = linked(join("worker-0"))
+    assert worker.begin_generation(1, task="worker-0")
+    assert 1 == worker.generation
+    assert worker.request_stop("worker-0")
+    assert worker.stop_requested
+    assert worker.end("stopped", task="worker-0")
+    assert worker.outcome
+    assert not worker.begin_generation(2, task="worker-0")  # the run has ended
+
+
+def test_without_a_hub_the_folder_is_read_each_time(run: RunFolder, join: Callable[[str], Board]) -> None:
+    worker = join("worker-0")
+    assert (0, None, False) == (worker.generation, worker.outcome, worker.stop_requested)
+    run.begin_generation(1)
+    run.request_stop("a user")
+    run.end("stopped", task="chief")
+    assert (1, True) == (worker.generation, worker.stop_requested)
+    assert worker.outcome
+
+
+@pytest.mark.usefixtures("blind")
+def test_a_hub_that_is_gone_is_noticed_at_once_and_found_again(run: RunFolder, join: Callable[[str], Board]) -> None:
+    chief = join("chief")
+    worker = linked(join("worker-0"))
+    before = joining.invitation(run)
+    chief.leave()
+    began = time.monotonic()
+    wait_for(lambda: not worker.relieved, "the end of the connection")
+    assert time.monotonic() - began < 1.0
+    run.begin_generation(1)
+    assert 1 == worker.generation
+    join("chief")
+    linked(worker)
+    assert before == joining.invitation(run)  # whose port was free again
+
+
+def test_a_frozen_hub_is_noticed_by_its_silence(
+    run: RunFolder, join: Callable[[str], Board], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "HEARD_S", 0.5)
+    monkeypatch.setattr(hub, "PULSE_S", 0.1)
+    chief = join("chief")
+    worker = linked(join("worker-0"))
+    with chief._hub._lock:
+        wait_for(lambda: not worker.relieved, "that nothing is heard")
+    linked(worker)
+
+
+def test_only_the_owner_may_read_the_token(run: RunFolder, join: Callable[[str], Board]) -> None:
+    join("chief")
+    assert 0o600 == stat.S_IMODE(run.token.stat().st_mode)
+    token = joining.token(run)
+    assert len(token) == 2 * joining.TOKEN_BYTES
+    shown = [run.cluster, run.config, run.events_log, *run.path.glob("logs/*")]
+    assert not any(token in each.read_text() for each in shown if each.exists())
+
+
+def test_a_resumed_copy_shares_neither_token_nor_port_with_the_original(
+    run: RunFolder, join: Callable[[str], Board]
+) -> None:
+    original = join("chief")
+    linked(join("worker-0"))
+    copy = RunFolder(run.path.with_name("copy"))
+    shutil.copytree(run.path, copy.path)
+    copy.reopen()
+    assert joining.invitation(copy) is None
+    assert joining.token(copy) != joining.token(run)
+    chief = Board(copy.path)
+    chief.join(copy.load_cluster(), copy.load_cluster().task("chief"), "127.0.0.1")
+    worker = Board(copy.path)
+    worker.join(copy.load_cluster(), copy.load_cluster().task("worker-1"), "127.0.0.1")
+    _ = worker.generation
+    wait_for(lambda: worker.relieved, "the copy's own hub")
+    assert not original.hears("worker-1")
+    worker.leave()
+    chief.leave()
+
+
+def test_strangers_and_the_slow_keep_nobody_out(
+    run: RunFolder, join: Callable[[str], Board], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "HANDSHAKE_S", 0.3)
+    join("chief")
+    found = joining.invitation(run)
+    assert found
+    strangers = [socket.create_connection((found.host, found.port)) for _ in range(server.MAX_UNPROVED + 10)]
+    strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
+    linked(join("worker-0"))
+    for each in strangers:
+        each.settimeout(5)
+        with each, contextlib.suppress(ConnectionError):
+            while each.recv(4096):
+                pass  # a timeout would fail the test
+
+
+def test_a_peer_that_takes_nothing_is_closed_and_holds_up_nobody(
+    run: RunFolder, join: Callable[[str], Board], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "PULSE_S", 0.0)
+    monkeypatch.setattr(hub, "TICK_S", 0.01)
+    monkeypatch.setattr(server, "MAX_UNSENT", 500_000)
+    chief = join("chief")
+    found = joining.invitation(run)
+    assert found
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        slow.connect((found.host, found.port))
+        channel = Channel(joining.token(run), "worker-1")
+        while not channel.established:
+            channel.receive(slow.recv(4096))
+            slow.sendall(channel.unsent)
+            channel.unsent.clear()
+        wait_for(lambda: chief._hub._peers, "the slow peer")
+        run.end("failed", task="chief", error="x" * 60_000)  # so that digests are long
+        worker = linked(join("worker-0"))
+        wait_for(
+            lambda: all(each.channel.task != "worker-1" for each in list(chief._hub._peers.values())),
+            "the end of the slow connection",
+            timeout_s=60,
+        )
+        wait_for(lambda: worker.relieved, "the hub")
+
+
+def test_the_newest_connection_of_a_task_counts(run: RunFolder, join: Callable[[str], Board]) -> None:
+    chief = join("chief")
+    first = linked(join("worker-0"))
+    second = linked(join("worker-0"))
+    wait_for(lambda: not first._link._thread.is_alive(), "the end of the first")  # which does not come back
+    assert second.relieved
+    run.request_stop("a user")
+    assert first.stop_requested  # by the folder
+    beat(run, "worker-0", step=7)
+    assert 7 == wait_for(lambda: chief._hub.beat("worker-0"), "the heartbeat")["step"]
+
+
+def test_a_hub_that_cannot_listen_leaves_the_folder(
+    run: RunFolder, join: Callable[[str], Board], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no port")
+
+    monkeypatch.setattr(joining, "_listen", refuse)
+    chief = join("chief")
+    run.begin_generation(1)
+    assert 1 == chief.generation
+    assert not chief.gathers
+
+
+def test_all_meet_by_the_hub(run: RunFolder, join: Callable[[str], Board]) -> None:
+    boards = [join("chief"), linked(join("worker-0")), linked(join("worker-1"))]
+    wait_for(lambda: all(each.gathers for each in boards), "the hub")
+    for each in boards[:2]:
+        each.come(0)
+    for each in boards:
+        wait_for(lambda each=each: each.absent(0) == {"worker-1"}, "who is absent")
+    boards[2].come(0)
+    for each in boards:
+        wait_for(lambda each=each: each.absent(0) == frozenset(), "that all have come")
+        assert each.absent(1) is None
+
+
+def test_the_ports_of_containers_are_of_the_cluster_s_network() -> None:
+    assert 2224 == joining.hub_port(2222)

@@ -1,0 +1,204 @@
+"""The tasks of a Slurm job: where they are, what the chief makes of that, and whether the job is queued again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.agent.schedulers import lifecycle, replacements, slurm
+from cluster.contract import spec
+from cluster.contract.run import membership
+from cluster.contract.run.copies import Copy
+from cluster.contract.run.folder import REQUEUE, SCALE, TASK_LOST, RunFolder
+from cluster.system.errors import EXIT_PEER_LOST, EXIT_PREREQUISITE, PrerequisiteError, TimedOut
+from cluster.system.json_files import write_json
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """The folder of a run with a worker that a job is about to start, as `up` leaves it."""
+    folder = RunFolder(tmp_path / "a-run")
+    folder.create()
+    write_json(folder.cluster, spec.build(workers=1).to_json())
+    folder.begin_generation(0)
+    for name, value in {
+        "RUN_DIR": folder.path,
+        "SLURM_JOB_ID": 7,
+        "SLURMD_NODENAME": "n9",
+        "BARRIER_TIMEOUT_S": "0.1",
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    return folder
+
+
+def take_places(run: RunFolder, *names: str) -> None:
+    for at, name in enumerate(names):
+        write_json(slurm.places(run) / f"{name}.json", {"node": f"n{at}", "host": f"node-{at}", "port": 20000 + at})
+
+
+def assembled(run: RunFolder) -> list[str]:
+    take_places(run, "chief", "worker-0")
+    cluster = slurm.assemble(run)
+    assert cluster == slurm.await_cluster(run, "worker-0")
+    assert spec.build(workers=1) == run.load_cluster()  # as it was checked and signed for
+    return [task.address for task in cluster.tasks]
+
+
+def test_the_cluster_is_where_its_tasks_are(run: RunFolder) -> None:
+    assert ["node-0:20000", "node-1:20001"] == assembled(run)
+    assert 0 == run.generation
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_job_that_runs_again_goes_on_in_a_new_generation_elsewhere(
+    run: RunFolder, stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assembled(run)
+    monkeypatch.setattr(slurm, "LATER_S", 0.0)
+    write_json(run.status("chief"), {"task": "chief", "state": "training", "updated_at": 1.0})
+    run.request_stop(slurm.TIME_LIMIT, then=REQUEUE)
+    if stopped:
+        run.end("stopped", task="chief")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    take_places(run, "worker-0")
+    with pytest.raises(TimedOut):
+        slurm.await_cluster(run, "worker-0")  # not that of the first attempt
+    assembled(run)
+    assert (1, None, False, {}) == (run.generation, run.outcome, run.stop_requested, run.heartbeats())
+
+
+def test_a_run_that_ended_stays_ended(run: RunFolder) -> None:
+    run.end("succeeded", task="chief")
+    assembled(run)
+    assert "succeeded" == (run.outcome or {})["state"]
+
+
+def test_a_task_that_does_not_start_is_waited_for_only_so_long(run: RunFolder) -> None:
+    take_places(run, "chief")
+    with pytest.raises(TimedOut, match="worker-0"):
+        slurm.assemble(run)
+
+
+def test_an_elastic_run_does_without_a_worker_that_does_not_start(run: RunFolder) -> None:
+    write_json(run.control / "started.json", {"min_workers": 0})
+    take_places(run, "chief")
+    assert ["node-0:20000", "worker-0:2222"] == [task.address for task in slurm.assemble(run).tasks]
+    (slurm.places(run) / "chief.json").unlink()
+    with pytest.raises(TimedOut, match="chief"):
+        slurm.assemble(run)
+
+
+def test_a_node_answers_also_where_another_does_not_see_the_folder(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm.processes, "run", lambda *_: (0, "NodeAddr=127.0.0.1", ""))
+    for name, value in {"SLURM_PROCID": "0", "SLURMD_NODENAME": "n1", "DATA_DIR": str(run.path)}.items():
+        monkeypatch.setenv(name, value)
+    found = slurm.check(run)
+    assert ("n1", True) == (found["node"], found["data"])
+    assert "worker-0" in found["unreached"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "then", "code"),
+    [
+        (None, "", EXIT_PEER_LOST),
+        ("stopped", REQUEUE, EXIT_PEER_LOST),
+        ("stopped", "", 130),
+        ("stopped", SCALE, 130),
+        ("succeeded", "", 0),
+        ("failed", "", 1),
+    ],
+)
+def test_a_job_is_queued_again_unless_its_run_has_come_to_its_end(
+    run: RunFolder, outcome: str | None, then: str, code: int
+) -> None:
+    assembled(run)
+    run.request_stop("somebody", then=then)
+    if outcome:
+        run.end(outcome, task="chief")
+    assert code == slurm.result(run)
+
+
+def test_a_job_whose_tasks_never_started_is_not_queued_again_for_ever(run: RunFolder) -> None:
+    take_places(run, "chief")
+    assert 1 == slurm.result(run)
+    outcome = run.outcome or {}
+    assert ("failed", True) == (outcome["state"], outcome["error"].startswith("worker-0 did not start"))
+
+
+def test_a_node_that_lacks_the_folder_of_the_run_is_named(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(slurm.os, "access", lambda *_: False)
+    assert EXIT_PREREQUISITE == slurm.main(["task", "bash"])
+    shutil.rmtree(run.path)
+    assert EXIT_PREREQUISITE == slurm.main(["task", "bash"])
+    assert EXIT_PREREQUISITE == slurm.main(["check"])
+    assert ["error: n9"] * 3 == [line[:9] for line in capsys.readouterr().err.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [((0, "NodeName=n1 Arch=x86_64 NodeAddr=10.0.0.1 NodeHostName=n1\n", ""), "10.0.0.1"), ((1, "", "no"), None)],
+)
+def test_a_node_is_where_slurm_reaches_it(
+    answer: tuple[int, str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm.processes, "run", lambda *_: answer)
+    if expected:
+        assert expected == slurm.node_address("n1")
+    else:
+        with pytest.raises(PrerequisiteError):
+            slurm.node_address("n1")
+
+
+def test_tasks_on_one_node_get_ports_of_their_own(run: RunFolder) -> None:
+    first, second = (slurm.task_port("127.0.0.1", number) for number in (0, 1))
+    assert first != second
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", first))
+        assert slurm.task_port("127.0.0.1", 0) not in (first, second)
+
+
+def test_an_agent_that_is_killed_is_started_again(
+    tmp_path: Path, make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle.signal, "signal", lambda *_: None)
+    run = make_run()
+    words: list[Any] = ["bash", "-c", f"[ -e {tmp_path}/again ] && exit 3; touch {tmp_path}/again; kill -9 $$"]
+    assert 3 == slurm.keep_agent(words, run, Copy.begin(run, "chief"))
+
+
+@pytest.mark.parametrize(("by", "requeued"), [(TASK_LOST, [["scontrol", "requeue", "7"]]), (slurm.TIME_LIMIT, [])])
+def test_one_task_queues_the_job_again_that_has_lost_another(
+    run: RunFolder, by: str, requeued: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(slurm.processes, "run", lambda command, _: commands.append(command) or (0, "", ""))
+    monkeypatch.setattr(slurm.os, "environ", dict(os.environ))
+    slurm.places(run).mkdir(parents=True)
+    run.request_stop(by, then=REQUEUE)
+    for name in ("worker-0", "chief"):
+        monkeypatch.setattr(slurm, "_join", lambda _, name=name: (run.load_cluster(), run.load_cluster().task(name)))
+        assert 0 == slurm.main(["task", "true"])
+    assert requeued == commands
+
+
+@pytest.mark.parametrize("left_out", [True, False])
+def test_the_end_of_a_replacements_time_stops_only_a_run_that_has_it(
+    run: RunFolder, left_out: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(replacements.TASK, "worker-0")
+    run.begin_generation(1, **({membership.LEFT_OUT: ["worker-0"]} if left_out else {}))
+    assert 0 == slurm.main(["stop"])
+    assert left_out != run.stop_requested
+    run.end("stopped", task="chief")
+    assert (0, 0) == (slurm.main(["result"]), slurm.main(["task", "bash"]))

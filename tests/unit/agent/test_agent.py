@@ -1,0 +1,337 @@
+"""The failure policy: fake trainers die in every way, and the agents do what the contract says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from cluster.agent import agent
+from cluster.agent.gang.board import Board
+from cluster.contract.run.folder import RunFolder
+from cluster.host.control import watch
+from cluster.system.errors import EXIT_FAILED, EXIT_USAGE
+from cluster.system.json_files import read_json
+from cluster.system.processes import start_ticks
+from tests.unit.gang import SIGKILLED, StartGang, assert_ended
+from tests.waiting import wait_for
+
+ALL_FINISH = "train(5), meet(), finish()"
+SERVERS_SERVE = "if NAME.startswith(('worker', 'ps')): serve()\n"
+
+
+def ended(pid: int) -> bool:
+    """Whether the process is gone."""
+    return start_ticks(pid) is None
+
+
+# The end of a run
+
+
+def test_a_run_that_succeeds_writes_its_summary(start_gang: StartGang) -> None:
+    summary = start_gang(ALL_FINISH, workers=2).summary()
+    assert_ended(
+        summary,
+        state="succeeded",
+        replicas=3,
+        steps=5,
+        metrics={"eval_accuracy": 0.9},
+        tasks={"chief": 0, "worker-0": 0, "worker-1": 0},
+    )
+
+
+def test_the_chief_alone_needs_no_cluster(start_gang: StartGang) -> None:
+    summary = start_gang("assert 'TF_CONFIG' not in os.environ\n" + ALL_FINISH, workers=0).summary()
+    assert ("succeeded", {"chief": 0}) == (summary["state"], summary["tasks"])
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_an_exit_code_from_1_to_4_fails_the_run_at_once(start_gang: StartGang, code: int) -> None:
+    lines = f"train(3)\nif NAME == 'worker-0': print('error: loss is nan at step 3\\n'); sys.exit({code})\nwork()"
+    gang = start_gang(lines, workers=1)
+    summary = gang.summary()
+    cause = {"task": "worker-0", "exit_code": code, "step": None, "error": "loss is nan at step 3"}
+    assert cause.items() <= summary["cause"].items()
+    assert ("failed", []) == (summary["state"], summary["restarts"])
+    assert code == summary["tasks"]["worker-0"]
+    assert (EXIT_FAILED if code == EXIT_USAGE else code) == watch.exit_code(summary)  # `up` itself was used well
+    assert {"chief": "stopped", "worker-0": "failed"} == {n: beat["state"] for n, beat in gang.run.heartbeats().items()}
+
+
+def test_a_program_that_fails_before_the_start_fails_the_run_at_once(start_gang: StartGang) -> None:
+    gang = start_gang("sys.exit('a wrong installation')", imports="import sys", absent=("worker-0",), workers=1)
+    outcome = gang.outcome()  # long before the rendezvous' end
+    cause = ("failed", "chief", 1, "exit code 1, last line: a wrong installation")
+    assert cause == tuple(outcome[key] for key in ("state", "task", "exit_code", "error"))
+
+
+def test_a_task_that_dies_after_the_end_changes_nothing(start_gang: StartGang) -> None:
+    gang = start_gang(
+        "if NAME == 'chief': train(5), meet(), finish()\ntrain(5), until(lambda: run.outcome), die()", workers=1
+    )
+    summary = gang.summary()
+    assert ("succeeded", [], 0) == (summary["state"], summary["restarts"], gang.run.generation)
+
+
+def test_what_a_program_started_ends_with_it(start_gang: StartGang) -> None:
+    lines = """
+import subprocess
+if NAME == 'worker-0' and not GENERATION:
+    child = subprocess.Popen(['sleep', '300'])
+    (run.path / 'child').write_text(str(child.pid))
+    train(3), die()
+if not GENERATION: work()
+train(5), finish()
+"""
+    gang = start_gang(lines, workers=1)
+    assert "succeeded" == gang.summary()["state"]
+    child = int((gang.run.path / "child").read_text())
+    wait_for(lambda: ended(child), "the end of the program's child")
+
+
+# Synchronous strategies: the gang starts and ends together
+
+
+def test_killing_a_worker_restarts_the_gang(start_gang: StartGang) -> None:
+    gang = start_gang("train(5)\nif not GENERATION: work()\ntrain(6), meet(), finish()", workers=2)
+    for task in ("chief", "worker-0", "worker-1"):
+        gang.await_step(task, 5)
+    first_pids = {task: gang.pid(task) for task in ("chief", "worker-0", "worker-1")}
+    os.kill(first_pids["worker-1"], signal.SIGKILL)
+    summary = gang.summary()
+    assert ("succeeded", 6) == (summary["state"], summary["steps"])
+    (restart,) = summary["restarts"]
+    assert 0 <= restart.pop("detected_s") < restart.pop("resumed_s")
+    assert {"generation": 1, "task": "worker-1", "cause": SIGKILLED, "steps_lost": 3} == restart
+    assert [1, 1, 1] == [gang.pid(task, "generation") for task in first_pids]
+    assert [1, 1, 1] == [gang.beat(task)["restarts"] for task in first_pids]
+    assert not set(first_pids.values()) & {gang.pid(task) for task in first_pids}
+
+
+def test_contact_lost_waits_for_the_task_that_really_died(start_gang: StartGang) -> None:
+    lines = """
+train(3)
+if GENERATION: finish()
+if NAME == 'chief':
+    meet(), sys.exit(75)
+from cluster.system.processes import start_ticks
+from cluster.system.json_files import read_json
+until(lambda: (run.path / 'pids/chief.json').exists())
+chief = read_json(run.path / 'pids/chief.json')['program']
+until(lambda: start_ticks(chief) is None and not os.path.exists(f'/proc/{chief}'))  # its agent has seen the end
+die()
+"""
+    summary = start_gang(lines, workers=1).summary()
+    assert [("worker-0", SIGKILLED)] == [(r["task"], r["cause"]) for r in summary["restarts"]]
+
+
+def test_contact_lost_without_a_culprit_restarts_the_gang(start_gang: StartGang) -> None:
+    lines = "train(3)\nif GENERATION: finish()\nif NAME == 'chief': meet(), sys.exit(75)\nwork()"
+    summary = start_gang(lines, workers=1).summary()
+    assert "succeeded" == summary["state"]
+    assert [("chief", "lost contact with the cluster")] == [(r["task"], r["cause"]) for r in summary["restarts"]]
+
+
+def test_a_killed_agent_comes_back_and_restarts_the_gang(start_gang: StartGang) -> None:
+    gang = start_gang("train(5)\nif not GENERATION: work()\ntrain(5), meet(), finish()", workers=1)
+    gang.await_step("worker-0", 5)
+    agent, program = gang.pid("worker-0", "agent"), gang.pid("worker-0")
+    os.kill(agent, signal.SIGKILL)
+    wait_for(lambda: ended(program), "the end of the killed agent's program", timeout_s=2)
+    summary = gang.summary()
+    assert "succeeded" == summary["state"]
+    assert [("worker-0", "the whole task was killed")] == [(r["task"], r["cause"]) for r in summary["restarts"]]
+    assert gang.pid("worker-0", "agent") != agent
+
+
+@pytest.mark.parametrize("task", ["chief", "worker-0"])
+def test_an_agent_killed_when_its_program_is_done_does_not_train_again(start_gang: StartGang, task: str) -> None:
+    lines = f"""
+train(5), meet()
+if NAME != '{task}': until(lambda: (run.path / 'killed').exists())
+elif not GENERATION: os.kill(os.getppid(), 19)  # the agent sees nothing of the end
+finish()
+"""
+    gang = start_gang(lines, workers=1)
+    wait_for(lambda: gang.beat(task)["state"] == "done", f"the end of {task}'s program")
+    program = gang.pid(task)
+    os.kill(gang.pid(task, "agent"), signal.SIGKILL)
+    wait_for(lambda: ended(program), "the end of the program")
+    (gang.run.path / "killed").touch()
+    summary = gang.summary()
+    assert ("succeeded", []) == (summary["state"], summary["restarts"])
+    assert {"chief": 0, "worker-0": 0} == summary["tasks"]
+    assert program == gang.pid(task)
+
+
+# Parameter servers
+
+
+def test_a_worker_under_ps_restarts_alone(start_gang: StartGang) -> None:
+    lines = """
+if NAME == 'worker-0' and not RESTARTS: train(3), die()
+if NAME.startswith(('worker', 'ps')): serve()
+train(3), until(lambda: any(event['event'] == 'resumed' for event in run.events())), meet(), finish()
+"""
+    gang = start_gang(lines, workers=2, ps=1)
+    summary = gang.summary()
+    assert "succeeded" == summary["state"]
+    assert 0 == gang.run.generation
+    assert [("worker-0", SIGKILLED)] == [(e["task"], e["detail"]["cause"]) for e in gang.events("restarted")]
+    assert {"worker-0": 1, "worker-1": 0, "ps-0": 0} == {
+        name: beat["restarts"] for name, beat in gang.run.heartbeats().items() if name != "chief"
+    }
+    assert {"chief": 0, "worker-0": 0, "worker-1": 0, "ps-0": 0} == summary["tasks"]
+    (restart,) = summary["restarts"]
+    assert 0 <= restart.pop("detected_s") < restart.pop("resumed_s")
+    assert {"generation": 0, "task": "worker-0", "cause": SIGKILLED, "steps_lost": 0} == restart
+
+
+@pytest.mark.parametrize("task", ["ps-0", "chief"])
+def test_a_ps_or_its_chief_that_dies_restarts_the_gang(start_gang: StartGang, task: str) -> None:
+    lines = f"if NAME == '{task}' and not GENERATION: train(3), die()\n{SERVERS_SERVE}"
+    lines += "if not GENERATION: work()\ntrain(5), meet(), finish()"
+    gang = start_gang(lines, workers=1, ps=1)
+    summary = gang.summary()
+    assert ("succeeded", [(1, task)]) == (summary["state"], [(r["generation"], r["task"]) for r in summary["restarts"]])
+    assert [1, 1, 1] == [gang.pid(name, "generation") for name in ("chief", "worker-0", "ps-0")]
+
+
+def test_a_gang_restart_waits_for_a_worker_that_once_restarted_alone(
+    start_gang: StartGang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BARRIER_TIMEOUT_S", "5")
+    lines = """
+if NAME == 'worker-0' and not RESTARTS: train(3), die()
+if NAME == 'ps-0' and not GENERATION: until(lambda: run.heartbeats()['worker-0']['restarts']), meet(), die()
+"""
+    gang = start_gang(lines + SERVERS_SERVE + "if not GENERATION: work()\ntrain(5), meet(), finish()", workers=1, ps=1)
+    summary = gang.summary()
+    assert ("succeeded", ["worker-0", "ps-0"]) == (summary["state"], [r["task"] for r in summary["restarts"]])
+    assert {"chief": 1, "worker-0": 2, "ps-0": 1} == {n: beat["restarts"] for n, beat in gang.run.heartbeats().items()}
+
+
+def test_a_killed_agent_of_a_worker_under_ps_restarts_only_that_worker(start_gang: StartGang) -> None:
+    lines = SERVERS_SERVE + "train(3), until(lambda: (run.path / 'enough').exists()), finish()"
+    gang = start_gang(lines, workers=1, ps=1)
+    wait_for(lambda: gang.beat("worker-0")["state"] == "training", "the worker")
+    gang.await_step("chief", 3)
+    os.kill(gang.pid("worker-0", "agent"), signal.SIGKILL)
+    wait_for(lambda: gang.events("restarted"), "the worker's restart")
+    wait_for(lambda: gang.beat("worker-0")["state"] == "training", "the worker")
+    (gang.run.path / "enough").touch()
+    summary = gang.summary()
+    assert ("succeeded", 0) == (summary["state"], gang.run.generation)
+    assert 1 == gang.beat("worker-0")["restarts"]
+
+
+# The evaluator
+
+
+@pytest.mark.parametrize("end", ["sys.exit('no checkpoint can be read')", "die()"])
+def test_an_evaluator_never_fails_the_run(start_gang: StartGang, end: str) -> None:
+    lines = f"""
+if NAME == 'evaluator': until(lambda: run.heartbeats().get('chief', {{}}).get('step') == 3), {end}
+train(3)
+if NAME == 'chief': until(lambda: len([event for event in run.events() if event['event'] == 'restarted']) > 5)
+finish()
+"""
+    gang = start_gang(lines, workers=0, evaluator=True, max_restarts=1)
+    summary = gang.summary()
+    assert ("succeeded", [], 0) == (summary["state"], summary["restarts"], summary["tasks"]["chief"])
+
+
+def test_an_evaluator_stops_after_the_last_checkpoint(start_gang: StartGang) -> None:
+    last = "import signal; signal.signal(signal.SIGTERM, lambda *_: finish('stopped') if run.outcome else die())"
+    gang = start_gang(f"if NAME == 'evaluator': {last}\ntrain(3), work(saving_s=0.5)", workers=1, evaluator=True)
+    for task in ("chief", "worker-0", "evaluator"):
+        gang.await_step(task, 3)
+    gang.run.request_stop("a test")
+    assert {"chief": 0, "worker-0": 0, "evaluator": 0} == gang.summary()["tasks"]
+
+
+# Stops
+
+
+def test_sigterm_to_one_agent_stops_every_task(start_gang: StartGang) -> None:
+    gang = start_gang("train(3), work()", workers=2, evaluator=True)
+    for task in ("chief", "worker-0", "worker-1", "evaluator"):
+        gang.await_step(task, 3)
+    os.kill(gang.pid("worker-1", "agent"), signal.SIGTERM)
+    summary = gang.summary()
+    assert ("stopped", []) == (summary["state"], summary["restarts"])
+    assert {"chief": 0, "worker-0": 0, "worker-1": 0, "evaluator": 0} == summary["tasks"]
+    assert {"stopped"} == {beat["state"] for beat in gang.run.heartbeats().values()}
+
+
+def test_a_stop_lets_servers_serve_until_the_chief_has_saved(start_gang: StartGang) -> None:
+    gang = start_gang(SERVERS_SERVE + "train(3), work(saving_s=0.5)", workers=1, ps=1)
+    gang.await_step("chief", 3)
+    gang.run.request_stop("a test")
+    assert ("stopped", "chief") == (gang.outcome()["state"], gang.outcome()["task"])
+    assert {"chief": 0, "worker-0": 0, "ps-0": 0} == gang.summary()["tasks"]
+
+
+def test_a_stop_while_tasks_wait_for_each_other_ends_the_run(start_gang: StartGang) -> None:
+    gang = start_gang(ALL_FINISH, absent=("worker-0",), workers=1)
+    wait_for(lambda: gang.beat("chief")["state"] == "waiting", "the chief at the rendezvous")
+    gang.run.request_stop("a test")
+    assert "stopped" == gang.outcome()["state"]
+
+
+def test_a_stop_before_the_start_ends_the_run(start_gang: StartGang) -> None:
+    summary = start_gang("until(lambda: False)", workers=1, stopped=True).summary()
+    assert ("stopped", 0) == (summary["state"], summary["steps"])
+
+
+def test_a_task_that_comes_after_the_end_does_not_hold_it_up(
+    make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the agents run in this very process
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("the summary waits for a task that never ran"))
+    run = make_run(workers=1)
+    run.end("stopped", task="chief")
+    for task in ("worker-0", "chief"):
+        agent.Agent(Board(run.path), task, ["false"], rendezvous_timeout_s=1).main()
+    assert {"chief": None, "worker-0": None} == read_json(run.summary)["tasks"]
+
+
+# The start
+
+
+def test_a_missing_task_is_named_and_the_start_ends_with_4(
+    start_gang: StartGang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BARRIER_TIMEOUT_S", "1")
+    gang = start_gang(ALL_FINISH, absent=("worker-1",), workers=2)
+    outcome = gang.outcome()
+    assert ("failed", 4) == (outcome["state"], outcome["exit_code"])
+    address = gang.run.load_cluster().task("worker-1").address
+    expected = "the cluster was not complete after 1 s: missing "
+    expected += f"worker-1 (nothing listens on {address}; never started)"
+    assert expected == outcome["error"]
+    assert [] == gang.events("first step")
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({}, "RUN_DIR and TASK not set: an agent is started by `invoke up`"),
+        ({"TASK": "worker-1"}, "no task 'worker-1' in this cluster; did you mean 'worker-0'?"),
+        ({"TASK": "chief", "TF_CONFIG": "{}"}, "TF_CONFIG '{}'"),
+    ],
+)
+def test_an_agent_that_was_started_wrongly_says_so_in_one_line(
+    make_run: Callable[..., RunFolder], environment: dict[str, str], message: str
+) -> None:
+    run = {"RUN_DIR": str(make_run(workers=1).path)} if environment else {}
+    command = [sys.executable, "-m", "cluster.agent"]
+    done = subprocess.run(command, env=os.environ | run | environment, capture_output=True, text=True, timeout=300)
+    assert (2, "") == (done.returncode, done.stdout)
+    assert done.stderr.startswith(f"error: {message}")
+    assert 1 == len(done.stderr.splitlines())

@@ -1,0 +1,432 @@
+"""The rendezvous: it is complete when everybody answers everybody, and otherwise ends in time saying who is missing."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from cluster.agent import ports, rendezvous
+from cluster.contract import spec
+from cluster.contract.spec import ClusterSpec, Task
+from cluster.system.errors import EXIT_TIMEOUT, TimedOut
+from cluster.system.ports import free_ports
+
+
+@pytest.fixture
+def three() -> ClusterSpec:
+    """A chief and two workers."""
+    return spec.build(2, ports=free_ports(3))
+
+
+@dataclass
+class Arrival:
+    """A task at the rendezvous, in a thread of its own."""
+
+    thread: threading.Thread
+    ended: list[Exception | None]
+
+    def end(self) -> Exception | None:
+        """Return the error that it left with, or None where it passed."""
+        self.thread.join(10)
+        return self.ended[0]
+
+
+def arrive(cluster: ClusterSpec, name: str, token: str = "run/0", timeout_s: float = 8, **more: Any) -> Arrival:
+    """Have a task come to the rendezvous."""
+    ended: list[Exception | None] = []
+
+    def come() -> None:
+        try:
+            rendezvous.wait(cluster, cluster.task(name), token=token, timeout_s=timeout_s, **more)
+        except Exception as error:
+            ended.append(error)
+        else:
+            ended.append(None)
+
+    thread = threading.Thread(target=come, daemon=True)
+    thread.start()
+    return Arrival(thread, ended)
+
+
+@contextlib.contextmanager
+def listening(cluster: ClusterSpec, name: str, says: bytes = b"") -> Iterator[socket.socket]:
+    """Somebody else listens on a task's address, and says the same to all who come."""
+    with socket.create_server(("127.0.0.1", cluster.task(name).port)) as server:
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    with connection:
+                        connection.sendall(says)
+                        connection.shutdown(socket.SHUT_WR)
+                        connection.recv(4096)
+
+        threading.Thread(target=answer, daemon=True).start()
+        yield server
+        with contextlib.suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)
+
+
+def test_who_has_met_an_earlier_attempt_need_not_answer_this_one(three: ClusterSpec) -> None:
+    back = arrive(three, "worker-0", passed=lambda: frozenset({"chief", "worker-0"}))
+    assert [None, None] == [
+        arrival.end() for arrival in (back, arrive(three, "worker-1", passed=lambda: frozenset({"chief"})))
+    ]
+
+
+def test_a_complete_cluster_passes_and_frees_its_ports(three: ClusterSpec) -> None:
+    assert [None] * 3 == [arrival.end() for arrival in [arrive(three, task.name) for task in three.tasks]]
+    for task in three.tasks:  # TensorFlow's servers come next
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind(("127.0.0.1", task.port))
+
+
+def test_nobody_passes_before_the_last_has_come(three: ClusterSpec) -> None:
+    early = [arrive(three, "chief"), arrive(three, "worker-0")]
+    deadline = time.monotonic() + 0.5
+    while time.monotonic() < deadline:
+        assert [True, True] == [arrival.thread.is_alive() for arrival in early]
+    assert [None] * 3 == [arrival.end() for arrival in [*early, arrive(three, "worker-1")]]
+
+
+def test_the_chief_alone_does_not_wait() -> None:
+    cluster = spec.build(0, evaluator=True)
+    rendezvous.wait(cluster, cluster.task("chief"), token="run/0", timeout_s=0)
+
+
+def test_a_missing_task_is_named_with_what_else_is_known(three: ClusterSpec) -> None:
+    here = [
+        arrive(three, name, timeout_s=0.5, explain=lambda name: f"{name}: exit code 1")
+        for name in ("chief", "worker-0")
+    ]
+    for error in (arrival.end() for arrival in here):
+        assert isinstance(error, TimedOut)
+        assert EXIT_TIMEOUT == error.exit_code
+        reason = f"nothing listens on {three.task('worker-1').address}; worker-1: exit code 1"
+        assert f"the cluster was not complete after 0.5 s: missing worker-1 ({reason})" == str(error)
+
+
+def test_a_name_that_does_not_resolve_is_distinguished(three: ClusterSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = tuple(replace(task, host="gone") if task.name == "worker-1" else task for task in three.tasks)
+    connect = socket.create_connection
+
+    def resolve(address: tuple[str, int], timeout: float) -> socket.socket:
+        if address[0] == "gone":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return connect(address, timeout)
+
+    monkeypatch.setattr(rendezvous.socket, "create_connection", resolve)
+    error = arrive(replace(three, tasks=moved), "chief", timeout_s=0.5).end()
+    assert "worker-1 (the name gone does not resolve)" in str(error)
+    assert f"worker-0 (nothing listens on {three.task('worker-0').address})" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("says", "message"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "answers with something else"),
+        (b"", "is not worker-0 of this generation"),
+        (b"\0\0\0\x20" + bytes(32), "is not worker-0 of this generation"),  # a nonce, and no proof follows
+        (b"\0\0\0\x20" + bytes(32) + b"\0\0\0\x20" + bytes(32), "answers with something else"),  # a wrong proof
+    ],
+)
+def test_somebody_else_on_a_task_s_address_is_not_that_task(says: bytes, message: str) -> None:
+    cluster = spec.build(1, ports=free_ports(2))
+    with listening(cluster, "worker-0", says):
+        error = arrive(cluster, "chief", timeout_s=0.4).end()
+    assert f"worker-0 ({cluster.task('worker-0').address} {message}" in str(error)
+
+
+def test_tasks_of_different_generations_do_not_meet() -> None:
+    cluster, over = spec.build(1, ports=free_ports(2)), threading.Event()
+    left_over = arrive(cluster, "worker-0", "run/0", abandon=over.is_set)
+    assert "is not worker-0 of this generation" in str(arrive(cluster, "chief", "run/1", timeout_s=0.5).end())
+    over.set()
+    assert isinstance(left_over.end(), ports.Abandoned)
+
+
+def test_a_task_that_cannot_be_reached_is_not_called_missing_by_itself() -> None:
+    cluster = spec.build(1, ports=free_ports(2))
+    worker = cluster.task("worker-0")
+    listener = ports.listen(worker, timeout_s=5, abandon=lambda: False, report=lambda obstacle: None)
+    answering = rendezvous._Answering(listener, worker, "run/0", set())
+    error = arrive(cluster, "chief", timeout_s=0.4).end()
+    answering.end()
+    assert "worker-0 (answers, but cannot reach this task)" in str(error)
+
+
+def test_a_port_that_stays_taken_is_an_error_in_the_end(three: ClusterSpec) -> None:
+    reported: list[str] = []
+    with listening(three, "worker-0"):
+        error = arrive(three, "worker-0", timeout_s=0.4, report=reported.append).end()
+    assert isinstance(error, ports.PortTaken)
+    port = three.task("worker-0").port
+    assert f"worker-0 cannot listen on {three.task('worker-0').address}: Address already in use" in str(error)
+    assert f"ss -ltnp 'sport = :{port}'" in str(error)
+    assert [str(error)] == reported
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_port_is_waited_for_until_who_holds_it_has_ended(alone: bool) -> None:
+    cluster = spec.build(1, ports=free_ports(2))
+    taken, reported = threading.Event(), []
+
+    def report(obstacle: str) -> None:
+        reported.append(bool(obstacle))
+        taken.set()
+
+    with listening(cluster, "worker-0"):
+        if alone:
+            waits = {"timeout_s": 20.0, "abandon": lambda: False, "report": report}
+            waiting = threading.Thread(target=ports.listen, args=(cluster.task("worker-0"),), kwargs=waits)
+            waiting.start()
+        else:
+            arrived = arrive(cluster, "worker-0", report=report)
+        assert taken.wait(20)
+    if alone:
+        waiting.join(20)
+        assert not waiting.is_alive()
+    else:
+        assert [None, None] == [arrival.end() for arrival in (arrive(cluster, "chief"), arrived)]
+    assert [True, False] == reported
+
+
+def test_the_barrier_is_left_when_waiting_lost_its_purpose(three: ClusterSpec) -> None:
+    over = threading.Event()
+    chief = arrive(three, "chief", abandon=over.is_set)
+    over.set()
+    assert isinstance(chief.end(), ports.Abandoned)
+
+
+def connect_to(task: Task) -> socket.socket:
+    """Connect to a task that is about to listen."""
+    while True:
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection((task.host, task.port))
+
+
+def test_strangers_do_not_keep_the_cluster_from_meeting(three: ClusterSpec) -> None:
+    chief = arrive(three, "chief")
+    strangers = []
+    brackets = b"[" * 4000 + b"\n"  # too deep for a JSON parser
+    for data in (b"GET / HTTP/1.1\r\n\r\n", brackets, b"\0\0\0\xff" + brackets, b"\xff\xff\n", b"", b"", b"\0"):
+        strangers.append(connect_to(three.task("chief")))  # several send nothing, and keep the connection
+        strangers[-1].sendall(data)
+    others = [arrive(three, "worker-0", timeout_s=3), arrive(three, "worker-1", timeout_s=3)]
+    assert [None] * 3 == [arrival.end() for arrival in [chief, *others]]
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_who_does_not_know_the_token_cannot_pass_as_a_task(three: ClusterSpec) -> None:
+    chief = arrive(three, "chief", timeout_s=1)
+    for token in ("run/1", "name/0", "run/0 worker-0", ""):
+        assert rendezvous._greeting(three.task("worker-0"), three.task("chief"), token, 5)
+    error = chief.end()
+    assert isinstance(error, rendezvous.Incomplete)
+    assert {"worker-0", "worker-1"} == error.missing
+
+
+def test_an_answer_of_another_task_does_not_count(three: ClusterSpec) -> None:
+    chief = arrive(three, "chief", timeout_s=1)
+    connect_to(three.task("chief")).close()
+    moved = replace(three.task("worker-1"), port=three.task("chief").port)
+    assert rendezvous._greeting(three.task("worker-0"), moved, "run/0", 5)
+    assert isinstance(chief.end(), rendezvous.Incomplete)
+
+
+# Servers
+
+
+def test_a_server_that_speaks_http2_is_there(three: ClusterSpec) -> None:
+    with listening(three, "chief", b"\0\0\0\4"):
+        assert ports.await_servers([three.task("chief")], timeout_s=5, abandon=lambda: False)
+
+
+def test_the_barrier_s_own_listener_is_no_server(three: ClusterSpec) -> None:
+    over = threading.Event()
+    chief = arrive(three, "chief", abandon=over.is_set)
+    assert not ports.await_servers([three.task("chief")], timeout_s=0.5, abandon=lambda: False)
+    assert chief.thread.is_alive()
+    over.set()
+    chief.end()
+
+
+def test_waiting_for_a_server_ends_where_it_lost_its_purpose(three: ClusterSpec) -> None:
+    began = time.monotonic()
+    assert not ports.await_servers([three.task("chief")], timeout_s=600, abandon=lambda: time.monotonic() > began + 0.1)
+    assert time.monotonic() < began + 300
+
+
+# A machine off its network
+
+
+def test_a_task_that_has_not_its_address_yet_tries_again(three: ClusterSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[int] = []
+    bind = socket.socket.bind
+
+    class Flapping(socket.socket):
+        def bind(self, address: tuple[str, int]) -> None:
+            if address[1] == three.task("chief").port and len(tries) < 2:
+                tries.append(1)
+                raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+            bind(self, address)
+
+    monkeypatch.setattr(ports.socket, "socket", Flapping)
+    assert [None] * 3 == [
+        arrival.end() for arrival in [arrive(three, name) for name in ("chief", "worker-0", "worker-1")]
+    ]
+    assert 2 == len(tries)
+
+
+def test_a_task_that_never_gets_its_address_is_reported_in_time(three: ClusterSpec) -> None:
+    lost = replace(three, tasks=(replace(three.task("chief"), host="192.0.2.1"), *three.tasks[1:]))
+    error = arrive(lost, "chief", timeout_s=0.3).end()
+    assert isinstance(error, TimedOut)
+    assert "chief cannot listen on 192.0.2.1" in str(error)
+    assert "on the cluster's network?" in str(error)
+
+
+class Gathering:
+    """A hub that all hear but those named, and the greetings that were made."""
+
+    def __init__(self, cluster: ClusterSpec, *, unheard: tuple[str, ...] = ()) -> None:
+        self.absent = {task.name for task in cluster.members}
+        self.unheard = unheard
+        self.greetings: list[tuple[str, str]] = []
+
+    def of(self, name: str) -> rendezvous.Hub:
+        """Return the hub as a task sees it."""
+        if name in self.unheard:
+            return rendezvous.Hub()
+        return rendezvous.Hub(
+            lambda: True, functools.partial(self.absent.discard, name), lambda: frozenset(self.absent)
+        )
+
+
+@pytest.fixture
+def gathered(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gathering]:
+    """Lets tasks meet by a hub; counts who greets whom."""
+    greet = rendezvous._greeting
+
+    def make(cluster: ClusterSpec, **options: tuple[str, ...]) -> Gathering:
+        gathering = Gathering(cluster, **options)
+
+        def count(task: Task, other: Task, *words: object) -> str:
+            gathering.greetings.append((task.name, other.name))
+            return greet(task, other, *words)
+
+        monkeypatch.setattr(rendezvous, "_greeting", count)
+        return gathering
+
+    return make
+
+
+def test_where_a_hub_is_heard_each_greets_two(gathered: Callable[..., Gathering]) -> None:
+    cluster = spec.build(7, ports=free_ports(8))
+    gathering = gathered(cluster)
+    arrivals = [arrive(cluster, task.name, hub=gathering.of(task.name)) for task in cluster.tasks]
+    assert [None] * 8 == [arrival.end() for arrival in arrivals]
+    assert len(set(gathering.greetings)) <= 2 * 8
+
+
+@pytest.mark.parametrize(
+    ("number", "heard", "absent", "waited_s", "greets_all"),
+    [
+        (rendezvous.SMALL + 1, False, None, 1.0, True),
+        (rendezvous.SMALL + 2, False, None, 1.0, False),  # its connection to the hub is being made
+        (rendezvous.SMALL + 2, False, None, rendezvous.HUB_S, True),
+        (40, True, None, 29.0, False),  # many have not started yet: to greet all of them would only delay them
+        (40, True, None, 30.0, True),
+    ],
+)
+def test_a_large_gang_greets_all_only_after_a_while(
+    number: int, heard: bool, absent: frozenset[str] | None, waited_s: float, greets_all: bool
+) -> None:
+    cluster = spec.build(number - 1)
+    others = [task.name for task in cluster.members[1:]]
+    attendance = rendezvous.Attendance.of("run/0", others)
+    first = rendezvous.greeted_first(cluster, cluster.members[0])
+    hub = rendezvous.Hub(lambda: heard, lambda: None, lambda: absent)
+    assert (frozenset(others) if greets_all else first) == attendance.gather(hub, first, waited_s, 60.0)
+
+
+def test_a_hub_that_falls_silent_for_a_moment_makes_nobody_greet_all() -> None:
+    cluster = spec.build(rendezvous.SMALL + 1)
+    others = frozenset(task.name for task in cluster.members[1:])
+    attendance = rendezvous.Attendance.of("run/0", others)
+    first = rendezvous.greeted_first(cluster, cluster.members[0])
+    attendance.gather(rendezvous.Hub(gathers=lambda: True), first, 20.0, 60.0)
+    silent = rendezvous.Hub()
+    assert first == attendance.gather(silent, first, 19.0 + rendezvous.HUB_S, 60.0)
+    assert others == attendance.gather(silent, first, 20.0 + rendezvous.HUB_S, 60.0)
+
+
+def test_those_who_are_still_absent_at_the_hub_are_greeted_if_they_are_few() -> None:
+    cluster = spec.build(39)
+    attendance = rendezvous.Attendance.of("run/0", [task.name for task in cluster.members[1:]])
+    first, absent = rendezvous.greeted_first(cluster, cluster.members[0]), frozenset({"worker-7", "worker-9"})
+    hub = rendezvous.Hub(lambda: True, lambda: None, lambda: absent)
+    assert first == attendance.gather(hub, first, rendezvous.GATHER_S - 1, 60.0)
+    assert first | absent == attendance.gather(hub, first, rendezvous.GATHER_S, 60.0)
+
+
+def test_who_does_not_hear_the_hub_is_let_in(three: ClusterSpec, gathered: Callable[..., Gathering]) -> None:
+    gathering = gathered(three, unheard=("worker-0",))
+    arrivals = [arrive(three, task.name, hub=gathering.of(task.name)) for task in three.tasks]
+    assert [None] * 3 == [arrival.end() for arrival in arrivals]
+
+
+def test_who_was_met_by_greetings_alone_says_so_to_the_hub_before_it_leaves(
+    three: ClusterSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "POLL_S", 0.3)  # all is done while both sleep
+    come: set[str] = set()
+    names = ("chief", "worker-0")
+    two = replace(three, tasks=three.tasks[:2])
+    hubs = {name: rendezvous.Hub(lambda: True, functools.partial(come.add, name), lambda: None) for name in names}
+    assert [None] * 2 == [arrival.end() for arrival in [arrive(two, name, hub=hubs[name]) for name in names]]
+    assert set(names) == come
+
+
+def test_who_is_absent_at_the_hub_is_named_with_the_reason(
+    three: ClusterSpec, gathered: Callable[..., Gathering]
+) -> None:
+    gathering = gathered(three)
+    arrivals = [arrive(three, name, timeout_s=1, hub=gathering.of(name)) for name in ("chief", "worker-0")]
+    for arrival in arrivals:
+        error = arrival.end()
+        assert isinstance(error, rendezvous.Incomplete)
+        assert {"worker-1"} == error.missing
+        assert f"nothing listens on 127.0.0.1:{three.task('worker-1').port}" in str(error)
+
+
+def test_a_task_that_answers_is_not_missing(gathered: Callable[..., Gathering]) -> None:
+    """worker-0 greets worker-2 only once it has met the silent worker-1, so that worker-2 waits for both."""
+    cluster = spec.build(3, ports=free_ports(4))
+    gathering = gathered(cluster)
+    names = ("chief", "worker-0", "worker-2")
+    arrivals = [arrive(cluster, name, timeout_s=1, hub=gathering.of(name)) for name in names]
+    errors = [arrival.end() for arrival in arrivals]
+    assert [{"worker-1"}] * 3 == [error.missing for error in errors if isinstance(error, rendezvous.Incomplete)]
+
+
+def test_whom_a_task_cannot_reach_it_names_although_the_hub_has_everybody(
+    three: ClusterSpec, gathered: Callable[..., Gathering]
+) -> None:
+    gathering = gathered(three)
+    gathering.absent.discard("worker-1")  # it has come, but its port is not to be reached
+    error = arrive(three, "worker-0", timeout_s=1, hub=gathering.of("worker-0")).end()
+    assert isinstance(error, rendezvous.Incomplete)
+    assert {"chief", "worker-1"} == error.missing
+    assert "worker-0" in gathering.absent

@@ -1,0 +1,388 @@
+"""Scripts that know nothing of agents: how each end is read, and what a script finds around itself."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.agent import script as script_agent
+from cluster.contract.run.folder import RunFolder
+from cluster.host.control import watch
+from cluster.host.launch.inputs.scripts import lay_out
+from cluster.host.runtime.local import supervisor
+from cluster.host.runtime.local.runtime import processes_of
+from cluster.host.runtime.payload import Payload
+from cluster.host.view.ended import ended_lines
+from cluster.host.view.status import read_status, status_table
+from cluster.system.journal import append_json
+from cluster.system.json_files import read_json, write_json
+from tests.unit.gang import SIGKILLED, Gang, assert_ended
+from tests.waiting import wait_for
+
+LINES = """
+import json, os, pathlib, signal, sys, time
+
+NAME, GENERATION = os.environ["TASK"], int(os.environ["GENERATION"])
+RUN = pathlib.Path(os.environ["RUN_DIR"])
+
+
+def until(condition):
+    while not condition():
+        time.sleep(0.01)
+
+
+def beat(task):
+    return json.loads((RUN / "status" / f"{task}.json").read_text())
+
+
+def die(number=signal.SIGKILL):
+    os.kill(os.getpid(), number)
+"""
+
+StartScripts = Callable[..., Gang]
+
+
+@pytest.fixture
+def start_scripts(
+    make_run: Callable[..., RunFolder], start_run: Callable[[RunFolder], Gang], tmp_path: Path
+) -> StartScripts:
+    """Starts a cluster whose every task runs these lines; takes the script's arguments and `spec.build`'s options."""
+
+    def start(lines: str, arguments: tuple[str, ...] = (), absent: tuple[str, ...] = (), **topology: Any) -> Gang:
+        script = tmp_path / "theirs" / "script.py"
+        script.parent.mkdir(exist_ok=True)
+        script.write_text(LINES + textwrap.dedent(lines))
+        run, payload = make_run(**topology), Payload(script, arguments)
+        cluster = run.load_cluster()
+        write_json(run.config, payload.to_json())
+        more = payload.environment(cluster, payload.local_path())
+        how = processes_of(cluster, run.path, tmp_path / "data", payload.command(), more)
+        how |= {"tasks": {name: task for name, task in how["tasks"].items() if name not in absent}}
+        write_json(run.compose, how)
+        lay_out(payload, run, cluster)
+        return start_run(run)
+
+    return start
+
+
+def script_pid(gang: Gang, task: str) -> int:
+    """Wait for a task's script and return its process id."""
+
+    def find() -> int:
+        for pid in supervisor.processes_left(gang.run):
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                if b"cluster.agent" not in command and f"TASK={task}".encode() in environment:
+                    return pid
+        return 0
+
+    return wait_for(find, f"the script of {task}", timeout_s=300)
+
+
+# The end
+
+
+def test_a_run_succeeds_when_every_script_ended_with_0(start_scripts: StartScripts) -> None:
+    # The chief is done first: the others go on for as long as they like.
+    gang = start_scripts("if NAME != 'chief': until(lambda: beat('chief')['state'] == 'done')", workers=2)
+    summary = gang.summary()
+    assert_ended(summary, state="succeeded", replicas=3, tasks={"chief": 0, "worker-0": 0, "worker-1": 0})
+    assert {("done", 0)} == {(beat["state"], beat["exit_code"]) for beat in gang.run.heartbeats().values()}
+    line, *rest = ended_lines(gang.run, "runs/run")
+    assert line.startswith("succeeded: every task's script ended with 0 in ")
+    assert "its files    runs/run/work/TASK" in rest
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "message"),
+    [
+        ("raise ValueError('a bug\\nof two lines')", 1, "exit code 1: ValueError: a bug of two lines"),
+        ("print('usage: wrong'); sys.exit(2)", 2, "exit code 2, last line: usage: wrong"),
+        ("sys.exit(75)", 75, "exit code 75"),
+    ],
+)
+def test_a_script_s_own_failure_ends_the_run_at_once(
+    start_scripts: StartScripts, end: str, code: int, message: str
+) -> None:
+    gang = start_scripts(f"if NAME == 'worker-0': {end}\nuntil(lambda: False)", workers=1)
+    summary = gang.summary()
+    assert ("failed", [], 0) == (summary["state"], summary["restarts"], gang.run.generation)
+    assert ("worker-0", 1, message) == tuple(summary["cause"][key] for key in ("task", "exit_code", "error"))
+    assert code == summary["tasks"]["worker-0"]
+    assert 1 == watch.exit_code(summary)  # 2 to 4 would say that nothing was started
+    (cause,) = [line for line in ended_lines(gang.run, "runs/run") if line.startswith("root cause: worker-0 at ")]
+    assert cause.endswith(f": {message}")
+    assert ["failed", "stopped"] == [gang.beat(task)["state"] for task in ("worker-0", "chief")]
+
+
+def test_the_first_error_is_the_root_cause(start_scripts: StartScripts) -> None:
+    lines = """
+    if NAME == 'worker-0': sys.exit('the root cause')
+    until(lambda: beat('worker-0')['state'] == 'failed')
+    if NAME == 'worker-1': die(signal.SIGABRT)  # as TensorFlow does when it hears of it
+    sys.exit('a consequence')
+    """
+    summary = start_scripts(lines, workers=2).summary()
+    assert ("failed", "worker-0") == (summary["state"], summary["cause"]["task"])
+    assert "exit code 1, last line: the root cause" == summary["cause"]["error"]
+
+
+# Deaths
+
+
+def test_killing_one_script_restarts_the_gang(start_scripts: StartScripts) -> None:
+    lines = """
+    if GENERATION: sys.exit()
+    if NAME != 'worker-1': until(lambda: (RUN / 'killed').exists()); sys.exit('UnavailableError: worker-1 is gone')
+    until(lambda: False)
+    """
+    gang = start_scripts(lines, workers=2)
+    os.kill(script_pid(gang, "worker-1"), signal.SIGKILL)
+    (gang.run.path / "killed").touch()
+    summary = gang.summary()
+    assert "succeeded" == summary["state"]
+    (restart,) = summary["restarts"]
+    assert 0 <= restart.pop("detected_s") < restart.pop("script_started_s")
+    unknown = {"resumed_s": None, "steps_lost": None}
+    assert {"generation": 1, "task": "worker-1", "cause": SIGKILLED, **unknown} == restart
+    assert {1} == {beat["restarts"] for beat in gang.run.heartbeats().values()}
+
+
+def test_an_error_before_a_death_is_heard_of_is_not_the_root_cause(start_scripts: StartScripts) -> None:
+    lines = """
+    if GENERATION: sys.exit()
+    if NAME == 'chief': sys.exit('UnavailableError: worker-0 is gone')
+    until(lambda: beat('chief')['state'] == 'failed')
+    die()
+    """
+    summary = start_scripts(lines, workers=1).summary()
+    assert ("succeeded", ["worker-0"]) == (summary["state"], [r["task"] for r in summary["restarts"]])
+
+
+@pytest.mark.slow
+def test_a_script_killed_while_its_agent_stands_still_is_no_error_of_the_others(start_scripts: StartScripts) -> None:
+    lines = """
+    if GENERATION: sys.exit()
+    if NAME == 'chief': until(lambda: (RUN / 'killed').exists()); sys.exit('UnavailableError: worker-0 is gone')
+    until(lambda: False)
+    """
+    gang = start_scripts(lines, workers=1)
+    script, recorded = script_pid(gang, "worker-0"), gang.run.programs("worker-0")
+    wait_for(recorded.exists, "the record of the agent")
+    agent = read_json(recorded)["agent"]["pid"]
+    os.kill(agent, signal.SIGSTOP)
+    os.kill(script, signal.SIGKILL)
+    (gang.run.path / "killed").touch()
+    wait_for(lambda: gang.run.generation or gang.run.outcome, "what the chief's agent decides")
+    os.kill(agent, signal.SIGCONT)
+    summary = gang.summary()
+    assert ("succeeded", ["worker-0"]) == (summary["state"], [r["task"] for r in summary["restarts"]])
+
+
+def test_a_script_that_keeps_crashing_ends_the_run(start_scripts: StartScripts) -> None:
+    lines = "if NAME == 'chief': until(lambda: False)\nprint('a progress bar', flush=True)\ndie(signal.SIGSEGV)"
+    summary = start_scripts(lines, workers=1).summary()
+    message = "failed 4 times without progress: exit code 139 (SIGSEGV: crashed in native code)"
+    assert ("failed", "worker-0", message) == (summary["state"], summary["cause"]["task"], summary["cause"]["error"])
+    assert [1, 2, 3] == [restart["generation"] for restart in summary["restarts"]]
+
+
+# Parameter servers
+
+
+def test_servers_are_ended_when_the_chief_s_script_is_done(start_scripts: StartScripts) -> None:
+    gang = start_scripts("if NAME != 'chief': until(lambda: False)", workers=2, ps=1)
+    summary = gang.summary()
+    assert "succeeded" == summary["state"]
+    assert {"chief": 0, "worker-0": 0, "worker-1": 0, "ps-0": 0} == summary["tasks"]
+    assert ended_lines(gang.run, "runs/run")[0].startswith("succeeded: the chief's script ended with 0 in ")
+
+
+def test_a_killed_worker_under_ps_starts_again_alone(start_scripts: StartScripts) -> None:
+    lines = """
+    if NAME == 'worker-0' and os.environ['RESTARTS'] == '0': die()
+    if NAME != 'chief': until(lambda: False)
+    until(lambda: beat('worker-0')['restarts'] and beat('worker-0')['state'] == 'training')
+    """
+    gang = start_scripts(lines, workers=2, ps=1)
+    summary = gang.summary()
+    assert ("succeeded", 0) == (summary["state"], gang.run.generation)
+    (restart,) = summary["restarts"]
+    assert ("worker-0", SIGKILLED) == (restart["task"], restart["cause"])
+    assert (None, None) == (restart["steps_lost"], restart["resumed_s"])
+    assert restart["script_started_s"] > 0
+
+
+def test_a_chief_that_cannot_go_on_without_a_killed_worker_starts_again_with_all(start_scripts: StartScripts) -> None:
+    lines = """
+    if GENERATION: sys.exit() if NAME == 'chief' else until(lambda: False)
+    if NAME == 'worker-0' and os.environ['RESTARTS'] == '0': die()
+    if NAME != 'chief': until(lambda: False)
+    until(lambda: beat('worker-0')['restarts'])
+    sys.exit('UnavailableError: worker-0 was away')
+    """
+    summary = start_scripts(lines, workers=1, ps=1).summary()
+    assert ("succeeded", ["worker-0", "chief"]) == (summary["state"], [r["task"] for r in summary["restarts"]])
+    assert "exit code 1, after a worker had died" == summary["restarts"][1]["cause"]
+
+
+@pytest.mark.parametrize("skew_s", [0.0, 3600.0, -3600.0])
+@pytest.mark.parametrize(("age_s", "shortly"), [(5.0, True), (500.0, False)])
+def test_whether_a_worker_restarted_shortly_before_is_measured_by_its_own_clock(
+    make_run: Callable[..., RunFolder], skew_s: float, age_s: float, shortly: bool
+) -> None:
+    run = make_run(workers=1, ps=1)
+    agent = script_agent.ScriptAgent(run, "chief", [], 1.0)
+    now = time.time() + skew_s
+    restarted = {"task": "worker-0", "event": "restarted", "generation": 0, "time": now - age_s, "detail": {}}
+    append_json(run.events_log, restarted)
+    write_json(run.status("worker-0"), {"task": "worker-0", "state": "training", "updated_at": now})
+    assert shortly is agent._worker_restarted(0)
+
+
+# Stops
+
+
+@pytest.mark.parametrize("on_sigterm", ["signal.SIG_DFL", "lambda *_: sys.exit('saved')"])
+def test_a_stop_ends_every_script(start_scripts: StartScripts, on_sigterm: str) -> None:
+    gang = start_scripts(f"signal.signal(signal.SIGTERM, {on_sigterm})\nuntil(lambda: False)", workers=1)
+    wait_for(lambda: {gang.beat(task)["state"] for task in ("chief", "worker-0")} == {"training"}, "both scripts")
+    gang.run.request_stop("a test")
+    summary = gang.summary()
+    assert ("stopped", []) == (summary["state"], summary["restarts"])
+    assert {"stopped"} == {beat["state"] for beat in gang.run.heartbeats().values()}
+
+
+def test_a_script_that_does_not_hear_of_a_stop_is_killed(
+    start_scripts: StartScripts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCRIPT_GRACE_S", "0.2")
+    gang = start_scripts("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('on')\nuntil(lambda: False)", workers=1)
+    wait_for(lambda: all("on" in gang.run.log(t).read_text() for t in ("chief", "worker-0")), "both scripts")
+    gang.run.request_stop("a test")
+    assert "stopped" == gang.summary()["state"]
+
+
+# What a script finds
+
+
+def test_a_script_gets_its_arguments_its_environment_and_its_neighbours(
+    start_scripts: StartScripts, tmp_path: Path
+) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "train.py").write_text("ORIGIN = 'theirs'\n")  # this checkout has a package of that name
+    (folder / "cluster.py").write_text("ORIGIN = 'theirs'\n")
+    (folder / "data").mkdir()
+    (folder / "data" / "table.csv").write_text("1,2\n")
+    lines = """
+    import cluster, train
+    pathlib.Path("out.json").write_text(json.dumps({
+        "arguments": sys.argv[1:], "origins": [cluster.ORIGIN, train.ORIGIN], "path": sys.path[0],
+        "table": open("data/table.csv").read(), "cwd": os.getcwd(), "environment": dict(os.environ),
+    }))
+    """
+    gang = start_scripts(lines, ("--batch", "two words", "$HOME"), workers=1)
+    assert "succeeded" == gang.summary()["state"]
+    for task, role in (("chief", "chief"), ("worker-0", "worker")):
+        found = json.loads((gang.run.work(task) / "out.json").read_text())
+        assert ["--batch", "two words", "$HOME"] == found["arguments"]
+        assert (["theirs", "theirs"], str(folder)) == (found["origins"], found["path"])
+        assert ("1,2\n", str(gang.run.work(task))) == (found["table"], found["cwd"])
+        environment = found["environment"]
+        assert (str(gang.run.path), str(tmp_path / "data")) == (environment["RUN_DIR"], environment["DATA_DIR"])
+        assert (task, "1") == tuple(environment[k] for k in ("TASK", "PYTHONUNBUFFERED"))
+        assert role == json.loads(environment["TF_CONFIG"])["task"]["type"]
+        assert "GATE_FD" not in environment
+    assert not (folder / "out.json").exists()
+
+
+def test_this_checkout_is_taken_off_a_script_s_path() -> None:
+    path = os.pathsep.join(["/theirs", str(script_agent.ROOT), "", "/more"])
+    hook = str(script_agent.KERAS_HOOK)
+    expected = {"PYTHONPATH": f"{hook}:/theirs:/more", "A": "b"}
+    assert expected == script_agent.script_environment({"PYTHONPATH": path, "A": "b"})
+    assert {"PYTHONPATH": hook} == script_agent.script_environment({"PYTHONPATH": str(script_agent.ROOT)})
+
+
+def test_a_script_starts_only_when_its_cluster_is_complete(
+    start_scripts: StartScripts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BARRIER_TIMEOUT_S", "1")
+    gang = start_scripts("print('on')", absent=("worker-0",), workers=1)
+    outcome = gang.outcome()
+    assert ("failed", 4) == (outcome["state"], outcome["exit_code"])
+    assert "" == gang.run.log("chief").read_text()
+
+
+def test_status_shows_who_is_alive_and_how_who_ended(start_scripts: StartScripts, tmp_path: Path) -> None:
+    gang = start_scripts("if NAME == 'chief': until(lambda: (RUN / 'enough').exists())", workers=1)
+    wait_for(lambda: [gang.beat(t)["state"] for t in ("chief", "worker-0")] == ["training", "done"], "the worker's end")
+    assert watch.until_training(gang.run, lambda value: None)
+    head, names, chief, worker = status_table(read_status(gang.run))
+    assert f"run  training  {tmp_path / 'theirs' / 'script.py'}" == head
+    assert ["TASK", "STATE", "EXIT", "CODE", "RESTARTS", "AGE"] == names.split()
+    assert ["chief", "training", "-", "0"] == chief.split()[:4]
+    assert ["worker-0", "done", "0", "0"] == worker.split()[:4]
+    (gang.run.path / "enough").touch()
+    assert "succeeded" == gang.summary()["state"]
+
+
+# Temporary files
+
+
+def test_each_script_has_its_own_temporary_folder_which_survives_kills_until_the_run_ends(
+    start_scripts: StartScripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (base := tmp_path / "t").mkdir()
+    monkeypatch.setenv("TMPDIR", str(base))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    lines = """
+    import tempfile
+    mark = pathlib.Path(tempfile.gettempdir(), "mark")
+    with open(RUN / "marks", "a") as file:
+        print(NAME, GENERATION, mark, mark.read_text() if mark.exists() else "-", file=file)
+    mark.write_text(NAME)
+    until(lambda: GENERATION == 2)
+    """
+    gang = start_scripts(lines, workers=1)
+    for generation, victim in enumerate(("program", "agent")):
+        wait_for(lambda count=2 * generation + 2: len(marks(gang)) == count, "both scripts")
+        of = gang.run.programs("worker-0")
+        os.kill(wait_for(lambda of=of: read_json(of, None), "the record")[victim]["pid"], signal.SIGKILL)
+    gang.summary()
+    assert [("chief", "-"), ("worker-0", "-"), *(2 * [("chief", "chief"), ("worker-0", "worker-0")])] == [
+        (name, found) for name, _, _, found in sorted(marks(gang), key=lambda mark: (mark[1], mark[0]))
+    ]
+    assert {2} == {len({path for task, _, path, _ in marks(gang)})}
+    assert [] == list(base.iterdir())
+
+
+def marks(gang: Gang) -> list[list[str]]:
+    """Return what the scripts of the test above wrote: task, generation, path and what they found there."""
+    path = gang.run.path / "marks"
+    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_run_whose_every_process_was_killed_leaves_no_temporary_files(
+    start_scripts: StartScripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (base := tmp_path / "t").mkdir()
+    monkeypatch.setenv("TMPDIR", str(base))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    gang = start_scripts("until(lambda: False)", workers=1)
+    script_pid(gang, "worker-0")
+    assert [] != list(base.iterdir())
+    supervisor.kill(gang.run)
+    assert [] == list(base.iterdir())

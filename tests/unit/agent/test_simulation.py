@@ -1,0 +1,189 @@
+"""Simulated schedules: real agents in a simulated world that crashes, freezes and delays them; see tests/simulation.
+
+`SCHEDULES=100000 SEED=0 pytest -m long tests/unit/agent/test_simulation.py` runs as many as one likes. A broken
+invariant names its seed; `SEED=<it> SCHEDULES=1` runs that schedule again, exactly.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+
+import pytest
+
+from cluster.agent import decisions
+from cluster.contract.recovery import standby_cluster
+from cluster.system.errors import EXIT_TIMEOUT
+from tests.simulation import machine, mutations
+from tests.simulation.drawn import Drawn
+from tests.simulation.mutations import HELD_UP, mute, schedules, slow_reports
+from tests.simulation.schedule import Schedule, explain
+from tests.simulation.world import Broken
+
+ORDINARY = 1200
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    machine.install(monkeypatch)
+    return monkeypatch
+
+
+def run_all(seeds: Iterable[int]) -> Counter[str]:
+    """Run schedules; return how many there were of each outcome and fault."""
+    counts: Counter[str] = Counter()
+    for seed in seeds:
+        schedule = Schedule(seed)
+        try:
+            outcome = schedule.run()
+        except Exception as error:
+            error.add_note(explain(schedule))
+            raise
+        counts.update(["schedules", f"state {outcome['state']}", *schedule.drawn.kinds])
+        counts["stale caches"] += bool(schedule.drawn.stale_s)
+        counts["with standby processes"] += sum(standby_cluster.PORTS_KEY in each for each in schedule.begun)
+    return counts
+
+
+@pytest.mark.slow
+def test_no_schedule_breaks_an_invariant(simulated: pytest.MonkeyPatch) -> None:
+    counts = run_all(range(ORDINARY))
+    assert ORDINARY == counts["schedules"]
+    assert {"state succeeded", "state stopped", "state failed"} <= counts.keys()
+    faults = {
+        "cut",
+        "second copy",
+        "kill standby",
+        "with standby processes",
+        "stale caches",
+        "kill program",
+        "kill task",
+        "freeze program",
+        "freeze task",
+        "lose task",
+        "stop",
+        "crash",
+        "own failure",
+    }
+    assert faults <= counts.keys()
+
+
+@pytest.mark.long
+def test_many_schedules_break_no_invariant(simulated: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    first, number = int(os.environ.get("SEED", str(ORDINARY))), int(os.environ.get("SCHEDULES", "10000"))
+    counts = run_all(range(first, first + number))
+    with capsys.disabled():
+        print(f"\n{counts.pop('schedules')} schedules from seed {first}: {dict(sorted(counts.items()))}")
+
+
+def test_a_script_outlives_a_peer_that_reports_its_death_slowly(simulated: pytest.MonkeyPatch) -> None:
+    outcomes = [schedule.run()["state"] for schedule in islice(slow_reports(simulated), 200)]
+    assert ["succeeded"] * 200 == outcomes
+
+
+def test_a_script_outlives_a_peer_that_crashed_and_whose_host_is_replaced_at_once(
+    simulated: pytest.MonkeyPatch,
+) -> None:
+    drawn = Drawn({"workers": 1}, scripted=True, steps=8, save_every=3, linked=True)
+    drawn.fails_at, drawn.faults = {2: ("chief", -11, 1)}, [(4.0, "second copy", "chief", 40.0)]
+    assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), 200)}
+
+
+def test_a_script_outlives_a_peer_that_was_killed_while_its_agent_stood_still(
+    simulated: pytest.MonkeyPatch,
+) -> None:
+    assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(mute(simulated), 200)}
+
+
+def test_a_stop_while_a_script_waits_for_a_killed_peer_is_no_failure(simulated: pytest.MonkeyPatch) -> None:
+    drawn = Drawn({"workers": 1}, scripted=True, steps=15, save_every=5)
+    drawn.faults = [(8.0, "kill task", "worker-0", 20.0), (10.5, "stop", "", 0.0)]
+    assert {"stopped"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), 200)}
+
+
+def test_a_chief_that_goes_on_alone_restarts_with_its_standby_process(simulated: pytest.MonkeyPatch) -> None:
+    lost = [(1.0, "lose task", "worker-0", 200.0), (90.0, "kill program", "chief", 0.0)]
+    drawn = Drawn({"workers": 1}, scripted=False, steps=40, save_every=5, min_workers=0, standby_s=0.0, faults=lost)
+    alone = list(islice(schedules(drawn=drawn), 20))
+    assert {"succeeded"} == {schedule.run()["state"] for schedule in alone}
+    assert any(standby_cluster.PORTS_KEY in each for schedule in alone for each in schedule.begun)
+
+
+def test_a_run_that_too_few_tasks_come_back_to_in_time_fails(simulated: pytest.MonkeyPatch) -> None:
+    away = [(8.0, "lose task", "worker-0", 100.0), (8.0, "freeze task", "worker-1", 90.0)]
+    drawn = Drawn({"workers": 2}, scripted=False, steps=40, save_every=5, min_workers=1, faults=away)
+    outcomes = [schedule.run() for schedule in islice(schedules(drawn=drawn), 20)]
+    assert {("failed", EXIT_TIMEOUT)} == {(each["state"], each["exit_code"]) for each in outcomes}
+
+
+def test_an_older_copy_whose_rendezvous_timed_out_fails_nothing(simulated: pytest.MonkeyPatch) -> None:
+    assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=HELD_UP), 50)}
+
+
+@pytest.mark.parametrize("drawn", [mutations.NEVER_JOINS, mutations.NEVER_BEGINS, mutations.NEVER_RECORDS])
+def test_a_run_survives_or_names_a_process_that_is_frozen_permanently(
+    simulated: pytest.MonkeyPatch, drawn: Drawn
+) -> None:
+    for schedule in islice(schedules(drawn=drawn), 30):
+        schedule.run()
+
+
+def test_a_schedule_can_be_repeated_exactly(simulated: pytest.MonkeyPatch) -> None:
+    def trace(seed: int) -> list[tuple[float, str, str]]:
+        schedule = Schedule(seed)
+        schedule.run()
+        return schedule.world.trace
+
+    for seed in range(20):
+        assert trace(seed) == trace(seed)
+
+
+@pytest.mark.parametrize(
+    ("mutation", "invariant"),
+    [
+        (mutations.claim_twice, "outcome"),
+        (mutations.token_without_generation, "generations"),
+        (mutations.news_of_earlier_generations, "generations"),
+        (mutations.stale_caches_without_connections, "seen"),
+        (mutations.listed_generations_only, "policy"),
+        (mutations.keep_programs, "programs"),
+        (mutations.unfinished_checkpoints, "checkpoint"),
+        (mutations.no_word_of_a_death, "policy"),
+        (mutations.nobody_misses_the_silent, "seen"),
+        (mutations.damaged_records_stay, "end"),
+        (mutations.stops_unheard, "stop"),
+        (mutations.ignore_generations, "seen"),
+        (mutations.kills_count, "policy"),
+        (mutations.failures_do_not_count, "policy"),
+        (mutations.nobody_restarts_alone, "policy"),
+        (mutations.met_again, "policy"),
+        (mutations.taken_for_alive, "policy"),
+        (mutations.no_patience, "policy"),
+        (mutations.needs_everyone, "policy"),
+        (mutations.copies_claim, "policy"),
+        (mutations.copies_go_on, "copies"),
+        (mutations.deaf_to_reports, "policy"),
+        (mutations.same_ports, "ports"),
+        (mutations.ready_or_not, "end"),
+        (mutations.each_for_itself, "end"),
+        (mutations.dead_ones_are_waited_for, "seen"),
+        (mutations.late_tasks_are_waited_for, "stuck"),
+        (mutations.stopped_programs_are_waited_for, "stuck"),
+        (mutations.only_the_chief_records_the_end, "stuck"),
+    ],
+)
+def test_without_its_protection_an_invariant_breaks(
+    simulated: pytest.MonkeyPatch, mutation: Callable[[pytest.MonkeyPatch], Iterator[Schedule]], invariant: str
+) -> None:
+    assert decisions.POLL_S == machine.POLL_S
+    broken = []
+    for schedule in mutation(simulated):
+        try:
+            schedule.run()
+        except Broken as error:
+            broken.append(str(error).partition(":")[0])
+            if broken[-1] == invariant:
+                return
+    pytest.fail(f"{len(broken)} schedules broke: {Counter(broken)}")

@@ -1,0 +1,242 @@
+"""The standby process: the next attempt's program is there before it is needed, and gone after the run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.agent import standby
+from cluster.contract import tf_config
+from cluster.contract.recovery import standby_cluster
+from cluster.host.runtime.local import supervisor
+from cluster.system import processes
+from cluster.system.json_files import write_json
+from tests.unit.gang import Gang, StartGang
+from tests.waiting import wait_for
+
+DIES_AS_STANDBY = """
+import os, sys
+if 'STANDBY' in os.environ:
+    open(os.environ['RUN_DIR'] + '/standby', 'w').write(str(os.getpid()))
+    sys.exit(3)
+"""
+DIES_IN_CLUSTER = " open(os.environ['RUN_DIR'] + '/standby', 'w').close(), os._exit(3)"
+"""Of a task whose standby process does not come to live with the others."""
+LINES = """
+(run.path / f'{NAME}.{os.getpid()}.{GENERATION}.{RESTARTS}.standby={"STANDBY" in os.environ}').touch()
+train(5)
+if not GENERATION: work()
+train(6), meet(), finish()
+"""
+
+
+IN_CLUSTER = {"loop": "custom", "source": "memory"}
+"""A configuration with which standby processes form a cluster ahead."""
+FORMED = """
+if config := os.environ.get("STANDBY_CLUSTER"):
+    (run.path / f'{NAME}.{GENERATION}.formed').write_text(config)
+train(5)
+if GENERATION < 2: work()
+train(6), meet(), finish()
+"""
+DEAD_AT_THE_LAST_MOMENT = """
+from cluster.contract.recovery import standby_cluster
+train(5)
+if GENERATION == 0 and NAME == "worker-0":
+    until(lambda: (run.path / "standby").exists())
+    until(lambda: standby_cluster.complete(run, run.load_cluster().without(["worker-0"]), 0))
+    standby_cluster.report(run, "worker-0", 0)
+    die()
+if GENERATION == 0: work()
+train(6), meet(), finish()
+"""
+
+
+def ready(gang: Gang, generation: int) -> bool:
+    return standby_cluster.complete(gang.run, gang.run.load_cluster(), generation)
+
+
+def read_text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+@pytest.fixture(autouse=True)
+def enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WARM_SPARE", "1")
+    monkeypatch.setenv("WARM_SPARE_DELAY_S", "0")
+
+
+def test_after_a_death_the_standby_processes_become_the_next_generation(start_gang: StartGang) -> None:
+    gang = start_gang(LINES, workers=1)
+    # A supervisor, and for each task its agent, its program and the standby process.
+    wait_for(lambda: len(supervisor.processes_left(gang.run)) == 8, "the standby processes")
+    os.kill(gang.pid("worker-0"), signal.SIGKILL)
+    assert "succeeded" == gang.summary()["state"]  # and waits until every process has ended, standby ones too
+    attempts = {tuple(path.name.split(".")[::2]) for path in gang.run.path.glob("*.standby=*")}
+    assert {("chief", "0", "standby=False"), ("worker-0", "0", "standby=False")} <= attempts
+    assert {("chief", "1", "standby=True"), ("worker-0", "1", "standby=True")} <= attempts
+    assert 4 == len(attempts)
+    assert [1, 1] == [gang.beat(task)["restarts"] for task in ("chief", "worker-0")]
+
+
+def test_standby_processes_that_formed_a_cluster_go_on_with_it_on_the_other_ports(start_gang: StartGang) -> None:
+    gang = start_gang(FORMED, workers=1, config=IN_CLUSTER)
+    for generation, victim in enumerate(("worker-0", "chief")):
+        wait_for(lambda at=generation: ready(gang, at), "the cluster of the standby processes")
+        gang.await_step(victim, 5)
+        os.kill(gang.pid(victim), signal.SIGKILL)
+        wait_for(lambda at=generation: gang.beat("chief").get("generation") == at + 1, "the next generation")
+    assert "succeeded" == gang.summary()["state"]
+    assert [None, 1, 0] == [record.get("standby_ports") for record in gang.run.generations()]
+    first, second = (read_text(gang.run.path / f"chief.{generation}.formed") for generation in (1, 2))
+    assert tf_config.dumps(gang.run.load_cluster(), gang.run.load_cluster().task("chief")) == second
+    ports = {
+        address.rpartition(":")[2] for config in (first, second) for address in tf_config.parse(config)[0]["chief"]
+    }
+    assert 2 == len(ports)
+
+
+def test_a_chief_that_is_frozen_permanently_is_replaced(start_gang: StartGang) -> None:
+    """Its standby process is ready, so that the next generation could begin without a rendezvous."""
+    gang = start_gang(FORMED, workers=1, config=IN_CLUSTER)
+    wait_for(lambda: ready(gang, 0), "the cluster of the standby processes")
+    gang.await_step("chief", 5)
+    began = time.monotonic()
+    for process in ("agent", "program"):
+        os.kill(gang.pid("chief", process), signal.SIGSTOP)
+    wait_for(lambda: gang.run.generation == 1, "the next generation", timeout_s=20)
+    beats = [("training", 1)] * 2
+    wait_for(
+        lambda: beats == [(b["state"], b.get("generation")) for b in map(gang.beat, ("chief", "worker-0"))],
+        "both tasks",
+    )
+    os.kill(gang.pid("worker-0"), signal.SIGKILL)  # which ends the fake training
+    summary = gang.summary()
+    assert time.monotonic() - began < 90
+    assert ("succeeded", "chief") == (summary["state"], summary["restarts"][0]["task"])
+
+
+def test_a_run_goes_on_where_one_of_these_died_at_the_last_moment(start_gang: StartGang) -> None:
+    dies = f"import os\nif os.environ['TASK'] == 'worker-0' and 'STANDBY' in os.environ:{DIES_IN_CLUSTER}"
+    imports = f"{dies}\nfrom tests.unit.trainer import *"
+    gang = start_gang(DEAD_AT_THE_LAST_MOMENT, imports=imports, workers=1, config=IN_CLUSTER)
+    assert "succeeded" == gang.summary()["state"]
+
+
+@pytest.mark.parametrize(
+    ("config", "topology", "possible"),
+    [
+        (IN_CLUSTER, {"workers": 1}, True),
+        (IN_CLUSTER, {"workers": 0, "strategy": "mirrored", "devices": 2}, True),
+        (IN_CLUSTER | {"loop": "fit"}, {"workers": 1}, False),
+        (IN_CLUSTER | {"source": "function"}, {"workers": 1}, False),
+        (IN_CLUSTER | {"callbacks": "own:callbacks"}, {"workers": 1}, False),
+        (IN_CLUSTER, {"workers": 1, "ps": 1}, False),
+        (IN_CLUSTER, {"workers": 1, "strategy": "pipeline"}, False),
+    ],
+)
+def test_only_some_trainings_can_prepare_a_cluster(
+    make_run: Any, config: dict[str, str], topology: dict[str, Any], possible: bool
+) -> None:
+    run = make_run(**topology)
+    write_json(run.config, config)
+    assert possible is standby_cluster.possible(run, run.load_cluster())
+
+
+def test_a_standby_process_that_died_is_not_used(start_gang: StartGang) -> None:
+    gang = start_gang(
+        LINES,
+        imports=f"{DIES_AS_STANDBY}\nfrom tests.unit.trainer import *",
+        workers=0,
+    )
+    gang.await_step("chief", 5)
+    standby_id = int(wait_for(lambda: read_text(gang.run.path / "standby"), "the standby process"))
+    wait_for(lambda: processes.start_ticks(standby_id) is None, "the end of the standby process")
+    os.kill(gang.pid("chief"), signal.SIGKILL)
+    assert "succeeded" == gang.summary()["state"]
+
+
+class Process:
+    """A standby process, without a process."""
+
+    pid, stopped_s, is_stopped = 1, 0.0, False
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.code is not None
+
+    def wait(self) -> int:
+        assert self.code is not None
+        return self.code
+
+    def end(self, _grace_s: float) -> int:
+        self.code = -signal.SIGKILL if self.code is None else self.code
+        return self.code
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("for_memory", [False, True])
+def test_a_standby_process_that_ended_is_replaced_unless_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch, stopped: bool, for_memory: bool
+) -> None:
+    started: list[Process] = []
+    now, kills = 100.0, 0
+
+    def start(_environment: dict[str, str]) -> Any:
+        started.append(Process())
+        return started[-1]
+
+    monkeypatch.setattr(standby.time, "monotonic", lambda: now)
+    monkeypatch.setattr(standby.memory, "kills", lambda: kills)
+    monkeypatch.setattr(standby.memory, "in_kernel_log", lambda *_: False)
+    monkeypatch.setattr(standby.memory, "available_bytes", lambda: 2**50)
+    monkeypatch.setattr(standby.memory, "headroom_bytes", lambda: 2**50)
+    monkeypatch.setattr(standby.Standby, "_set_kill_score", lambda *_: None)
+    standing_by = standby.Standby(start, 0, 1)
+    for _ in range(2):
+        standing_by.keep(training=True)
+    assert 1 == len(started)
+    for restarts, pause_s in ((1, standby.AGAIN_S), (2, 2 * standby.AGAIN_S)):
+        if stopped:
+            started[-1].stopped_s = standby.STOPPED_S + 1
+        else:
+            started[-1].code = -signal.SIGKILL
+        kills += int(for_memory)
+        assert standing_by.ended
+        standing_by.keep(training=True)
+        now += pause_s - 1
+        standing_by.keep(training=True)
+        assert restarts == len(started)
+        now += 2
+        standing_by.keep(training=True)
+        if for_memory and not stopped:
+            assert (1, True, 1) == (len(started), standing_by.settled, standing_by.kills)
+            return
+        assert restarts + 1 == len(started)
+
+
+def test_without_enough_memory_there_is_no_standby_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standby.memory, "available_bytes", lambda: standby.RESERVE_BYTES)
+    standing_by = standby.Standby(lambda environment: pytest.fail("a standby process was started"), 0, 1)
+    standing_by.keep(training=True)
+    standing_by.keep(training=True)
+    assert standing_by.take() is None
+
+
+def test_a_standby_process_with_a_cluster_takes_as_much_memory_as_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = standby.memory.used_bytes(os.getpid())
+    assert 2**20 < used < standby.memory.total_bytes()
+    monkeypatch.setattr(standby, "MEMORY_BYTES", used // 2)
+    monkeypatch.setattr(standby.memory, "available_bytes", lambda: standby.RESERVE_BYTES + used // 2 + 1)
+    standing_by = standby.Standby(lambda environment: pytest.fail("a standby process was started"), 0, 1)
+    for _ in range(2):
+        standing_by.keep(training=True, variables={}, like=os.getpid())
+    assert standing_by.settled

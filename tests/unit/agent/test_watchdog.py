@@ -1,0 +1,372 @@
+"""Tasks that live but do nothing: found by their heartbeat or their step, reported, and started again."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cluster.agent import watchdog
+from cluster.agent.gang.board import Board
+from cluster.agent.gang.roster import News
+from cluster.contract.recovery import ends
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.heartbeat import Heartbeat
+from cluster.contract.run.liveness import HANG_TIMEOUT_S
+from cluster.system.json_files import read_json, write_json
+from tests.unit.gang import StartGang
+from tests.waiting import wait_for
+
+SHOWS_STACKS = "import faulthandler, signal\nfaulthandler.register(signal.SIGUSR1)\n"
+WORKS_THEN_ENDS = "train(5)\nif not GENERATION: work()\ntrain(6), meet(), finish()"
+
+
+def test_a_frozen_program_is_ended_and_the_gang_starts_again(start_gang: StartGang) -> None:
+    gang = start_gang(WORKS_THEN_ENDS, workers=1, max_restarts=0)
+    for task in ("chief", "worker-0"):
+        gang.await_step(task, 5)
+    os.kill(gang.pid("worker-0"), signal.SIGSTOP)
+    summary = gang.summary()
+    assert "outside" == gang.run.generations()[1]["kind"]  # it did not fail by itself
+    (restart,) = summary["restarts"]
+    assert ("succeeded", "worker-0") == (summary["state"], restart["task"])
+    assert "for 8 s, stopped by a signal" in restart["cause"]
+    assert 7 < restart["detected_s"] < 15
+    assert ["worker-0"] == [event["task"] for event in gang.events("frozen")]
+
+
+def test_a_frozen_worker_of_parameter_servers_starts_again_alone(start_gang: StartGang) -> None:
+    gang = start_gang(
+        "if NAME == 'chief': until(lambda: any(e['event'] == 'resumed' for e in run.events())), train(3), finish()\n"
+        "serve()",
+        workers=1,
+        ps=1,
+    )
+    wait_for(lambda: gang.beat("worker-0")["state"] == "training", "the worker")
+    os.kill(gang.pid("worker-0"), signal.SIGSTOP)
+    summary = gang.summary()
+    assert ("succeeded", 0) == (summary["state"], gang.run.generation)
+    assert ["worker-0"] == [restart["task"] for restart in summary["restarts"]]
+
+
+def test_a_gang_without_a_new_step_shows_its_stacks_and_starts_again(start_gang: StartGang) -> None:
+    gang = start_gang(
+        SHOWS_STACKS + "train(3 if NAME == 'worker-1' else 5)\nif not GENERATION: work()\ntrain(6), meet(), finish()",
+        workers=2,
+        hang_timeout_s=1,
+    )
+    summary = gang.summary()
+    (restart,) = summary["restarts"]
+    assert ("succeeded", "worker-1") == (summary["state"], restart["task"])
+    assert "at step 5; worker-1 differs: training at step 3" in restart["cause"]
+    for task in ("chief", "worker-0", "worker-1"):
+        assert "most recent call first" in gang.run.log(task).read_text()
+
+
+# Without processes
+
+
+class Clock:
+    """A clock that only tests move."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    fake = Clock()
+    monkeypatch.setattr(watchdog.time, "monotonic", fake.monotonic)
+    return fake
+
+
+def beats(run: RunFolder, **values: dict[str, Any]) -> None:
+    """Write heartbeats: task -> what differs from a training one."""
+    for task in run.load_cluster().tasks:
+        beat = Heartbeat(run, task, run.generation)
+        beat.values |= {"state": "training", "step": 5} | values.get(task.name.replace("-", "_"), {})
+        beat.write()
+
+
+def watch(run: RunFolder, task: str = "chief") -> watchdog.Watchdog:
+    spec = run.load_cluster()
+    return watchdog.Watchdog(Board(run.path), spec, spec.task(task), run.generation)
+
+
+def after(dog: watchdog.Watchdog, clock: Clock, seconds: float) -> watchdog.Finding | None:
+    """Return what is found when nothing has changed for so long."""
+    assert dog.examine() is None
+    return elapse(dog, clock, seconds)
+
+
+def elapse(dog: watchdog.Watchdog, clock: Clock, seconds: float) -> watchdog.Finding | None:
+    """Let time pass as an agent does, which looks again and again; return what is found in the end."""
+    end = clock.now + seconds
+    while clock.now < end:
+        step_s = min(watchdog.AWAY_S - 1, end - clock.now)
+        clock.now += step_s
+        if found := dog.examine():
+            return found
+    return None
+
+
+def test_nothing_is_found_while_a_task_is_debugged(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+    run = make_run(workers=1)
+    write_json(run.control / "started.json", {"hang_timeout_s": 0})
+    beats(run)
+    assert after(watch(run, "chief"), clock, 3600) is None
+
+
+def test_in_a_large_gang_only_the_chiefs_agent_reads_every_heartbeat_often(
+    make_run: Callable[..., RunFolder], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, read = make_run(workers=63), Counter[str]()
+
+    def heartbeat(self: RunFolder, task: str) -> dict[str, Any]:
+        read[task] += 1
+        return {"task": task, "state": "training", "step": 5, "generation": 0, "updated_at": clock.now}
+
+    monkeypatch.setattr(RunFolder, "heartbeat", heartbeat)
+    dog = watch(run, "worker-0")
+    for _ in range(160):  # 80 s
+        clock.now += watchdog.EXAMINE_S
+        assert dog.examine() is None
+    assert read["worker-0"] >= 160
+    assert read["chief"] >= 160
+    assert read["worker-62"] <= 11
+
+
+def test_a_silent_task_is_found_by_the_others(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+    run = make_run(workers=1)
+    beats(run)
+    dog = watch(run, "chief")
+    assert dog.examine() is None
+    found = elapse_alive(dog, run, clock, watchdog.SILENT_S + 1)
+    assert found is not None
+    assert ("worker-0", "silent") == (found.task, found.kind)
+
+
+def test_a_task_that_does_not_join_a_generation_is_found(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+    """A generation that begins with standby processes has no rendezvous; an earlier program may still be alive."""
+    run = make_run(workers=2, evaluator=True)
+    beats(run)
+    run.begin_generation(1, standby_ports=1)
+    for name in ("chief", "worker-1"):
+        write_json(run.status(name), read_json(run.status(name)) | {"generation": 1})
+    dog = watch(run, "worker-1")
+    assert dog.examine() is None
+    everyone = [task.name for task in run.load_cluster().tasks]
+    assert elapse_alive(dog, run, clock, watchdog.SILENT_S - 1, *everyone) is None
+    found = elapse_alive(dog, run, clock, 4, *everyone)
+    assert found is not None
+    assert ("worker-0", "silent") == (found.task, found.kind)
+
+
+def test_a_program_that_a_signal_keeps_stopped_is_found_before_its_first_heartbeat(
+    make_run: Callable[..., RunFolder], clock: Clock
+) -> None:
+    run = make_run(workers=0)
+    beats(run, chief={"state": "waiting"})
+    dog = watch(run)
+    assert dog.examine(watchdog.FROZEN_S - 1) is None
+    clock.now += watchdog.EXAMINE_S
+    found = dog.examine(watchdog.FROZEN_S)
+    assert found is not None
+    assert ("chief", "frozen") == (found.task, found.kind)
+    write_json(run.control / "started.json", {"hang_timeout_s": 0})  # while a task is debugged
+    assert watch(run).examine(watchdog.FROZEN_S) is None
+
+
+def test_a_task_that_imports_may_be_silent_for_longer(
+    make_run: Callable[..., RunFolder], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "IMPORT_S", 2 * watchdog.SILENT_S)
+    run = make_run(workers=2, ps=1)
+    beats(run, worker_1={"state": "starting", "importing": True})
+    dog = watch(run, "chief")
+    assert dog.examine() is None
+    others = ("chief", "worker-0", "ps-0")
+    assert elapse_alive(dog, run, clock, watchdog.SILENT_S + 1, *others) is None
+    found = elapse_alive(dog, run, clock, watchdog.IMPORT_S, *others)
+    assert found is not None
+    assert ("worker-1", "silent") == (found.task, found.kind)
+
+
+def test_a_task_whose_agent_reported_its_end_is_not_silent(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+    """All lose contact when one is cut off: none of those that wait for the culprit to speak up is it."""
+    run = make_run(workers=2)
+    beats(run)
+    dog = watch(run, "chief")
+    assert 0.0 == dog.longest_silent()[1]
+    clock.now += 4.0
+    assert ("worker-0", 4.0) == dog.longest_silent()
+    lost = ends.End("worker-0", ends.LOST_CONTACT, "lost contact", None, 0.0, may_follow=True)
+    ends.record(run, 0, lost)
+    assert ("worker-1", 4.0) == dog.longest_silent()
+    ends.record(run, 0, dataclasses.replace(lost, task="worker-1"))
+    assert ("", 0.0) == dog.longest_silent()
+
+
+def test_a_task_is_alive_once_it_is_seen_to_write_a_heartbeat_again(
+    make_run: Callable[..., RunFolder], clock: Clock
+) -> None:
+    """Not by a heartbeat that this machine has only read for the first time: it may be old."""
+    run = make_run(workers=2, evaluator=True)
+    beats(run, worker_1={"state": "failed"})
+    dog = watch(run, "chief")
+    dog.doubt_others()
+    clock.now += 4 * watchdog.SILENT_S
+    assert not dog.all_are_alive
+    beats(run, worker_1={"state": "failed"})
+    clock.now += watchdog.EXAMINE_S
+    assert dog.all_are_alive
+    dog.doubt_others()
+    assert not dog.all_are_alive
+
+
+@pytest.mark.parametrize(
+    ("unlinked", "silent", "alive"),
+    [(None, "worker-0", False), (frozenset({"worker-0"}), "worker-0", False), (frozenset(), "", True)],
+)
+def test_where_the_folder_hides_a_first_heartbeat_the_hub_decides(
+    make_run: Callable[..., RunFolder],
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    unlinked: frozenset[str] | None,
+    silent: str,
+    alive: bool,
+) -> None:
+    monkeypatch.setattr(Board, "script", {"script": "train.py"})
+    monkeypatch.setattr(Board, "_news", lambda self: News(unlinked=unlinked))
+    dog = watch(make_run(workers=1), "chief")
+    dog.doubt_others()
+    clock.now += watchdog.HEARD_S  # the hub may still count a task as connected that is gone
+    assert not dog.all_are_alive
+    clock.now += watchdog.PROOF_S
+    assert (silent, alive) == (dog.longest_silent()[0], dog.all_are_alive)
+
+
+def test_a_task_that_has_not_come_yet_is_not_silent(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+    """A program may end in the rendezvous: its own failure must not wait for whoever is not even there."""
+    dog = watch(make_run(workers=1), "chief")
+    assert ("", 0.0) == dog.longest_silent()
+    clock.now += watchdog.SILENT_S + 1
+    assert ("", 0.0) == dog.longest_silent()
+
+
+@pytest.mark.parametrize("state", ["done", "failed", "stopped"])
+def test_a_task_that_has_ended_may_be_silent(make_run: Callable[..., RunFolder], clock: Clock, state: str) -> None:
+    run = make_run(workers=0)
+    beats(run, chief={"state": state})
+    assert after(watch(run), clock, 1000) is None
+
+
+def test_a_program_that_still_imports_may_be_silent_for_longer(
+    make_run: Callable[..., RunFolder], clock: Clock
+) -> None:
+    run = make_run(workers=0)
+    beats(run, chief={"state": "waiting"})
+    dog = watch(run)
+    assert after(dog, clock, watchdog.FROZEN_S + 1) is None
+    beats(run, chief={"state": "waiting", "updated_at": time.time() + 9})  # of its agent, which does not mean much
+    assert elapse(dog, clock, watchdog.IMPORT_S) is not None
+
+
+def test_a_silent_evaluator_is_left_alone(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+    run = make_run(workers=0, evaluator=True)
+    beats(run)
+    dog = watch(run)
+    assert dog.examine() is None
+    assert elapse_alive(dog, run, clock, watchdog.SILENT_S + 1) is None
+
+
+@pytest.mark.parametrize("state", ["starting", "compiling"])
+def test_a_first_step_that_does_not_come_is_a_hang(
+    make_run: Callable[..., RunFolder], clock: Clock, state: str
+) -> None:
+    run = make_run(workers=0)
+    beats(run, chief={"state": state, "step": 0})
+    assert hang(watch(run), run, clock, 9 * HANG_TIMEOUT_S) is None
+    found = hang(watch(run), run, clock, 11 * HANG_TIMEOUT_S)
+    assert found is not None
+    assert ("chief", "hang") == (found.task, found.kind)
+
+
+def test_changes_of_state_before_the_first_step_win_no_time(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+    run = make_run(workers=0)
+    dog = watch(run)
+    for state in ("starting", "compiling"):
+        beats(run, chief={"state": state, "step": 0})
+        found = hang(dog, run, clock, 6 * HANG_TIMEOUT_S)
+    assert found is not None
+
+
+def test_the_task_that_still_builds_its_model_is_named(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+    run = make_run(workers=2)
+    beats(
+        run,
+        chief={"state": "compiling", "step": 0},
+        worker_0={"state": "compiling", "step": 0},
+        worker_1={"state": "starting", "step": 0},
+    )
+    found = hang(watch(run), run, clock, 11 * HANG_TIMEOUT_S)
+    assert found is not None
+    assert "worker-1" == found.task
+
+
+def test_an_evaluator_that_never_begins_is_found_by_its_own_agent(
+    make_run: Callable[..., RunFolder], clock: Clock
+) -> None:
+    run = make_run(workers=0, evaluator=True)
+    beats(run, evaluator={"state": "starting", "step": 0})
+    found = hang(watch(run, "evaluator"), run, clock, 11 * HANG_TIMEOUT_S)
+    assert found is not None
+    assert "evaluator" == found.task
+    beats(run, evaluator={"state": "evaluating", "step": 0})  # it may wait for a checkpoint for as long as none comes
+    assert hang(watch(run, "evaluator"), run, clock, 11 * HANG_TIMEOUT_S) is None
+
+
+def test_time_in_which_an_agent_was_stopped_does_not_count(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+    run = make_run(workers=1)
+    beats(run)
+    dog = watch(run)
+    assert dog.examine() is None
+    clock.now += 3600  # the machine slept
+    assert dog.examine() is None
+    found = elapse(dog, clock, watchdog.SILENT_S + 1)
+    assert found is not None
+
+
+def test_evaluating_may_take_ten_times_as_long(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+    run = make_run(workers=0)
+    beats(run, chief={"state": "evaluating"})
+    assert hang(watch(run), run, clock, 9 * HANG_TIMEOUT_S) is None
+    assert hang(watch(run), run, clock, 11 * HANG_TIMEOUT_S) is not None
+
+
+def hang(dog: watchdog.Watchdog, run: RunFolder, clock: Clock, seconds: float) -> watchdog.Finding | None:
+    """Return what is found when heartbeats go on, but no step comes for so long."""
+    assert dog.examine() is None
+    return elapse_alive(dog, run, clock, seconds, *(task.name for task in run.load_cluster().tasks))
+
+
+def elapse_alive(
+    dog: watchdog.Watchdog, run: RunFolder, clock: Clock, seconds: float, *alive: str
+) -> watchdog.Finding | None:
+    """Let time pass in which some tasks, without any named the chief, give signs of life; return what is found."""
+    end = clock.now + seconds
+    while clock.now < end:
+        for name in alive or ("chief",):
+            write_json(run.status(name), read_json(run.status(name)) | {"updated_at": clock.now}, durable=False)
+        if found := elapse(dog, clock, min(4.0, end - clock.now)):
+            return found
+    return None

@@ -1,0 +1,247 @@
+"""How often what failed is started again: what counts, what progress is, and that storms never end a run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from cluster.agent.policy import Recovery
+from cluster.contract.recovery import attempts, ends, step_record
+from cluster.contract.recovery.attempts import LOST_CONTACT, OUTSIDE, OWN, Attempt
+from cluster.contract.run.folder import RunFolder
+from cluster.system.json_files import write_json
+from train.loops import outer
+from train.loops.steps import LoopResult, Signals
+
+MakeRun = Callable[..., RunFolder]
+
+
+def own(furthest: int, saved: int = -1) -> Attempt:
+    return Attempt(OWN, furthest, saved)
+
+
+@pytest.mark.parametrize(
+    ("tried", "count"),
+    [
+        ([own(26)], 1),
+        ([own(26)] * 4, 4),
+        ([own(-1)] * 3, 3),  # none came to a step
+        ([own(20), own(26), own(26)], 2),  # a further step
+        ([own(26), own(20, saved=10), own(22, saved=15)], 1),  # newer checkpoints, and other places
+        ([own(26, saved=0), own(26, saved=10), own(26, saved=20)], 3),  # the very same place: no progress
+        ([own(26), Attempt(OUTSIDE, 5), Attempt(OUTSIDE, 7), own(26)], 2),  # kills count for nothing
+        ([own(26), Attempt(OUTSIDE, 40), own(30)], 1),  # the run had come further meanwhile
+        ([own(26), Attempt(LOST_CONTACT, 26), own(26)], 2),
+        ([Attempt(OUTSIDE, 26)] * 9, 0),
+        ([Attempt(OWN, lived_s=1.0)] * 3, 3),
+        ([Attempt(OWN, lived_s=attempts.STEADY_S + 1)] * 3, 1),  # a script that ran for long
+    ],
+)
+def test_failures_are_counted_since_the_newest_progress(tried: list[Attempt], count: int) -> None:
+    assert count == attempts.without_progress(tried)
+
+
+def test_what_others_save_is_no_progress_of_a_task_that_does_no_step() -> None:
+    tried = [Attempt(OWN, 26, 10), *(Attempt(OWN, -1, saved) for saved in (27, 28, 29))]
+    assert 4 == attempts.too_many(tried, 3)
+
+
+@pytest.mark.parametrize(("max_restarts", "tolerated"), [(0, 0), (1, 1), (3, 3)])
+def test_the_run_fails_after_so_many_restarts_without_progress(max_restarts: int, tolerated: int) -> None:
+    assert [0] * tolerated == [attempts.too_many([own(5)] * (n + 1), max_restarts) for n in range(tolerated)]
+    assert tolerated + 1 == attempts.too_many([own(5)] * (tolerated + 1), max_restarts)
+
+
+def test_kills_without_progress_end_the_run() -> None:
+    """As by a memory watcher that kills at the same step again and again, while checkpoints are saved before it."""
+    most = attempts.MAX_EXTERNAL_RESTARTS
+    killed = [Attempt(OUTSIDE, 120, saved) for saved in range(100, 100 + most + 1)]
+    assert 0 == attempts.too_many(killed[:most], 3)
+    assert most + 1 == attempts.too_many(killed, 3)
+    assert 3 == attempts.too_many([Attempt(OUTSIDE, 5)] * 3, 3, 2)
+    assert 0 == attempts.too_many([*[Attempt(OUTSIDE, 5)] * most, Attempt(OUTSIDE, 6)], 3)  # a later step
+    assert 0 == attempts.too_many([Attempt(attempts.PLANNED, 5)] * 50, 3)
+
+
+def test_a_network_that_never_carries_ends_the_run_late() -> None:
+    lost = [Attempt(LOST_CONTACT, 5)] * attempts.MAX_LOST_CONTACTS
+    assert 0 == attempts.too_many(lost, 3)
+    assert attempts.MAX_LOST_CONTACTS + 1 == attempts.too_many([*lost, Attempt(LOST_CONTACT, 5)], 3)
+
+
+def test_pauses_grow_to_a_bound_and_kills_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESTART_PAUSE_S", "1")
+    failures = [attempts.pause_s([own(5)] * (n + 1)) for n in range(8)]
+    assert [1, 2, 4, 8, 16, 30, 30, 30] == failures
+    assert 0 == attempts.pause_s([own(5), own(5), Attempt(OUTSIDE, 5)])
+    assert 30 == attempts.pause_s([own(5)] * 5000)
+    assert 1 == attempts.pause_s([own(5), own(5), own(6)])
+
+
+def test_what_is_missing_in_a_record_is_not_held_against_the_run() -> None:
+    assert Attempt(OUTSIDE) == Attempt.of({"generation": 1, "task": "chief", "cause": "killed", "step": 5})
+
+
+def test_failures_before_a_resume_do_not_count(make_run: MakeRun) -> None:
+    run = make_run(workers=1)
+    for number in (1, 2):
+        run.begin_generation(number, task="worker-0", cause="killed", kind=OWN, furthest=5)
+    run.event("worker-0", "restarted", kind=OWN, furthest=5)
+    assert [5, 5] == [attempt.furthest for attempt in attempts.of_gang(run, 2)]
+    assert 3 == attempts.restarts(run, "worker-0")
+    run.begin_generation(3, resumed=True)
+    assert [] == attempts.of_gang(run, 3) == attempts.of_task(run, "worker-0")
+    assert 0 == attempts.restarts(run, "worker-0")
+
+
+# Attempts of a run, without processes
+
+
+@dataclass
+class Story:
+    """A run of a training that saves, dies and is restored, by the real loop, records and decisions."""
+
+    run: RunFolder
+    crash_at: int
+    """The step that fails whenever it comes; 0: none does."""
+    steps_per_loop: int
+    save_every: int
+    total: int = 400
+    own_failures: int = 0
+    kills: list[int] = field(default_factory=list)
+    """How many steps each attempt does before it is killed."""
+
+    def attempt(self) -> bool:
+        """Make one attempt; return whether the run continues."""
+        run, generation = self.run, self.run.generation
+        first = max(run.saved_steps, default=0)
+        record = step_record.StepRecord(run, "chief", generation)
+        ends_at = first + self.kills.pop() if self.kills else self.total + 1
+        recovery = Recovery(run, run.load_cluster(), run.load_cluster().task("chief"))
+        try:
+            outer.run(
+                self._inner(ends_at),
+                first,
+                self.total,
+                steps_per_loop=self.steps_per_loop,
+                every=[outer.Every(self.save_every, self._save)],
+                report=lambda progress: record.done(progress.step),
+                stop=lambda: False,
+                save=lambda step: None,
+                single=step_record.single_steps(run, generation, self.steps_per_loop),
+            )
+        except RuntimeError:
+            self.own_failures += 1
+            kind = OWN
+        except KeyboardInterrupt:
+            kind = OUTSIDE
+        else:
+            return False
+        recovery.restart_gang(generation, recovery.end(generation, kind, "it died"))
+        return run.outcome is None
+
+    def _inner(self, ends_at: int) -> Callable[[int, int, bool], LoopResult]:
+        def inner(first: int, count: int, _stop: bool) -> LoopResult:
+            import numpy as np
+
+            for step in range(first + 1, first + count + 1):
+                if step > ends_at:
+                    raise KeyboardInterrupt
+                if step == self.crash_at:
+                    raise RuntimeError
+            return LoopResult(np.zeros(count, np.float32), np.zeros(count, np.float32), Signals())
+
+        return inner
+
+    def _save(self, step: int) -> None:
+        (self.run.checkpoints / f"ckpt-{step}.json").write_text("{}")
+
+
+@pytest.mark.parametrize("killed_share", [0, 0.6])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_step_that_always_fails_ends_the_run_within_five_attempts_whatever_kills_it(
+    make_run: MakeRun, seed: int, killed_share: float
+) -> None:
+    draw, run = random.Random(seed), make_run(workers=0)
+    write_json(run.control / "started.json", {"max_external_restarts": 1000})  # most kills come before any progress
+    story = Story(run, draw.randint(1, 400), draw.choice([1, 7, 25, 400]), draw.randint(3, 500))
+    while story.attempt():
+        assert story.own_failures < 5
+        story.kills = [draw.randint(0, 60)] if draw.random() < killed_share else []
+    assert 4 <= story.own_failures <= 5
+    outcome = story.run.outcome
+    assert outcome is not None
+    assert ("failed", story.crash_at - 1) == (outcome["state"], outcome["step"])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kills_from_outside_never_end_a_run_that_makes_progress(make_run: MakeRun, seed: int) -> None:
+    draw = random.Random(seed)
+    story = Story(make_run(workers=0), 0, 25, 10)
+    story.kills = [draw.randint(0, 19) for _ in range(50)]
+    while story.attempt():
+        pass
+    assert (None, [], 50) == (story.run.outcome, story.kills, story.run.generation)
+
+
+# Who it was
+
+
+def test_two_tasks_that_fail_together_count_once(make_run: MakeRun) -> None:
+    run = make_run(workers=1)
+    spec = run.load_cluster()
+    chief, worker = (Recovery(run, spec, spec.task(name)) for name in ("chief", "worker-0"))
+    for generation in range(3):
+        for recovery in (chief, worker):
+            recovery.restart_gang(generation, recovery.end(generation, OWN, "it died"))
+    assert (3, None) == (run.generation, run.outcome)
+    chief.restart_gang(3, chief.end(3, OWN, "it died"))
+    assert run.outcome is not None
+    worker.restart_gang(3, worker.end(3, OWN, "it died"))
+    assert 3 == run.generation
+
+
+def test_a_failure_before_any_step_leaves_it_where_the_next_attempts_go_step_by_step(make_run: MakeRun) -> None:
+    run = make_run(workers=0)
+    chief = Recovery(run, run.load_cluster(), run.load_cluster().task("chief"))
+    chief.restart_gang(0, chief.end(0, OWN, "a failure before the first step"))
+    assert range(0) == step_record.single_steps(run, 1, 25)
+    step_record.StepRecord(run, "chief", 1).done(26)
+    chief.restart_gang(1, chief.end(1, OWN, "step 27 failed"))
+    for generation in (2, 3):
+        assert range(26, 51) == step_record.single_steps(run, generation, 25)
+        chief.restart_gang(generation, chief.end(generation, OWN, "a failure before the first step"))
+    assert (4, None) == (run.generation, run.outcome)
+
+
+def test_the_culprit_is_the_task_that_failed_first(make_run: MakeRun) -> None:
+    run = make_run(workers=3)
+    first = ends.End("worker-1", OWN, "exit code 139", "a crash", at=160.0)  # its clock is a minute ahead
+    lost = ends.End("chief", LOST_CONTACT, "lost contact with the cluster", None, at=99.0, may_follow=True)
+    aborted = ends.End("worker-0", OWN, "exit code 134", None, at=99.5, may_follow=True)
+    later = ends.End("worker-2", OWN, "exit code 70", "InternalError", at=101.0)
+    for end in (lost, aborted, first, later):
+        ends.record(run, 0, end)
+    assert first == ends.root_cause(run, 0, later)
+    assert aborted == ends.root_cause(make_run("other", workers=3), 0, aborted)
+    (run.control / "ends" / "0-worker-3.json").write_text("{")
+    assert first == ends.root_cause(run, 0, lost)
+
+
+def test_a_worker_of_parameter_servers_gets_somewhere_by_work_that_the_chief_saw(make_run: MakeRun) -> None:
+    run = make_run(workers=2, ps=1)
+    spec = run.load_cluster()
+    recovery = Recovery(run, spec, spec.task("worker-0"))
+    worked = step_record.StepRecord(run, "worker-0", 0)
+    for step in (10, 20, 30, 40, 50, 60):
+        recovery.restart_alone(recovery.end(0, OWN, "it died"))
+        worked.done(step)
+    assert run.outcome is None
+    for _ in range(4):
+        step_record.StepRecord(run, "chief", 0).done(1000)  # the others' work
+        recovery.restart_alone(recovery.end(0, OWN, "it died"))
+    assert run.outcome is not None
+    assert ("failed", "worker-0") == (run.outcome["state"], run.outcome["task"])

@@ -1,0 +1,173 @@
+"""How an end is read: whose doing it was, and which of the last lines is the error."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.agent.program import Trainer
+from cluster.contract.recovery import ends
+from cluster.contract.recovery.attempts import OUTSIDE, OWN
+from cluster.system import memory
+
+PROGRESS = "print('step 2/50 epoch 0.20 loss', flush=True)\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        *[(code, OWN) for code in (0, 1, 5, 70, 75, 137, 255)],
+        *[(-number, OWN) for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGBUS)],
+        *[(-number, OUTSIDE) for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)],
+    ],
+)
+def test_whose_doing_an_end_is(code: int, kind: str) -> None:
+    assert kind == ends.kind_of(code, out_of_memory=False)
+
+
+def test_a_program_that_the_kernel_ended_for_memory_did_it_itself() -> None:
+    assert OWN == ends.kind_of(-signal.SIGKILL, out_of_memory=True)
+
+
+def error_of(tmp_path: Path, lines: str) -> tuple[int, str | None]:
+    """Return the code of a real program with these lines, and the error that is read from what it printed."""
+    program = Trainer(
+        [sys.executable, "-X", "faulthandler", "-c", PROGRESS + lines], dict(os.environ), tmp_path / "log"
+    )
+    code = program.wait(30)
+    program.end(0)
+    return code, program.error(code)
+
+
+@pytest.mark.parametrize(
+    ("lines", "error"),
+    [
+        ("raise ValueError('a bug')", "ValueError: a bug"),
+        ("raise ValueError('expected\\n  this\\n\\ntoday')", "ValueError: expected this today"),
+        ("class Odd(Exception): pass\nraise Odd", "Odd"),
+        ("class Odd(Exception): pass\nraise Odd('so: so')", "Odd: so: so"),
+        ("try: 1 / 0\nexcept ZeroDivisionError as e: raise KeyError('b') from e", "KeyError: 'b'"),
+        ("raise ExceptionGroup('two', [ValueError('a'), TypeError('b')])", "TypeError: b"),
+        ("import sys; sys.exit('error: loss is nan at step 3')", "loss is nan at step 3"),
+        (
+            "import sys, traceback\ntry: 1 / 0\nexcept ZeroDivisionError: traceback.print_exc()\n"
+            "sys.exit('error: the disk is full')",
+            "the disk is full",
+        ),
+        ("import os; os._exit(9)", "exit code 9, last line: step 2/50 epoch 0.20 loss"),
+    ],
+)
+def test_the_error_is_what_the_program_says_and_not_the_last_line(tmp_path: Path, lines: str, error: str) -> None:
+    assert error == error_of(tmp_path, lines)[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL])
+def test_a_crash_in_native_code_names_the_call(tmp_path: Path, number: int) -> None:
+    waits = "import os, threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+    lines = f"{waits}\ndef forward(): os.kill(os.getpid(), {int(number)})\nforward()"
+    code, error = error_of(tmp_path, lines)
+    assert (-number, "in forward (<string>:3)") == (code, error)
+
+
+def test_a_kill_needs_no_line(tmp_path: Path) -> None:
+    assert (-9, None) == error_of(tmp_path, "import os; os.kill(os.getpid(), 9)")
+
+
+def test_what_native_code_says_before_it_aborts_is_the_error() -> None:
+    said = ["step 2", "F0000 00:00:17 7 tensor.cc:5] Check failed: a == b (1 vs. 2)", "*** stack ***"]
+    assert "Check failed: a == b (1 vs. 2)" == ends.error_in(said, -signal.SIGABRT)
+
+
+def test_lines_that_tensorflow_logs_behind_an_error_are_no_part_of_it() -> None:
+    lines = [
+        "Traceback (most recent call last):",
+        '  File "x.py", line 1, in <module>',
+        "2026-11-22 05:52:23.1: W tensorflow/core/a.cc:1] careful",
+        "ValueError: a",
+        "  b",
+        "W0000 00:00:1700000000.1 7 a.cc:1] careful",
+    ]
+    assert "ValueError: a b" == ends.error_in(lines, 70)
+
+
+def test_a_long_error_is_reported_by_its_begin_and_its_end() -> None:
+    message = ["ValueError: begin", *["in between"] * 500, "end"]
+    shown = ends.error_in(["Traceback (most recent call last):", "  File", *message], 70)
+    assert shown is not None
+    assert len(shown) <= ends.MAX_CHARACTERS
+    assert shown.startswith("ValueError: begin in between")
+    assert shown.endswith("in between end")
+
+
+AUTO_SHARD = """\
+Did not find a shardable source, walked to a node which is not a dataset: name: "FlatMapDataset/_9"
+{attributes}
+. Consider either turning off auto-sharding or switching the auto_shard_policy to DATA to shard this dataset. You can do
+this by creating a new `tf.data.Options()` object then setting `options.experimental_distribute.auto_shard_policy =
+AutoShardPolicy.DATA` before applying the options object to the dataset via `dataset.with_options(options)`."""
+"""As TensorFlow 2.21 reports it: the node, then what to do."""
+
+
+@pytest.mark.parametrize("lines", [1, 300])
+def test_the_advice_at_the_end_of_a_long_error_is_kept(tmp_path: Path, lines: int) -> None:
+    attributes = "\n".join(["attr " + "x" * (6000 // lines)] * lines)
+    message = AUTO_SHARD.replace("\nthis by", " this by").replace("\nAuto", " Auto").format(attributes=attributes)
+    error = error_of(tmp_path, f"class InvalidArgumentError(Exception): pass\nraise InvalidArgumentError({message!r})")[
+        1
+    ]
+    assert error is not None
+    assert error.startswith("InvalidArgumentError: Did not find a shardable source")
+    assert "auto_shard_policy = AutoShardPolicy.DATA" in error
+
+
+def test_terminal_codes_and_progress_bars_are_no_part_of_an_error(tmp_path: Path) -> None:
+    """Keras colours its messages, and prints an error behind the bar of a batch that it was drawing."""
+    bar = "".join("\b" * 30 + "\r" + f"\x1b[1m{at}/9\x1b[0m ---- loss: 0.5" for at in range(1, 9))
+    message = "Exception encountered when calling Dense.call().\n\n\x1b[1mwrong shape\x1b[0m"
+    lines = f"import sys\nsys.stdout.write({bar!r}); sys.stdout.flush()\nraise ValueError({message!r})"
+    assert "ValueError: Exception encountered when calling Dense.call(). wrong shape" == error_of(tmp_path, lines)[1]
+    lines = f"import os, sys\nsys.stdout.write({bar!r}); sys.stdout.flush(); os._exit(9)"
+    assert "exit code 9, last line: 8/9 ---- loss: 0.5" == error_of(tmp_path, lines)[1]
+
+
+def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path) -> None:
+    error = error_of(tmp_path, "import sys; sys.stdout.write('x' * 3_000_000); sys.exit(3)")[1]
+    assert error is not None
+    assert len(error) <= 70 * 1024
+    assert 3_000_000 < (tmp_path / "log").stat().st_size
+
+
+# The kernel's word
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ("3,1,900000000,-;Out of memory: Killed process 77 (python) total-vm:1kB", True),
+        ("3,1,900000000,-;Memory cgroup out of memory: Killed process 77 (python) total-vm:1kB", True),
+        ("3,1,900000000,-;Out of memory: Killed process 7 (python) total-vm:1kB", False),
+        ("3,1,300000000,-;Out of memory: Killed process 77 (python) total-vm:1kB", False),  # another one before
+        ("6,1,900000000,-;usb 1-1: new device 77", False),
+    ],
+)
+def test_memory_is_reported_where_the_kernel_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, record: str, said: bool
+) -> None:
+    log = tmp_path / "kmsg"
+    log.write_text(record + "\n")
+    monkeypatch.setattr(memory, "KERNEL_LOG", log)
+    monkeypatch.setattr(memory, "FIRST_NAMESPACE", Path("/proc/self/ns/pid").stat().st_ino)
+    assert said == memory.in_kernel_log(77, 500.0)
+    monkeypatch.setattr(memory, "FIRST_NAMESPACE", 1)  # in a container its process ids are others
+    assert not memory.in_kernel_log(77, 500.0)
+
+
+def test_a_log_that_cannot_be_read_says_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(memory, "KERNEL_LOG", tmp_path / "absent")
+    assert not memory.in_kernel_log(77, 0.0)
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    assert 0 == memory.kills()

@@ -1,0 +1,180 @@
+"""What a restart cost, and what share of the time went into steps that count, from what the tasks recorded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cluster.contract.recovery import restarts
+from cluster.contract.results import summary
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.spec import Role
+from cluster.system.journal import append_json
+from cluster.system.json_files import read_json, write_json
+from tests.unit.ending import end
+
+MakeRun = Callable[..., RunFolder]
+
+
+@pytest.fixture
+def run(make_run: MakeRun) -> RunFolder:
+    return make_run("demo", workers=1)
+
+
+def test_restarts_are_counted_from_their_own_fault(run: RunFolder) -> None:
+    now = time.time() + 10
+    events = [
+        (now, "fault", 0, 50),
+        (now + 4, "restored", 1, 40),
+        (now + 5, "first step", 1, 41),
+        (now + 8, "restored", 2, 60),
+        (now + 9, "first step", 2, 61),
+    ]
+    for moment, event, generation, step in events:
+        append_json(
+            run.events_log,
+            {"time": moment, "task": "chief", "event": event, "generation": generation, "step": step, "detail": {}},
+        )
+    # The first death was an injected fault; the second was not, and its agent says when it was.
+    for number, begun, failed, step in [(1, now + 2, now + 1, 50), (2, now + 7, now + 6, 70)]:
+        path = run.control / "generations" / f"{number}.json"
+        why = {"task": "worker-0", "cause": "killed", "failed_at": failed, "step": step}
+        write_json(path, {"generation": number, "time": begun} | why)
+    assert [
+        {"generation": 1, "detected_s": 2.0, "resumed_s": 5.0, "steps_lost": 10},
+        {"generation": 2, "detected_s": 1.0, "resumed_s": 3.0, "steps_lost": 10},
+    ] == [
+        {key: restart[key] for key in ("generation", "detected_s", "resumed_s", "steps_lost")}
+        for restart in end(run, "succeeded")["restarts"]
+    ]
+
+
+def test_without_a_checkpoint_every_step_is_done_again(run: RunFolder) -> None:
+    run.begin_generation(1, task="chief", cause="killed", failed_at=time.time(), step=7)
+    run.event("chief", "initialized", step=0)
+    (restart,) = end(run, "succeeded")["restarts"]
+    assert 7 == restart["steps_lost"]
+
+
+def test_a_worker_that_restarted_alone_cost_the_others_nothing(run: RunFolder) -> None:
+    now = time.time() + 10
+    killed = {"cause": "killed", "failed_at": now}
+    for moment, task, event, detail in [
+        (now + 1, "worker-0", "restarted", killed),
+        (now + 2, "chief", "resumed", {}),
+        (now + 5, "worker-0", "resumed", {}),
+        (now + 6, "evaluator", "restarted", killed),  # never the run's concern
+        (now + 7, "worker-0", "restarted", killed | {"failed_at": now + 6.5}),
+    ]:
+        line = {"time": moment, "task": task, "event": event, "generation": 0, "step": None, "detail": detail}
+        append_json(run.events_log, line)
+    first = {"generation": 0, "task": "worker-0", "cause": "killed", "detected_s": 1.0, "resumed_s": 5.0}
+    second = first | {"detected_s": 0.5, "resumed_s": None}
+    assert [first | {"steps_lost": 0}, second | {"steps_lost": 0}] == end(run, "succeeded")["restarts"]
+
+
+def test_the_summary_counts_a_restart_from_the_injected_fault(run: RunFolder) -> None:
+    started = read_json(run.control / "started.json")["time"]
+    seconds = {"input": 0.0, "compute": 0.0, "save": 0.0, "evaluate": 0.0}
+    for number, began in [(0, 1.0), (1, 9.0)]:
+        record = {"generation": number, "began": started + began, "first_step_at": started + began + 1}
+        record |= {"updated_at": started + began + 1, "first": 0, "step": 1, "timed_steps": 0, "seconds": seconds}
+        write_json(run.ledger(number), record)
+    fault = {"time": started + 4, "task": "chief", "event": "fault", "generation": 0, "step": 1}
+    append_json(run.events_log, fault | {"detail": {"kind": "kill"}})
+    why = {"task": "chief", "cause": "killed", "failed_at": started + 5, "step": 1}
+    write_json(run.control / "generations" / "1.json", {"generation": 1, "time": started + 6} | why)
+    write_json(run.control / "outcome.json", {"state": "succeeded", "time": started + 20})
+    split = summary.write(run, settle_s=0)["goodput_split"]
+    assert (1.0, 1.0, 6.0) == (split["start"], split["compile"], split["restart"])
+
+
+Moment = tuple[float, str, str, dict[str, Any]]
+"""Seconds from the start of a story, a task, an event in generation 0, its detail."""
+
+
+def tell(run: RunFolder, *story: Moment, gang_at: float | None = None) -> float:
+    """Record what happened, and the gang's restart a second after worker-0's death; return when the story began."""
+    began = time.time() + 10
+    for at, task, event, detail in story:
+        line = {"time": began + at, "task": task, "event": event, "generation": 0, "step": None, "detail": detail}
+        append_json(run.events_log, line)
+    if gang_at is not None:
+        why = {"task": "worker-0", "cause": "killed", "failed_at": began + gang_at - 1, "step": 5}
+        path = run.control / "generations" / "1.json"
+        write_json(path, {"generation": 1, "time": began + gang_at} | why)
+    return began
+
+
+@pytest.mark.parametrize(
+    ("story", "detected_s"),
+    [
+        ([], 1.0),
+        ([(4.0, "worker-0", "fault", {"kind": "pause"})], 6.0),
+        ([(4.0, "chief", "fault", {"kind": "corrupt"})], 6.0),  # the gang's restart, whoever was hurt
+        ([(4.0, "worker-0", "fault", {"kind": "slow"})], 1.0),  # that lets nothing start again
+        ([(4.0, "worker-0", "fault", {"kind": "kill"}), (6.0, "worker-0", "fault", {"kind": "slow"})], 6.0),
+        ([(4.0, "worker-0", "fault", {"kind": "pause"}), (7.0, "worker-0", "fault", {"kind": "kill"})], 3.0),
+        ([(4.0, "worker-0", "fault", {"kind": "kill"}), (5.0, "worker-0", "restarted", {"cause": "killed"})], 1.0),
+        ([(11.0, "worker-0", "fault", {"kind": "kill"})], 1.0),  # the gang had started again by then
+    ],
+)
+def test_a_gang_restart_counts_from_the_newest_fault_that_nothing_has_dealt_with(
+    run: RunFolder, story: list[Moment], detected_s: float
+) -> None:
+    tell(run, *story, gang_at=10.0)
+    assert [detected_s] == [r["detected_s"] for r in end(run, "succeeded")["restarts"] if r["generation"] == 1]
+
+
+@pytest.mark.parametrize(
+    ("story", "detected_s"),
+    [
+        ([(4.0, "worker-0", "fault", {"kind": "kill"})], 6.0),
+        ([(4.0, "chief", "fault", {"kind": "kill"})], 1.0),  # another task's
+        ([(4.0, "worker-0", "fault", {"kind": "slow"})], 1.0),
+        ([(4.0, "worker-0", "fault", {"kind": "kill"}), (5.0, "chief", "restarted", {"cause": "killed"})], 6.0),
+        ([(4.0, "worker-0", "fault", {"kind": "kill"}), (5.0, "worker-0", "restarted", {"cause": "killed"})], 1.0),
+    ],
+)
+def test_a_lone_restart_counts_from_its_own_task_s_fault(
+    run: RunFolder, story: list[Moment], detected_s: float
+) -> None:
+    began = tell(run, *story)
+    died = {"cause": "killed", "failed_at": began + 9}
+    for at, event, detail in [(10.0, "restarted", died), (12.0, "resumed", {})]:
+        line = {"time": began + at, "task": "worker-0", "event": event, "generation": 0, "step": None}
+        append_json(run.events_log, line | {"detail": detail})
+    restart = end(run, "succeeded")["restarts"][-1]
+    assert ("worker-0", detected_s, detected_s + 2) == (restart["task"], restart["detected_s"], restart["resumed_s"])
+
+
+def test_a_fault_counts_for_one_restart_alone(run: RunFolder) -> None:
+    tell(
+        run,
+        (0.0, "worker-0", "fault", {"kind": "kill"}),
+        (2.0, "worker-0", "restarted", {"cause": "killed"}),
+        (5.0, "worker-0", "restarted", {"cause": "killed"}),  # of itself
+    )
+    assert [2.0, 0.0] == [restart["detected_s"] for restart in end(run, "succeeded")["restarts"]]
+
+
+def test_an_evaluator_s_restart_is_reported_to_whoever_asks(make_run: MakeRun) -> None:
+    run = make_run("demo", workers=1, evaluator=True)
+    fault, killed = {"kind": "kill"}, {"cause": "killed"}
+    began = tell(run, (0.0, "evaluator", "fault", fault), (3.0, "evaluator", "restarted", killed))
+    assert [] == restarts.costs(run, began - 1)
+    (cost,) = restarts.costs(run, began - 1, (Role.EVALUATOR,))
+    assert ("evaluator", 3.0, None, 0) == tuple(cost[key] for key in ("task", "detected_s", "resumed_s", "steps_lost"))
+    assert [] == restarts.costs(run, began + 3.5, (Role.EVALUATOR,))
+
+
+def test_goodput_is_the_share_of_time_in_steps_that_count(run: RunFolder) -> None:
+    started = read_json(run.control / "started.json")["time"]
+    for at, step in enumerate([10, 20, 30], start=1):  # 10 steps of 96 examples at 960 examples/s: a second each
+        append_json(run.metrics("chief"), {"time": started + at, "step": step, "examples_per_s": 960.0})
+    run.end("succeeded")
+    write_json(run.control / "outcome.json", {"state": "succeeded", "time": started + 4})
+    assert 0.5 == summary.write(run, settle_s=0)["goodput"]

@@ -1,0 +1,61 @@
+"""The card in a run's folder: written at the run's end, gone while it goes on, and only text whatever a task wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from cluster.contract.results import card, summary
+from cluster.contract.run.folder import RunFolder
+from cluster.system.json_files import write_json
+
+MakeRun = Callable[..., RunFolder]
+EVIL = "x`\n# <script>alert(1)</script> | y\x1b[2J"
+
+
+def test_a_run_that_ended_has_a_card_until_it_goes_on(make_run: MakeRun) -> None:
+    run = make_run("one", workers=1)
+    write_json(run.control / "result.json", {"steps": 7, "metrics": {"eval_accuracy": 0.5}, "weights_sha256": "ab"})
+    run.end("succeeded")
+    summary.write(run, settle_s=0)
+    text = run.card.read_text()
+    assert text.startswith("# `one`: succeeded\n")
+    for part in ("`eval_accuracy`: 0.5000", "`ab`", "chief, worker-0", "invoke rerun one"):
+        assert part in text
+    run.reopen()
+    assert not run.card.exists()
+
+
+@pytest.mark.parametrize("state", ["failed", "stopped"])
+def test_the_card_of_a_run_that_can_go_on_says_so(make_run: MakeRun, state: str) -> None:
+    run = make_run("one", workers=0)
+    run.end(state, task="chief", error="no more luck")
+    summary.write(run, settle_s=0)
+    assert "invoke up --resume one" in run.card.read_text()
+    assert (state == "failed") is ("`no more luck`" in run.card.read_text())
+
+
+def test_what_tasks_wrote_stays_code(make_run: MakeRun) -> None:
+    run = make_run("one", workers=0)
+    write_json(run.config, {"global_batch": 96, "model": EVIL, "optimizer": {EVIL: EVIL}})
+    write_json(run.manifest, {"code": {"commit": EVIL}})
+    restarts = [{"generation": 1, "task": EVIL, "cause": EVIL}]
+    value = {"state": "failed", "strategy": EVIL, "restarts": restarts, "cause": {"task": EVIL, "error": EVIL}}
+    write_json(run.summary, value | {"metrics": {EVIL: 1.0}})
+    lines = card.lines(run, run.ended or {})
+    assert not [line for line in lines if line.startswith("# <")]
+    for line in lines:
+        assert line.isprintable()
+        outside = line.split("`")[::2]  # what is between the pairs of quotes
+        assert not [part for part in outside if "script" in part]
+
+
+def test_a_folder_without_room_for_a_card_has_a_summary(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(run: RunFolder, value: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(card, "write", full)
+    run = make_run("one", workers=0)
+    run.end("succeeded")
+    assert "succeeded" == summary.write(run, settle_s=0)["state"]

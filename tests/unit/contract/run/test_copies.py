@@ -1,0 +1,78 @@
+"""Copies of a task: an older one claims nothing, connects to nobody and deletes no checkpoint of the newer one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from cluster.agent.gang import link
+from cluster.agent.gang.board import Board
+from cluster.contract.run import copies
+from cluster.contract.run.copies import Copy, Superseded
+from cluster.contract.run.folder import RunFolder
+from tests.waiting import wait_for
+
+
+@pytest.fixture
+def run(make_run: Callable[..., RunFolder]) -> RunFolder:
+    return make_run(workers=1)
+
+
+def test_the_newest_copy_counts(run: RunFolder) -> None:
+    older, other = Copy.begin(run, "worker-0"), Copy.begin(run, "chief")
+    older.require_newest()
+    newer = Copy.begin(run, "worker-0")
+    assert (True, False, False) == (older.is_superseded, newer.is_superseded, other.is_superseded)
+
+
+def test_an_agent_knows_its_copy_by_its_environment(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(copies.VARIABLE, raising=False)
+    assert Copy.given(run, "worker-0") is None
+    copy = Copy.begin(run, "worker-0")
+    for name, value in copy.environment.items():
+        monkeypatch.setenv(name, value)
+    assert copy == Copy.given(run, "worker-0")
+
+
+def test_a_damaged_record_ends_nobody(run: RunFolder) -> None:
+    copy = Copy.begin(run, "worker-0")
+    next((run.control / "copies").iterdir()).write_text("")
+    assert not copy.is_superseded
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        lambda board: board.begin_generation(1, task="worker-0"),
+        lambda board: board.end("failed", task="worker-0"),
+        lambda board: board.request_stop("worker-0"),
+        lambda board: board.require_newest(),
+    ],
+)
+def test_an_older_copy_claims_nothing(run: RunFolder, claim: Callable[[Board], object]) -> None:
+    older = Board(run.path, Copy.begin(run, "worker-0"))
+    newer = Board(run.path, Copy.begin(run, "worker-0"))
+    with pytest.raises(Superseded):
+        claim(older)
+    assert (0, None, False) == (run.generation, run.outcome, run.stop_requested)
+    claim(newer)
+
+
+def test_an_older_copy_does_not_take_the_newer_one_s_connection(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "RETRY_S", 0.05)
+    spec = run.load_cluster()
+    chief, older = Board(run.path), Board(run.path, Copy.begin(run, "worker-0"))
+    chief.join(spec, spec.task("chief"), "127.0.0.1")
+    newer = Board(run.path, Copy.begin(run, "worker-0"))
+    newer.join(spec, spec.task("worker-0"), "127.0.0.1")
+    try:
+        wait_for(lambda: newer._link.fresh, "the newer copy's connection")
+        older.join(spec, spec.task("worker-0"), "127.0.0.1")  # as one whose connection broke does again
+        wait_for(lambda: not older._link._thread.is_alive(), "the end of its attempts")
+        assert newer._link._thread.is_alive()
+    finally:
+        for board in (older, newer, chief):
+            board.leave()

@@ -1,0 +1,209 @@
+"""Run folders in which files are torn, empty, too long or something else: each command says so, and others go on."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from invoke import Exit, MockContext, Result
+
+import tasks
+from cluster.contract.results import summary
+from cluster.contract.run import liveness, logs
+from cluster.contract.run.folder import RunFolder
+from cluster.host.control import watch
+from cluster.host.runtime import memory as limits
+from cluster.host.runtime import registry
+from cluster.host.runtime.local import supervisor
+from cluster.system import files, journal
+from tests.unit import damage
+from tests.unit.gang import StartGang
+from tests.waiting import wait_for
+
+MakeRun = Callable[..., RunFolder]
+CODES = (0, 1, 2, 3, 4, 130)
+
+READING: dict[str, Callable[[Any, str], Any]] = {
+    "status": lambda c, run: tasks.ns["status"](c, run=run),
+    "status --json": lambda c, run: tasks.ns["status"](c, run=run, json=True),
+    "status --watch": lambda c, run: tasks.ns["status"](c, run=run, watch=True),
+    "wait": lambda c, run: tasks.ns["wait"](c, run=run, timeout="1"),
+    "plan --resume": lambda c, run: tasks.ns["plan"](c, resume=run, runtime="local"),
+    "logs": lambda c, run: tasks.ns["logs"](c, run=run),
+    "logs chief": lambda c, run: tasks.ns["logs"](c, "chief", run=run),
+}
+CHANGING: dict[str, Callable[[Any, str], Any]] = {
+    "evaluate": lambda c, run: tasks.ns["evaluate"](c, run=run),
+    "export": lambda c, run: tasks.ns["export"](c, run=run),
+    "predict": lambda c, run: tasks.ns["predict"](c, run=run, image="x.png"),
+    "timeline": lambda c, run: tasks.ns["timeline"](c, run=run),
+    "profile": lambda c, run: tasks.ns["profile"](c, "chief", run=run, steps="1"),
+    "chaos kill": lambda c, run: tasks.ns["chaos"](c, "kill", "chief", timeout="1", run=run),
+    "chaos corrupt": lambda c, run: tasks.ns["chaos"](c, "corrupt", "chief", timeout="1", run=run),
+    "chaos storm": lambda c, run: tasks.ns["chaos"](c, "storm", run=run, faults="1", timeout="1"),
+    "scale": lambda c, run: tasks.ns["scale"](c, workers="2", run=run),
+    "rerun": lambda c, run: tasks.ns["rerun"](c, run=run, runtime="local", trust=True),
+    "stop": lambda c, run: tasks.ns["stop"](c, run=run),
+    "up --resume": lambda c, run: tasks.ns["up"](c, resume=run, runtime="local", trust=True, tensorboard_port="0"),
+    "down": lambda c, run: tasks.ns["down"](c, run=run, timeout="0"),
+    "down (all)": lambda c, run: tasks.ns["down"](c, timeout="0"),
+}
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch, resolved: None) -> None:
+    """Nothing is started, nothing answers, and watchers are quickly at the end of their patience."""
+    ticks = itertools.count(0.0, 60.0)
+    monkeypatch.setattr(liveness, "LONGEST_LOOK_S", 60.0)
+    monkeypatch.setattr(liveness, "SECOND_LOOK_S", 0.0)
+    monkeypatch.setattr(watch, "POLL_S", 0.0)
+    monkeypatch.setattr(watch, "LivenessMonitor", lambda run: liveness.LivenessMonitor(run, clock=lambda: next(ticks)))
+    monkeypatch.setattr(watch, "STOP_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(summary, "SETTLE_S", 0.0)
+    monkeypatch.setattr(files, "LOCK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(journal, "NEWEST_BYTES", 10**6)
+    monkeypatch.setattr(logs, "PART_BYTES", 10**6)
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
+    monkeypatch.setattr(limits, "check_free", lambda *_, **__: None)
+    monkeypatch.setattr("cluster.host.control.trace.PATIENCE_S", 0.2)
+    monkeypatch.setattr(registry, "choose", lambda *_: (registry.LOCAL, "requested"))
+    monkeypatch.setattr("cluster.host.image.engine.ask", lambda *_, **__: (1, ""))
+
+
+@pytest.fixture
+def runs(make_run: MakeRun) -> tuple[RunFolder, RunFolder]:
+    """A run that succeeded, and one that nothing has ended."""
+    calm, going = make_run("calm", workers=1), make_run("going", workers=1)
+    for run in (calm, going):
+        damage.fill(run)
+    calm.end("succeeded", task="chief")
+    summary.write(calm, settle_s=0)
+    return calm, going
+
+
+@contextlib.contextmanager
+def beside(run: RunFolder, other: RunFolder, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RunFolder, RunFolder]]:
+    """A folder of runs with copies of two."""
+    with tempfile.TemporaryDirectory() as folder:
+        at = Path(folder, "runs")
+        monkeypatch.setenv("RUNS_DIR", str(at))
+        yield damage.copy(run, at / "bad"), damage.copy(other, at / "good")
+
+
+def context() -> MockContext:
+    c = MockContext(run=Result(), repeat=True)
+    c._set(remainder="")
+    return c
+
+
+def call(command: Callable[[Any, str], Any], run: str) -> int:
+    """Call a command; return its exit code. Whatever is wrong, it says so in one harmless line."""
+    ended = None
+    try:
+        command(context(), run)
+    except Exit as raised:
+        ended = raised
+    assert not ended or (ended.message or "").isprintable()
+    code = int(ended.code) if ended else 0
+    assert code in CODES
+    return code
+
+
+def contents(run: RunFolder) -> dict[str, bytes]:
+    return {name: (run.path / name).read_bytes() for name in damage.files_of(run)}
+
+
+def check(
+    which: dict[str, Callable[[Any, str], Any]],
+    runs: tuple[RunFolder, RunFolder],
+    seed: int,
+    count: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Damage one of two runs and call commands on it; the other comes out as it was."""
+    draw = random.Random(seed)
+    run, other = runs if draw.random() < 0.5 else runs[::-1]
+    with pytest.MonkeyPatch.context() as patch, beside(run, other, patch) as (bad, good):
+        outside = Path(good.path.parent.parent, "outside")
+        outside.mkdir()
+        (outside / "chief.json").write_text("{}")
+        before = contents(good), [path.read_text() for path in outside.iterdir()]
+        names = damage.files_of(bad)
+        done = [damage.damage(bad, name, draw, outside) for name in draw.choices(names, k=count)]
+        for name in draw.sample(list(which), k=min(4, len(which))):
+            try:
+                call(which[name], "bad")
+            except Exception as error:
+                raise AssertionError(f"{name} after {'; '.join(done)}") from error
+            shown = capsys.readouterr()
+            assert not name.startswith("status") or all(line.isprintable() for line in shown.out.splitlines())
+        code = call(READING["status --json"], "good")
+        assert 0 == code
+        assert before == (contents(good), [path.read_text() for path in outside.iterdir()])
+
+
+unhurried = settings(
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    print_blob=True,
+)
+SEED, COUNT = st.integers(0, 2**32), st.integers(1, 4)
+
+
+@pytest.mark.usefixtures("commands")
+@settings(unhurried, max_examples=60)
+@given(seed=SEED, count=COUNT)
+def test_commands_that_read_say_what_is_wrong(
+    runs: tuple[RunFolder, RunFolder], capsys: pytest.CaptureFixture[str], seed: int, count: int
+) -> None:
+    check(READING, runs, seed, count, capsys)
+
+
+@pytest.mark.usefixtures("commands")
+@settings(unhurried, max_examples=60)
+@given(seed=SEED, count=COUNT)
+def test_commands_that_act_say_what_is_wrong(
+    runs: tuple[RunFolder, RunFolder], capsys: pytest.CaptureFixture[str], seed: int, count: int
+) -> None:
+    check(CHANGING, runs, seed, count, capsys)
+
+
+def live(seed: int, make_run: MakeRun, start_gang: StartGang) -> None:
+    """Damage a run that trains; `down` ends it."""
+    draw = random.Random(seed)
+    calm = make_run("calm", workers=1)
+    damage.fill(calm)
+    calm.end("succeeded", task="chief")
+    summary.write(calm, settle_s=0)
+    before = contents(calm)
+    gang = start_gang("work()", workers=1)
+    for task in ("chief", "worker-0"):
+        wait_for(lambda task=task: gang.beat(task)["state"] == "training", f"{task} to train")
+    outside = calm.path.parent.parent / "outside"
+    outside.mkdir()
+    names = [name for name in damage.files_of(gang.run) if name != "compose.json"]
+    done = [damage.damage(gang.run, name, draw, outside) for name in draw.choices(names, k=6)]
+    assert supervisor.processes_left(gang.run), done
+    call(lambda c, run: tasks.ns["status"](c, run=run), "run")
+    call(lambda c, run: tasks.ns["down"](c, timeout="2"), "")
+    assert not supervisor.processes_left(gang.run), done
+    assert (before, []) == (contents(calm), list(outside.iterdir()))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_runs_of_a_damaged_run_is_ended(seed: int, make_run: MakeRun, start_gang: StartGang) -> None:
+    live(seed, make_run, start_gang)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(2, 30))
+def test_so_it_is_however_it_is_damaged(seed: int, make_run: MakeRun, start_gang: StartGang) -> None:
+    live(seed, make_run, start_gang)

@@ -1,0 +1,246 @@
+"""The run folder: signs of life, a life cycle, and what only one may claim has one owner, also on a full disk."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.contract.run import heartbeat
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.heartbeat import Heartbeat
+from cluster.system.errors import PrerequisiteError
+from cluster.system.json_files import RESERVE, read_json, write_json
+from tests.unit.together import together
+from tests.waiting import wait_for
+
+MakeRun = Callable[..., RunFolder]
+
+
+@pytest.fixture
+def run(make_run: MakeRun) -> RunFolder:
+    return make_run(workers=1)
+
+
+# The folder
+
+
+@pytest.mark.parametrize("parent", ["a file", "/proc"])
+def test_a_folder_that_cannot_be_written_is_a_missing_prerequisite(tmp_path: Path, parent: str) -> None:
+    (tmp_path / "a file").touch()
+    with pytest.raises(PrerequisiteError, match="RUNS_DIR"):
+        RunFolder(tmp_path / parent / "run").create()
+
+
+# Heartbeats
+
+
+def test_a_heartbeat_holds_what_the_contract_lists(run: RunFolder) -> None:
+    beat = Heartbeat(run, run.load_cluster().task("worker-0"), generation=2, restarts=1)
+    beat.update(state="training", step=7, loss=0.5, examples_per_s=100.0)
+    written = read_json(run.status("worker-0"))
+    assert abs(time.time() - written.pop("updated_at")) < 60
+    assert {
+        "task": "worker-0",
+        "role": "worker",
+        "state": "training",
+        "generation": 2,
+        "step": 7,
+        "examples_per_s": 100.0,
+        "loss": 0.5,
+        "restarts": 1,
+        "step_ms": None,
+        "input_share": None,
+        "busy_share": None,
+        "pace": None,
+    } == written
+
+
+def test_a_heartbeat_goes_on_by_itself_until_it_is_stopped(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.02)
+    beat = Heartbeat(run, run.load_cluster().task("chief"), generation=0).start()
+    first = read_json(run.status("chief"))["updated_at"]
+    wait_for(lambda: read_json(run.status("chief"))["updated_at"] > first, "the next heartbeat")
+    beat.update(step=3)
+    beat.stop()
+    assert 3 == read_json(run.status("chief"))["step"]
+    run.status("chief").unlink()
+    assert "heartbeat" not in {thread.name for thread in threading.enumerate()}
+    assert not run.status("chief").exists()
+
+
+def test_a_heartbeat_that_was_handed_over_goes_on_until_its_new_owner_writes(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.02)
+    task = run.load_cluster().task("chief")
+    agents = Heartbeat(run, task, generation=0).start()
+    agents.update(state="waiting")
+    agents.hand_over()
+    first = read_json(run.status("chief"))["updated_at"]
+    wait_for(lambda: read_json(run.status("chief"))["updated_at"] > first, "another heartbeat of the first owner")
+    programs = Heartbeat(run, task, generation=0)
+    programs.update(state="training")
+    wait_for(lambda: "heartbeat" not in {thread.name for thread in threading.enumerate()}, "the first owner's end")
+    programs.update(state="saving")
+    agents.stop()
+    assert "saving" == read_json(run.status("chief"))["state"]
+
+
+def test_a_full_disk_does_not_end_the_task_that_reports_it(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(heartbeat, "write_json", full)
+    Heartbeat(run, run.load_cluster().task("chief"), generation=0).update(state="training")
+    assert {} == run.heartbeats()
+
+
+# Life cycle
+
+
+def test_events_carry_time_task_generation_and_detail(run: RunFolder) -> None:
+    run.begin_generation(1)
+    run.event("chief", "first step", step=1)
+    run.event("worker-0", "restarted", generation=0, cause="exit code 137")
+    first, second = run.events()
+    assert abs(time.time() - first.pop("time")) < 60
+    assert {"task": "chief", "event": "first step", "generation": 1, "step": 1, "detail": {}} == first
+    assert (0, None, {"cause": "exit code 137"}) == (second["generation"], second["step"], second["detail"])
+
+
+def test_one_failure_begins_one_generation(run: RunFolder) -> None:
+    begun: list[int] = []
+    together(lambda at: run.begin_generation(1, task=f"worker-{at}") and begun.append(at))
+    assert 1 == len(begun) == run.generation
+    assert f"worker-{begun[0]}" == run.generations()[-1]["task"]
+
+
+def test_generations_count_as_numbers(run: RunFolder) -> None:
+    for number in range(1, 12):
+        run.begin_generation(number)
+    assert 11 == run.generation
+    assert list(range(12)) == [generation["generation"] for generation in run.generations()]
+
+
+def test_the_first_outcome_stays(run: RunFolder) -> None:
+    assert run.outcome is None
+    assert run.end("failed", task="worker-0", error="loss is nan")
+    assert not run.end("succeeded", task="chief")
+    assert ("failed", "worker-0") == (run.outcome["state"], run.outcome["task"])
+
+
+def test_a_reopened_run_has_no_end_and_keeps_its_history(run: RunFolder) -> None:
+    run.event("chief", "first step")
+    run.request_stop("a test")
+    run.request_stop("another")
+    assert "a test" == read_json(run.control / "stop.json")["by"]
+    run.end("stopped")
+    write_json(run.summary, {})
+    write_json(run.control / "result.json", {"steps": 3})
+    run.reopen()
+    assert (None, False, False) == (run.outcome, run.stop_requested, run.summary.exists())
+    assert not (run.control / "result.json").exists()
+    assert (1, 0) == (len(run.events()), run.generation)
+
+
+def test_a_full_disk_leaves_room_for_the_outcome(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run()
+    reserve = run.path / RESERVE
+    open_as_ever = os.open
+
+    def open_on_a_full_disk(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
+        if flags & os.O_CREAT and reserve.exists():
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return open_as_ever(path, flags, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", open_on_a_full_disk)
+    assert run.end("failed", error="the disk is full")
+    assert run.outcome is not None
+    assert "the disk is full" == run.outcome["error"]
+
+
+def test_an_event_on_a_full_disk_is_lost_and_nothing_else(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    make_run().event("chief", "checkpoint", step=1)
+
+
+def test_training_does_not_wait_for_a_heartbeat_s_disk(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    released, writing = threading.Event(), threading.Event()
+    beat = Heartbeat(run, run.load_cluster().task("chief"), generation=0).start()
+
+    def slowly(*arguments: Any, **options: Any) -> None:
+        writing.set()
+        assert released.wait(60)
+        write_json(*arguments, **options)
+
+    monkeypatch.setattr(heartbeat, "write_json", slowly)
+    beat.update(state="training", step=1)
+    assert writing.wait(60)
+    for step in range(2, 50):  # while the disk takes its time
+        beat.update(state="saving" if step % 2 else "training", step=step)
+    assert "starting" == run.heartbeats()["chief"]["state"]
+    released.set()
+    wait_for(lambda: 49 == run.heartbeats()["chief"]["step"], "the newest values")
+    beat.update(state="done")
+    assert "done" == run.heartbeats()["chief"]["state"]  # the process may end right after
+    beat.stop()
+
+
+BEAT = {"task": "chief", "state": "training", "updated_at": 1.0}
+
+
+@pytest.mark.parametrize(
+    "found",
+    [b"", b"x", b"[]", b"{}", b'{"task": "chief"}', *(
+        json.dumps(BEAT | wrong).encode()
+        for wrong in (
+            {"state": "\x1b[2J"}, {"state": ["training"]}, {"step": "7"}, {"step": -1}, {"step": 2**80}, {"step": True},
+            {"updated_at": float("nan")}, {"updated_at": 1e300}, {"task": "worker-0"}, {"task": None}, {"pace": []},
+        )
+    )],
+)  # fmt: skip
+def test_what_is_no_heartbeat_is_none_yet(run: RunFolder, found: bytes) -> None:
+    write_json(run.status("worker-0"), BEAT | {"task": "worker-0"})
+    run.status("chief").write_bytes(found)
+    assert ["worker-0"] == list(run.heartbeats())
+    (run.path / "status" / "zzz.json").write_bytes(json.dumps(BEAT | {"task": "zzz"}).encode())
+    assert ["worker-0"] == list(run.heartbeats())
+
+
+def test_a_heartbeat_has_every_key(run: RunFolder) -> None:
+    write_json(run.status("chief"), BEAT | {"loss": float("nan")})
+    beat = run.heartbeats()["chief"]
+    assert (0, 0, 0, None, None) == tuple(beat[key] for key in ("step", "generation", "restarts", "loss", "pace"))
+
+
+@pytest.mark.parametrize("left", [b"", b"{}", b"[]", b'{"generation": 2, "time": 1}'])
+def test_a_generation_that_a_power_failure_left_empty_has_not_begun(run: RunFolder, left: bytes) -> None:
+    (run.control / "generations" / "1.json").write_bytes(left)
+    for name in ("x", "-1", "1e3", "²", "9" * 30):
+        (run.control / "generations" / f"{name}.json").write_bytes(b"{}")
+    assert (0, [0]) == (run.generation, [each["generation"] for each in run.generations()])
+    begun: list[int] = []
+    together(lambda at: run.begin_generation(1, task=f"worker-{at}") and begun.append(at))
+    assert (1, 1) == (len(begun), run.generation)
+    assert f"worker-{begun[0]}" == run.generations()[-1]["task"]
+
+
+@pytest.mark.parametrize("left", [b"", b"{}", b'{"state": "x", "time": 1}'])
+def test_an_outcome_and_a_stop_that_were_left_empty_are_none(run: RunFolder, left: bytes) -> None:
+    for name in ("outcome", "stop", "result"):
+        (run.control / f"{name}.json").write_bytes(left[:1])
+    assert (None, False, {}) == (run.outcome, run.stop_requested, run.result)
+    assert run.end("failed")
+    assert run.request_stop("a test")
+    assert ("failed", True) == (run.outcome["state"], run.stop_requested)

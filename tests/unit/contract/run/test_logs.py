@@ -1,0 +1,179 @@
+"""Logs: bounded whatever a program prints, and read as they grow."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from cluster.agent.program import Script
+from cluster.contract.run import logs
+from cluster.contract.run.logs import GAP, LINE_BYTES, Reader
+from tests.waiting import wait_for
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "chief.log"
+
+
+def copied(data: bytes, log: Path, noise: tuple[bytes, ...] = ()) -> list[str]:
+    last: list[str] = []
+    logs.copy(io.BufferedReader(io.BytesIO(data)), log, last, noise)
+    return last
+
+
+def read(reader: Reader, *, ended: bool = True) -> list[bytes]:
+    return list(reader.lines(ended=ended))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 100, 2**16])
+def test_what_is_printed_is_logged(log: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    monkeypatch.setattr(logs, "CHUNK_BYTES", chunk)
+    printed = b"step 1\r\n\n\xff\x00\nnoise here\n  last line  "
+    assert ["step 1", "\ufffd\0", "  last line"] == copied(printed, log, (b"noise",))
+    assert b"step 1\r\n\n\xff\x00\n  last line  \n" == log.read_bytes()
+
+
+def test_a_program_that_never_ends_a_line_takes_no_memory(tmp_path: Path, log: Path) -> None:
+    """The agent's own memory, while its program prints 300 MB."""
+    code = f"""
+import resource, subprocess, sys
+from pathlib import Path
+from cluster.contract.run import logs
+program = subprocess.Popen([sys.executable, "-c", "import os\\nfor _ in range(300): os.write(1, bytes(10**6))"],
+                           stdout=subprocess.PIPE)
+last = []
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+logs.copy(program.stdout, Path({str(log)!r}), last)
+print("grown by", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, file=sys.stderr)
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[4])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=120
+    )
+    assert 0 == done.returncode, done.stderr
+    assert int(done.stderr.split()[-1]) < 20 * 1024  # KiB
+    sizes = [path.stat().st_size for path in tmp_path.iterdir()]
+    assert sum(sizes) <= 3 * (logs.PART_BYTES + LINE_BYTES + len(GAP))
+
+
+def test_of_a_log_without_end_the_beginning_and_the_end_are_kept(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "PART_BYTES", 1000)
+    for number in range(1000):
+        logs.append(log, b"line %d\n" % number)
+    assert {"chief.log", "chief.log.first", "chief.log.previous"} == {path.name for path in log.parent.iterdir()}
+    lines = read(Reader(log))
+    at = lines.index(GAP.strip())
+    numbers = [int(line.split()[1]) for line in lines[:at]]
+    assert numbers == list(range(len(numbers)))
+    newest = [int(line.split()[1]) for line in lines[at + 1 :]]
+    assert newest == list(range(newest[0], 1000))
+    assert all(path.stat().st_size <= 1010 + len(GAP) for path in log.parent.iterdir())
+
+
+def test_whoever_follows_a_log_misses_and_repeats_nothing(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "PART_BYTES", 1000)
+    reader, seen, numbers = Reader(log), [], itertools.count(1)
+    for size in itertools.islice(itertools.cycle([0, 1, 5, 30]), 60):
+        for number in itertools.islice(numbers, size):
+            logs.append(log, b"line %d\n" % number)
+        seen += read(reader, ended=False)
+    lines = [line for line in seen if line != GAP.strip()]
+    assert [b"line %d" % number for number in range(1, 15 * 36 + 1)] == lines
+
+
+def test_half_a_line_is_shown_once_it_is_whole_or_the_last(log: Path) -> None:
+    reader = Reader(log)
+    assert [] == read(reader, ended=False)
+    log.write_bytes(b"one\nha")
+    assert [b"one"] == read(reader, ended=False)
+    assert [] == read(reader, ended=False)
+    with log.open("ab") as file:
+        file.write(b"lf\nend")
+    assert [b"half"] == read(reader, ended=False)
+    assert [b"end"] == read(reader)
+    assert [] == read(reader)
+
+
+def test_of_a_huge_log_the_end_is_read(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "PART_BYTES", 10 * LINE_BYTES)
+    with log.open("wb") as file:
+        file.truncate(10**12)
+        file.seek(10**12)
+        file.write(b"\nend\n")
+    reader = Reader(log)
+    lines = read(reader, ended=False)
+    assert (GAP.strip(), b"end") == (lines[0], lines[-1])
+    assert len(lines) < 15
+    assert [] == read(reader)
+    assert "end" == logs.last_line(log)
+
+
+def test_a_log_that_cannot_be_written_holds_up_no_program(tmp_path: Path) -> None:
+    (tmp_path / "chief.log").mkdir()
+    script = Script(
+        [sys.executable, "-c", "print('x' * 10**6)"], dict(os.environ), tmp_path / "chief.log", tmp_path / "work"
+    )
+    script.open_gate({})
+    assert 0 == script.wait(30)
+    script.end(0)
+
+
+def test_two_programs_of_a_task_print_to_one_log(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "PART_BYTES", 10_000)
+    writers = [
+        threading.Thread(target=lambda at=at: [logs.append(log, b"%d " % at * 50 + b"\n") for _ in range(300)])
+        for at in range(3)
+    ]
+    reader, seen = Reader(log), []
+    for writer in writers:
+        writer.start()
+    wait_for(lambda: seen.extend(read(reader)) or not any(writer.is_alive() for writer in writers), "the writers")
+    seen += read(reader)
+    assert all(len(set(line.split())) == 1 for line in seen if line != GAP.strip())
+
+
+@pytest.mark.parametrize(
+    ("printed", "shown"),
+    [
+        ("plain  ", "plain"),
+        ("10 %\r20 %\r", "20 %"),
+        ("100 left\r9", "900 left"),
+        ("100 left\r9\x1b[K", "9"),
+        ("100 left\x1b[2K\rdone", "done"),
+        ("abc\b\bXY", "aXY"),
+        ("\b\b\ra\r\n", "a"),
+        ("\x1b[?25l\x1b]0;title\x07\x1b[31mred\x1b[0m\x1b[2A", "red"),
+        ("half an escape \x1b[3", "half an escape 3"),
+    ],
+)
+def test_a_line_is_rendered_as_a_terminal_shows_it_in_the_end(printed: str, shown: str) -> None:
+    assert shown == logs.rendered(printed)
+
+
+def test_colours_can_be_kept() -> None:
+    bar = "\x1b[1m1\x1b[0m/2 \x1b[32m##\x1b[0m--\r\x1b[1m2\x1b[0m/2 \x1b[32m####\x1b[0m"
+    assert "\x1b[1m2\x1b[m/2 \x1b[32m####\x1b[m" == logs.rendered(bar, styled=True)
+
+
+@pytest.mark.parametrize("chunk", [1, 50, 2**16])
+def test_the_state_of_a_progress_bar_is_logged_before_its_line_ends(
+    log: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(logs, "CHUNK_BYTES", chunk)
+    read_end, write_end = os.pipe()
+    with os.fdopen(read_end, "rb") as stream, os.fdopen(write_end, "wb", buffering=0) as program:
+        copying = threading.Thread(target=logs.copy, args=(stream, log, []))
+        copying.start()
+        program.write(b"Epoch 1/2\r\n\b\b\r1/9 ---\b\b\r2/9 ---\b\b\r3/9")
+        wait_for(lambda: log.exists() and "2/9 ---" == logs.last_line(log), "the second state")
+        program.close()
+        copying.join()
+    assert [b"Epoch 1/2\r", b"\b\b\r1/9 ---\b\b\r2/9 ---\b\b\r3/9"] == read(Reader(log))

@@ -1,0 +1,132 @@
+"""What belongs to a run: daemons that hide are found, and what only looks like the run's is left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster.contract.run import owner
+from cluster.contract.run.folder import RunFolder
+from cluster.host.runtime.local import supervisor
+from cluster.system import processes
+from tests.unit.gang import Gang, StartGang
+from tests.waiting import wait_for
+
+DAEMON = """
+import subprocess
+pid_file = run.path / "daemon"
+subprocess.Popen(
+    ["env", "-i", "setsid", "--fork", "sh", "-c", 'echo $$ >"$0.new"; mv "$0.new" "$0"; exec sleep 600', str(pid_file)],
+    env={"PATH": os.environ["PATH"]},
+)
+"""
+"""A daemon without a parent of the run's, in a session of its own, with an empty environment."""
+
+
+def daemon_of(gang: Gang) -> dict[str, int]:
+    """Wait for the daemon that a task began; return what identifies it."""
+    pid_file = gang.run.path / "daemon"
+    wait_for(pid_file.exists, "the daemon")
+    found = processes.identity(int(pid_file.read_text()))
+    assert processes.alive(found)
+    return found
+
+
+def test_a_daemon_that_hides_is_killed_with_its_run(start_gang: StartGang) -> None:
+    gang = start_gang(f"{DAEMON}\nwork()", workers=0)
+    daemon = daemon_of(gang)
+    assert daemon["pid"] in supervisor.processes_left(gang.run)
+    supervisor.kill(gang.run)
+    assert not processes.alive(daemon)
+
+
+def test_a_daemon_that_hides_ends_with_a_run_that_ends_by_itself(start_gang: StartGang) -> None:
+    gang = start_gang(f"{DAEMON}\nuntil((run.path / 'go').exists)\ntrain(2), finish()", workers=0)
+    daemon = daemon_of(gang)
+    (gang.run.path / "go").touch()
+    assert "succeeded" == gang.summary()["state"]
+    wait_for(lambda: not processes.alive(daemon), "the daemon's end", timeout_s=300)
+
+
+def test_a_daemon_that_hides_ends_when_the_supervisor_is_killed(start_gang: StartGang) -> None:
+    gang = start_gang(f"{DAEMON}\nwork()", workers=0)
+    daemon = daemon_of(gang)
+    keeper = gang.keeper["pid"]
+    children = map(int, Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split())
+    (pid,) = (child for child in children if child != daemon["pid"])
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not processes.alive(daemon), "the daemon's end", timeout_s=300)
+    wait_for(lambda: not supervisor.running(gang.run), "the keeper's end", timeout_s=300)
+
+
+def test_what_outlives_a_killed_keeper_is_known_by_its_environment(start_gang: StartGang) -> None:
+    lines = """
+    import subprocess
+    child = subprocess.Popen(["setsid", "sleep", "600"])
+    (run.path / "daemon.new").write_text(str(child.pid))
+    (run.path / "daemon.new").rename(run.path / "daemon")
+    work()
+    """
+    gang = start_gang("\n".join(line.strip() for line in lines.splitlines()), workers=0)
+    child = daemon_of(gang)
+    processes.kill(gang.keeper, signal.SIGKILL)
+    wait_for(lambda: [child["pid"]] == supervisor.processes_left(gang.run), "the end of all others", timeout_s=300)
+    assert 1 == supervisor.kill(gang.run)
+    assert not processes.alive(child)
+
+
+def test_a_shell_that_knows_the_run_s_folder_is_left_alone(start_gang: StartGang) -> None:
+    gang = start_gang("train(2), work()", workers=0)
+    environment = os.environ | {"RUN_DIR": str(gang.run.path), "RUNS_DIR": str(gang.run.path.parent), "TASK": "chief"}
+    with subprocess.Popen(["sleep", "600"], env=environment) as shell:
+        gang.await_step("chief", 2)
+        supervisor.kill(gang.run)
+        assert shell.poll() is None
+        shell.kill()
+
+
+def test_a_run_is_found_through_a_link_to_its_folder(start_gang: StartGang, tmp_path: Path) -> None:
+    gang = start_gang("train(2), work()", workers=0)
+    gang.await_step("chief", 2)
+    (tmp_path / "link").symlink_to(gang.run.path.parent)
+    linked = RunFolder(tmp_path / "link" / gang.run.name)
+    assert supervisor.processes_left(gang.run) == supervisor.processes_left(linked)
+    assert 4 == supervisor.kill(linked)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        "",
+        "[]",
+        "x",
+        '{"runtime": "local"}',
+        '{"runtime": 5, "token": "t"}',
+        json.dumps({"runtime": "local", "token": "", "supervisor": {"pid": 1, "start_ticks": 1}}),
+        json.dumps({"runtime": "local", "token": 7, "supervisor": None}),
+    ],
+)
+def test_a_damaged_record_owns_nothing(make_run: Callable[..., RunFolder], record: str) -> None:
+    run = make_run(workers=0)
+    owner.record_path(run).parent.mkdir(exist_ok=True)
+    owner.record_path(run).write_text(record)
+    assert owner.read(run) is None
+    assert [] == supervisor.processes_left(run)
+    assert 0 == supervisor.kill(run)
+
+
+@pytest.mark.parametrize("recorded", [{"pid": 1}, {"pid": "1", "start_ticks": 1}, {"pid": 1, "start_ticks": None}, 1])
+def test_a_supervisor_that_is_not_identified_is_no_process(
+    make_run: Callable[..., RunFolder], recorded: object
+) -> None:
+    run = make_run(workers=0)
+    owner.record_path(run).parent.mkdir(exist_ok=True)
+    owner.record_path(run).write_text(json.dumps({"runtime": "local", "token": "t", "supervisor": recorded}))
+    assert [] == supervisor.processes_left(run)
+    assert not supervisor.running(run)

@@ -1,0 +1,334 @@
+"""Runs from elsewhere, and runs whose tasks rewrote the records: nothing of them is started without --trust."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from invoke import Exit, MockContext
+
+import tasks
+from cluster.contract.run import provenance
+from cluster.contract.run.folder import RunFolder
+from cluster.host.checks import rerun
+from cluster.host.cli.tasks import runs
+from cluster.host.control import scaling
+from cluster.host.launch import planning, startup, teardown
+from cluster.host.options.request import Request
+from cluster.host.runtime.compose import overlay
+from cluster.host.runtime.local import supervisor
+from cluster.system.errors import EXIT_USAGE, ClusterError, PrerequisiteError, UsageError
+from cluster.system.json_files import read_json, write_json
+from tests.unit.launching import WORKING_ENGINE, Commands, refusal
+
+MakeRun = Callable[..., RunFolder]
+
+RECORDS = ("config.json", "cluster.json", "compose.json", "control/started.json", "manifest.json")
+
+
+@pytest.fixture
+def started(resolved: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunFolder]:
+    """Starts a run of local processes, up to the processes themselves, and ends it; returns its folder."""
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
+
+    def start(name: str = "mine", **requested: Any) -> RunFolder:
+        options = {"runtime": "local", "tensorboard_port": "0"} | requested
+        named = {} if "resume" in requested else {"name": name, "workers": "1"}
+        planned = planning.plan(Request(**named, **options))
+        startup.start(planned, Commands(), began=time.time())
+        planned.run.end("stopped")
+        write_json(planned.run.summary, {"state": "stopped"})
+        return planned.run
+
+    return start
+
+
+def another_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Have another user's, or another machine's, notes from now on."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path.with_name(f"{tmp_path.name}-another")))
+
+
+# What `up` seals, and what is believed afterwards
+
+
+def test_a_run_that_was_started_here_is_gone_on_with_again_and_again(started: Callable[..., RunFolder]) -> None:
+    run = started()
+    for _ in range(2):
+        provenance.check(run)
+        started(resume="mine", workers="2")
+    provenance.check(run)
+
+
+def test_what_the_tasks_write_is_not_covered(started: Callable[..., RunFolder]) -> None:
+    run = started()
+    write_json(run.manifest, read_json(run.manifest) | {"data": {"name": "x"}, "environment": {"python": "3"}})
+    write_json(run.checkpoints / "ckpt-1.json", {"step": 1, "files": {}})
+    provenance.check(run)
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_a_record_that_was_rewritten_is_named_and_not_believed(started: Callable[..., RunFolder], record: str) -> None:
+    run = started()
+    write_json(run.path / record, read_json(run.path / record) | {"preset": "theirs:preset"})
+    error = refusal(Request(resume="mine", runtime="local"))
+    assert EXIT_USAGE == error.exit_code
+    assert str(error).startswith(f"run 'mine': {record} changed since you started it, ")
+    assert str(error).endswith("; read that first, then add --trust")
+
+
+@pytest.mark.parametrize("how", ["removed", "broken", "no object"])
+def test_nor_is_one_that_is_no_record_any_more(started: Callable[..., RunFolder], how: str) -> None:
+    run = started()
+    if how == "removed":
+        run.manifest.unlink()
+    else:
+        run.manifest.write_text({"broken": "{", "no object": "[]"}[how])
+    with pytest.raises(UsageError, match="manifest.json"):
+        provenance.check(run)
+
+
+def test_a_run_of_another_user_or_machine_is_refused_and_of_whoever_moved_it_is_not(
+    started: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    runs_dir = started().path.parent
+    runs_dir.rename(tmp_path / "moved")
+    monkeypatch.setenv("RUNS_DIR", str(tmp_path / "moved"))
+    assert planning.plan(Request(resume="mine", runtime="local")).resumes
+    another_user(monkeypatch, tmp_path)
+    message = "run 'mine' was not started by you on this machine: "
+    assert str(refusal(Request(resume="mine", runtime="local"))).startswith(message)
+
+
+def test_a_run_that_was_copied_or_renamed_is_refused(started: Callable[..., RunFolder]) -> None:
+    mine = started()
+    theirs = RunFolder(mine.path.with_name("theirs"))
+    shutil.copytree(mine.path, theirs.path)
+    with pytest.raises(UsageError, match="--trust"):
+        provenance.check(theirs)
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", "[1]", "[{}]", "null", "[[]]", '[{"config.json": 1}]'])
+def test_a_note_that_is_none_trusts_nothing(make_run: MakeRun, text: str) -> None:
+    run = make_run()
+    provenance._path(run.name).write_text(text)
+    with pytest.raises(UsageError):
+        provenance.check(run)
+
+
+def test_two_runs_of_one_name_are_distinguished(started: Callable[..., RunFolder], tmp_path: Path) -> None:
+    first = started()
+    first.path.parent.rename(tmp_path / "elsewhere")
+    second = started()
+    for run in (RunFolder(tmp_path / "elsewhere" / "mine"), second):
+        provenance.check(run)
+
+
+# Every command that would start or load something of a run
+
+COMMANDS = {
+    "up": {"resume": "mine"},
+    "plan": {"resume": "mine"},
+    "rerun": {"run": "mine"},
+    "scale": {"run": "mine", "workers": "2"},
+    "evaluate": {"run": "mine"},
+    "export": {"run": "mine"},
+    "predict": {"run": "mine", "image": "boot.png"},
+    "timeline": {"run": "mine"},
+}
+
+
+@pytest.fixture
+def ready(
+    started: Callable[..., RunFolder], make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], RunFolder]:
+    """Makes a run on which a command does something; starting something raises an error."""
+
+    def begin(*_: Any, **__: Any) -> None:
+        raise ClusterError("it was begun")
+
+    def make(command: str) -> RunFolder:
+        run = started()
+        monkeypatch.setattr(startup, "start", begin)
+        monkeypatch.setattr(startup, "check_machine", begin)
+        monkeypatch.setattr(runs, "plan_lines", begin)
+        if command == "rerun":
+            write_json(run.summary, {"state": "succeeded"})
+        if command == "scale":
+            run.reopen()
+            write_json(run.status("chief"), {"task": "chief", "state": "training", "updated_at": time.time()})
+        return run
+
+    return make
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_starts_or_loads_anything_of_a_run_that_is_not_trusted(
+    ready: Callable[[str], RunFolder], command: str
+) -> None:
+    def ending(**more: Any) -> str:
+        c = MockContext(run=True)
+        c._set(remainder="")
+        c.run.side_effect = ClusterError("it was begun")
+        with pytest.raises(Exit) as ended:
+            tasks.ns[command](c, **COMMANDS[command], **more)
+        return str(ended.value.message)
+
+    run = ready(command)
+    assert "error: it was begun" == ending()
+    started_json = run.control / "started.json"
+    write_json(started_json, read_json(started_json) | {"theirs": 1})
+    assert ending().startswith("error: run 'mine': control/started.json changed since you started it, ")
+    assert "error: it was begun" == ending(trust=True)
+
+
+def test_what_is_trusted_and_gone_on_with_is_known_from_then_on(
+    started: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = started()
+    another_user(monkeypatch, tmp_path)
+    started(resume="mine", trust=True)
+    provenance.check(run)
+
+
+def test_trust_is_for_runs_that_are_there(resolved: None) -> None:
+    assert "--trust" in str(refusal(Request(trust=True)))
+
+
+def test_a_run_is_scaled_only_if_its_tasks_left_its_records_alone(
+    started: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = started()
+    planned = planning.plan(Request(resume="mine", runtime="local", tensorboard_port="0"))
+    write_json(run.config, read_json(run.config) | {"preset": "theirs:preset"})  # before the last of them ended
+    before = read_json(provenance._path(run.name))
+    with pytest.raises(UsageError, match="config.json"):
+        startup.go_on(planned, Commands())
+    assert (before, 0) == (read_json(provenance._path(run.name)), run.generation)
+
+
+def test_a_rerun_believes_no_runtime_but_the_one_it_was_started_with(ready: Callable[[str], RunFolder]) -> None:
+    run = ready("rerun")
+    write_json(run.manifest, read_json(run.manifest) | {"runtime": "docker"})
+    with pytest.raises(UsageError, match="manifest.json"):
+        rerun.rerun(run, "", 0.0, Commands())
+
+
+@pytest.mark.parametrize("end", [teardown.kill, teardown.remove])
+def test_ending_a_run_obeys_nothing_that_its_tasks_can_write(
+    make_run: MakeRun, end: Callable[[RunFolder, Commands], None]
+) -> None:
+    run, commands = make_run("one"), Commands()
+    hook = {"command": ["id"], "user": "root", "privileged": True}  # which Compose obeys before it stops a container
+    theirs = {"name": "another", "include": ["/etc/passwd"], "services": {"chief": {"pre_stop": [hook]}}}
+    write_json(run.compose, {"x-runtime": "docker"} | theirs)
+    end(run, commands)
+    (words,) = [shlex.split(command) for command in commands]
+    assert ["docker", "compose", "--progress=quiet", "--project-name", overlay.project(run.path)] == words[:5]
+    assert not [word for word in words[5:] if "/" in word or word.startswith("-f")]
+
+
+# The notes
+
+
+def test_notes_are_the_user_s_alone(started: Callable[..., RunFolder]) -> None:
+    path = provenance._path(started().name)
+    assert 0o700 == path.parent.stat().st_mode & 0o777
+    assert path.is_file()
+
+
+def test_notes_are_with_the_user_s_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for ignored in ("", "relative"):
+        monkeypatch.setenv("XDG_STATE_HOME", ignored)
+        assert tmp_path / ".local" / "state" / "tf-cluster" / "runs" / "a.json" == provenance._path("a")
+
+
+def test_a_folder_of_notes_that_is_another_s_is_refused(
+    started: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = started()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(PrerequisiteError):
+        provenance.prepare()
+    with pytest.raises(UsageError):
+        provenance.check(run)
+
+
+def test_a_name_has_a_bounded_number_of_notes(make_run: MakeRun) -> None:
+    run = make_run()
+    for seed in range(provenance.NOTES + 5):
+        write_json(run.config, {"seed": seed})
+        provenance.write(run)
+    assert provenance.NOTES == len(read_json(provenance._path(run.name)))
+    provenance.check(run)
+
+
+def test_where_nothing_can_be_noted_nothing_is_started(
+    resolved: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    planned = planning.plan(Request(name="one", runtime="local", tensorboard_port="0"))
+    with pytest.raises(PrerequisiteError):
+        startup.start(planned, Commands(), began=time.time())
+    assert not planned.run.path.exists()
+
+
+@pytest.mark.parametrize("seen", ["RUNS_DIR", "DATA_DIR", "script"])
+def test_no_container_sees_the_notes(
+    resolved: None, docker: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seen: str
+) -> None:
+    docker(WORKING_ENGINE)
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", "/nowhere")  # where no script may lie anyway
+    monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))
+    for folder in (tmp_path, home):
+        folder.chmod(0o755)
+    requested = {"name": "one", "workers": "0"}
+    if seen == "script":
+        (home / "fit.py").touch(mode=0o644)
+        requested["script"] = str(home / "fit.py")
+    else:
+        monkeypatch.setenv(seen, str(home))
+    message = f"containers would see {home}, and in it {home}/state/tf-cluster/runs, "
+    error = refusal(Request(**requested))
+    assert (EXIT_USAGE, True) == (error.exit_code, str(error).startswith(message))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    planning.plan(Request(**requested))
+
+
+def test_scaling_believes_the_records_as_little(ready: Callable[[str], RunFolder]) -> None:
+    run = ready("scale")
+    another = {"global_batch": 192, "preset": "theirs:preset"}
+    write_json(run.config, another)
+    with pytest.raises(UsageError, match="config.json"):
+        scaling.plan(run, "2", "")
+
+
+def test_a_resume_that_was_killed_while_it_wrote_the_records_can_be_tried_again(
+    started: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = started()
+
+    def killed(run: RunFolder) -> None:
+        raise SystemExit
+
+    with monkeypatch.context() as patch, contextlib.suppress(SystemExit):
+        patch.setattr(provenance, "write", killed)
+        started(resume="mine", workers="2")
+    assert 3 == len(run.load_cluster().tasks)
+    copy = run.path.with_name("copy")
+    shutil.copytree(run.path, copy)
+    provenance.check(run)
+    shutil.move(run.path, run.path.with_name("moved"))
+    shutil.move(copy, run.path)
+    with pytest.raises(UsageError):  # it is another folder
+        provenance.check(run)

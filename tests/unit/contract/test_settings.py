@@ -1,0 +1,76 @@
+"""This project's own variables: what they may be, and what an empty one is."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from pathlib import Path
+
+import pytest
+
+from cluster.contract import settings
+from cluster.contract.run import provenance
+from cluster.host.launch import folders
+from cluster.host.launch.inputs.scripts import check_script
+from cluster.host.options.request import Request
+from cluster.system.errors import PrerequisiteError, UsageError
+from cluster.system.paths import ROOT
+from tests.unit.launching import refusal
+
+
+@pytest.mark.parametrize("name", [*settings.SECONDS, *settings.SWITCHES])
+@pytest.mark.parametrize("value", ["abc", "nan", "inf", "-1", "1e9", "1 2", "yes"])
+def test_a_value_that_a_setting_cannot_have_is_refused_before_anything_starts(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(name, value)
+    refused = refusal(Request(runtime="local"))
+    assert isinstance(refused, UsageError)
+    assert name in str(refused)
+    assert repr(value) in str(refused)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("name", [*settings.SECONDS, *settings.SWITCHES])
+def test_an_empty_setting_is_not_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "")
+    settings.check()
+    default = settings.SECONDS[name].default if name in settings.SECONDS else True
+    assert default == (settings.seconds(name) if name in settings.SECONDS else settings.is_on(name))
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_without_a_folder_it_is_this_checkout_s(
+    value: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RUNS_DIR", "DATA_DIR"):
+        monkeypatch.delenv(name)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert (ROOT / "runs", ROOT / "data") == (folders.runs_dir(), folders.data_dir())
+
+
+@pytest.mark.parametrize("value", [None, "", "not/absolute"])
+def test_a_user_may_have_no_home_folder(value: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def unknown(user: int) -> pwd.struct_passwd:
+        raise KeyError(user)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.delenv("HOME", raising=False)
+    if value is not None:
+        monkeypatch.setenv("HOME", value)
+    assert settings.home() is None
+    script = tmp_path / "theirs" / "s.py"
+    script.parent.mkdir()
+    script.touch()
+    assert script == check_script(str(script), tmp_path / "runs")
+    monkeypatch.delenv("XDG_STATE_HOME")
+    with pytest.raises(PrerequisiteError, match="XDG_STATE_HOME"):
+        provenance.prepare()
+
+
+def test_a_home_folder_that_nobody_knows_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--script '~nobody-here/s.py'"):
+        check_script("~nobody-here/s.py", tmp_path / "runs")
+    assert settings.home() == Path(os.environ["HOME"])

@@ -1,0 +1,106 @@
+"""TF_CONFIG: exactly what TensorFlow reads, for every topology."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.contract import spec, tf_config
+from cluster.contract.spec import Role
+from cluster.system.errors import UsageError
+
+
+def test_a_worker_beside_a_parameter_server_gets_this_very_text() -> None:
+    cluster = spec.build(2, 1, evaluator=True)
+    expected = (
+        '{"cluster":{"chief":["chief:2222"],"worker":["worker-0:2222","worker-1:2222"],"ps":["ps-0:2222"]},'
+        '"task":{"type":"worker","index":1}}'
+    )
+    assert expected == tf_config.dumps(cluster, cluster.task("worker-1"))
+
+
+def test_without_parameter_servers_the_cluster_does_not_name_them() -> None:
+    cluster = spec.build(1)  # MultiWorkerMirroredStrategy waits for ever for a `ps` that is listed
+    assert ["chief", "worker"] == list(tf_config.render(cluster, cluster.task("chief"))["cluster"])
+
+
+@pytest.mark.parametrize("evaluator", [False, True])
+def test_the_chief_alone_gets_none(evaluator: bool) -> None:
+    cluster = spec.build(0, evaluator=evaluator)
+    assert [None] * len(cluster.tasks) == [tf_config.dumps(cluster, task) for task in cluster.tasks]
+
+
+def test_tasks_keep_their_names_where_others_are_left_out_and_tensorflow_counts_those_that_are_there() -> None:
+    cluster = spec.build(3).without({"worker-0", "worker-1"})
+    expected = {
+        "cluster": {"chief": ["chief:2222"], "worker": ["worker-2:2222"]},
+        "task": {"type": "worker", "index": 0},
+    }
+    assert expected == tf_config.render(cluster, cluster.task("worker-2"))
+    alone = cluster.without({"worker-2"})
+    assert None is tf_config.render(alone, alone.task("chief"))
+
+
+def test_tasks_that_prepare_data_get_none_and_are_in_none() -> None:
+    cluster = spec.build(1, data_workers=1)
+    assert tf_config.render(spec.build(1), spec.build(1).task("chief")) == tf_config.render(cluster, cluster.tasks[0])
+    assert [None, None] == [tf_config.dumps(cluster, task) for task in cluster.tasks if task.role.prepares]
+
+
+@pytest.mark.parametrize(("task", "index"), [("chief", 0), ("worker-0", 1), ("worker-1", 2)])
+def test_without_a_separate_chief_it_is_worker_0(task: str, index: int) -> None:
+    cluster = spec.build(2, separate_chief=False)
+    assert {
+        "cluster": {"worker": ["chief:2222", "worker-0:2222", "worker-1:2222"]},
+        "task": {"type": "worker", "index": index},
+    } == tf_config.render(cluster, cluster.task(task))
+
+
+def test_beside_parameter_servers_the_chief_is_always_separate() -> None:
+    one, other = spec.build(2, 1, separate_chief=False), spec.build(2, 1)
+    assert [tf_config.render(other, task) for task in other.tasks] == [tf_config.render(one, t) for t in one.tasks]
+
+
+@given(st.integers(1, 20), st.integers(0, 4), st.booleans())
+def test_what_is_rendered_is_read_back(workers: int, ps: int, evaluator: bool) -> None:
+    described = spec.build(workers, ps, evaluator)
+    for task in described.tasks:
+        addresses, role, index = tf_config.parse(tf_config.dumps(described, task))
+        assert (task.role, task.index) == (role, index)
+        assert "evaluator" not in addresses
+        assert [member.address for member in described.members] == [a for role in addresses.values() for a in role]
+        if role != Role.EVALUATOR:
+            assert task.address == addresses[role][index]
+
+
+CHIEF = {"type": "chief", "index": 0}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "Expecting value"),
+        ("{", "Expecting property name"),
+        ("[]", "list indices"),
+        ("{}", "'cluster'"),
+        (json.dumps({"cluster": {"chief": ["chief:2222"]}}), "'task'"),
+        (json.dumps({"cluster": {"chief": ["chief:2222"]}, "task": {"type": "boss", "index": 0}}), "'boss'"),
+        (
+            json.dumps({"cluster": {"chief": ["chief:2222"]}, "task": {"type": "chief", "index": 1}}),
+            "chief 1 is not in",
+        ),
+        (json.dumps({"cluster": {"chief": ["chief:2222"]}, "task": {"type": "worker", "index": 0}}), "worker 0 is not"),
+        (json.dumps({"cluster": {"chief": ["chief"]}, "task": CHIEF}), "'chief' is not host:port"),
+        (json.dumps({"cluster": {"chief": ["chief:0"]}, "task": CHIEF}), "'chief:0' is not host:port"),
+        (json.dumps({"cluster": {"chief": ["chief:70000"]}, "task": CHIEF}), "'chief:70000' is not host:port"),
+        (json.dumps({"cluster": {"chief": ["chief:http"]}, "task": CHIEF}), "'chief:http' is not host:port"),
+    ],
+)
+def test_anything_else_is_refused_with_an_example(text: str, message: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        tf_config.parse(text)
+    assert message in str(refused.value)
+    assert 'expected {"cluster": {"chief": ["host:port"]' in str(refused.value)

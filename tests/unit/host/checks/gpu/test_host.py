@@ -1,0 +1,319 @@
+"""The doctor on a machine with GPUs: every check says what it found, good or bad, and how to mend it."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster.contract.findings import Finding
+from cluster.host.checks import doctor
+from cluster.host.checks.gpu import host as gpu_host
+from cluster.host.checks.gpu import inside
+from cluster.host.checks.gpu.host import settings
+from cluster.system.ports import free_ports
+from tests.conftest import NVIDIA
+
+Docker = Callable[[str], Path]
+Host = Callable[[str], None]
+
+INFO = '{"Runtimes": {"runc": {}, "nvidia": {}}, "CDISpecDirs": []}'
+SEEN = {"devices": [f"/dev/nvidia{i}" for i in range(8)], "missing": [], "shared_bytes": 2**30}
+SEEN |= {"error": "", "count": 8, "cuda": 12090}
+
+
+def engine_that(*, info: str = INFO, image: str = "exit 0", run: str = f"echo '{json.dumps(SEEN)}'") -> str:
+    """Return the script of a `docker` of which these answers are asked."""
+    return (
+        f"case \"$*\" in\n'info --format {{{{json .}}}}') echo '{info}';;\ninfo*) echo '\"27.5.1\"';;\n"
+        f"compose*) echo 2.32.1;;\nimage*) {image};;\nrun*) {run};;\nesac"
+    )
+
+
+@pytest.fixture
+def toolkit_installed(tmp_path: Path) -> Callable[[], None]:
+    """Puts an `nvidia-ctk` beside the `docker` that is on the PATH."""
+
+    def put() -> None:
+        program = tmp_path / "bin" / "nvidia-ctk"
+        program.write_text('#!/bin/sh\necho "NVIDIA Container Toolkit CLI version 1.17.8"\necho "commit: f202b80"\n')
+        program.chmod(0o755)
+
+    return put
+
+
+def examine() -> dict[str, Finding]:
+    """Return the findings by their check's name."""
+    return {found.check: found for found in gpu_host.examine()}
+
+
+def recorded(host: str) -> gpu_host.Settings:
+    """Return what is recorded of a host."""
+    return settings((NVIDIA / host / "settings.csv").read_text())
+
+
+def changed(setting: str, *values: str) -> gpu_host.Settings:
+    """Return the settings of a good host, with these values on its first GPUs."""
+    report = [dict(gpu) for gpu in recorded("8-h100-nvswitch")]
+    for gpu, value in zip(report, values, strict=False):
+        gpu[setting] = value
+    return report
+
+
+def test_a_machine_without_gpus_lacks_nothing(docker: Docker) -> None:
+    calls = docker("exit 1")
+    assert [Finding("gpus", "ok", "none: no nvidia-smi on this machine")] == gpu_host.examine()
+    assert "" == calls.read_text()
+
+
+def test_the_doctor_looks_at_gpus(docker: Docker) -> None:
+    docker("exit 1")
+    assert Finding("gpus", "ok", "none: no nvidia-smi on this machine") in doctor.examine(free_ports(1)[0])
+
+
+def test_a_good_host_is_ok(
+    docker: Docker, nvidia_smi: Host, toolkit_installed: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = docker(engine_that())
+    toolkit_installed()
+    nvidia_smi("8-h100-nvswitch")
+    monkeypatch.setattr(gpu_host, "_shared_bytes", lambda: 2**33)
+    found = examine()
+    assert {"ok"} == {finding.state for finding in found.values()}
+    assert {""} == {finding.fix for finding in found.values()}
+    assert {name: finding.detail for name, finding in found.items()} == {
+        "gpus": "8 NVIDIA H100 80GB HBM3",
+        "gpu driver": "570.133.20: all of CUDA 12.5",
+        "gpu persistence": "on",
+        "gpu mig": "no GPU is split into instances",
+        "gpu ecc": "on, no uncorrected error",
+        "gpu clocks": "the same on GPUs of one model (highest clock 1980, application clock 1980, power limit 700.00)",
+        "shared memory": "/dev/shm has 8.0 GiB",
+        "gpu toolkit": "NVIDIA's container toolkit 1.17.8; the engine supports --gpu-runtime reserve, nvidia",
+        "gpu image": "CUDA 12.9, cuDNN 9 and NCCL load; 8 GPUs seen, devices: "
+        + ", ".join(SEEN["devices"])  # type: ignore[arg-type]
+        + "; 1.0 GiB shared memory",
+    }
+    (run,) = (call for call in calls.read_text().splitlines() if call.startswith("run "))
+    for word in ("--rm", "--gpus=all", "--shm-size=1gb", "--read-only", "--network=none", "--cap-drop=ALL"):
+        assert word in run.split()
+    assert "--entrypoint=python tf-cluster/train:gpu -c" in run
+
+
+def test_a_mixed_host_is_reported_with_what_to_use(docker: Docker, nvidia_smi: Host) -> None:
+    docker("exit 1")
+    nvidia_smi("3-mixed")
+    found = examine()
+    assert ("warning", "1 NVIDIA L4, 2 NVIDIA A100 80GB PCIe") == (found["gpus"].state, found["gpus"].detail)
+    assert "--gpus 1,2" in found["gpus"].fix
+    assert "warning" == found["gpu driver"].state
+    assert "off on GPU 0,1,2" in found["gpu persistence"].detail
+    assert "off on GPU 2" in found["gpu ecc"].detail
+    assert "application clock 1410 on GPU 1, 1065 on GPU 2" in found["gpu clocks"].detail
+    assert "power limit 300.00 on GPU 1, 250.00 on GPU 2" in found["gpu clocks"].detail
+    assert "highest" not in found["gpu clocks"].detail
+    assert "2040" not in found["gpu clocks"].detail
+    assert ("warning", "warning") == (found["gpu toolkit"].state, found["gpu image"].state)
+
+
+def test_instances_an_old_driver_and_memory_errors_are_reported(docker: Docker, nvidia_smi: Host) -> None:
+    docker("exit 1")
+    nvidia_smi("2-a100-mig")
+    found = examine()
+    assert "warning" == found["gpu mig"].state
+    assert "GPU 0 is split" in found["gpu mig"].detail
+    assert ("failed", "515.105.01: CUDA 12 needs 525.60.13") == (found["gpu driver"].state, found["gpu driver"].detail)
+    assert "failed" == found["gpu ecc"].state
+    assert "GPU 1 had" in found["gpu ecc"].detail
+
+
+@pytest.mark.parametrize(
+    ("version", "state"),
+    [
+        ("525.60.12", "failed"),
+        ("470.256.02", "failed"),
+        ("", "failed"),
+        ("525.60.13", "warning"),
+        ("555.42.01", "warning"),
+        ("555.42.02", "ok"),
+        ("1000.1", "ok"),
+    ],
+)
+def test_the_driver_is_compared_by_its_numbers(version: str, state: str) -> None:
+    assert state == gpu_host.driver(changed("driver_version", version)).state
+
+
+@pytest.mark.parametrize("none", ["[N/A]", "[Not Supported]", "N/A"])
+def test_what_a_gpu_does_not_report_is_no_problem(none: str) -> None:
+    report = [dict.fromkeys(gpu, none) | {"index": gpu["index"], "name": "L4"} for gpu in recorded("8-h100-nvswitch")]
+    checks = (gpu_host.persistence, gpu_host.mig, gpu_host.memory_errors, gpu_host.clocks)
+    found = [check(report) for check in checks]
+    assert {"ok"} == {finding.state for finding in found}
+    assert ["not reported by these GPUs"] * 2 == [found[0].detail, found[2].detail]
+    assert "none reported" in found[3].detail
+
+
+def test_one_gpu_alone_of_its_model_is_named_as_a_list() -> None:
+    assert gpu_host.models(changed("name", *"abcdefgh")[:2]).fix.endswith("--gpus 0,")
+
+
+@pytest.mark.parametrize("text", ["", "No devices were found", "a, b\n1, 2\nUnable to determine the device handle\n"])
+def test_output_that_is_no_table_reports_no_gpu(text: str) -> None:
+    assert [] == settings(text)
+
+
+def test_nvidia_smi_without_a_gpu_is_the_only_finding(docker: Docker, tmp_path: Path) -> None:
+    docker("exit 1")
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.write_text('#!/bin/sh\necho "No devices were found"\nexit 6\n')
+    program.chmod(0o755)
+    (found,) = gpu_host.examine()
+    assert ("warning", "nvidia-smi reports none: No devices were found") == (found.state, found.detail)
+
+
+def test_fields_that_a_driver_does_not_know_are_left_out(docker: Docker, tmp_path: Path) -> None:
+    docker("exit 1")
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.write_text(
+        '#!/bin/sh\ncase "$1" in\n'
+        "*clocks.applications.graphics*) echo 'Field \"clocks.applications.graphics\" is not a valid field to query.'\n"
+        "exit 2;;\n*) echo 'index, name, power.limit [W]'; echo '0, H100, 700.00';;\nesac\n"
+    )
+    program.chmod(0o755)
+    assert (0, "index, name, power.limit [W]\n0, H100, 700.00\n") == gpu_host.query()
+
+
+@pytest.mark.parametrize(
+    ("size", "state", "detail"),
+    [(2**30, "ok", "1.0 GiB"), (64 * 2**20, "warning", "has 64 MiB"), (0, "warning", "0 MiB")],
+)
+def test_shared_memory_must_be_enough_for_nccl(size: int, state: str, detail: str) -> None:
+    found = gpu_host.shared_memory(size)
+    assert state == found.state
+    assert detail in found.detail
+
+
+@pytest.mark.parametrize(
+    ("version", "ways", "state", "detail", "fix"),
+    [
+        ("1.17.8", ["cdi"], "ok", "toolkit 1.17.8; the engine supports --gpu-runtime cdi", ""),
+        ("1.17.8", [], "failed", "neither", "`nvidia-ctk runtime configure"),
+        ("", [], "failed", "no nvidia-ctk", "install NVIDIA's container toolkit, then `nvidia-ctk runtime"),
+        ("1.17.8", None, "warning", "no engine", "install Docker Engine"),
+    ],
+)
+def test_the_toolkit_must_be_there_and_known_to_the_engine(
+    version: str, ways: list[str] | None, state: str, detail: str, fix: str
+) -> None:
+    found = gpu_host.device_requests(version, ways)
+    assert state == found.state
+    assert detail in found.detail
+    assert found.fix.startswith(fix)
+
+
+def test_an_engine_that_knows_only_cdi_is_asked_by_cdi(docker: Docker, nvidia_smi: Host) -> None:
+    calls = docker(engine_that(info='{"Runtimes": {}, "DiscoveredDevices": [{"ID": "nvidia.com/gpu=all"}]}'))
+    nvidia_smi("8-h100-nvswitch")
+    found = examine()
+    assert found["gpu toolkit"].detail.endswith("--gpu-runtime cdi")
+    assert "ok" == found["gpu image"].state
+    assert " --device=nvidia.com/gpu=all " in calls.read_text()
+    assert "--gpus" not in calls.read_text()
+
+
+def test_an_engine_without_the_toolkit_starts_no_container(docker: Docker, nvidia_smi: Host) -> None:
+    calls = docker(engine_that(info='{"Runtimes": {"runc": {}}}'))
+    nvidia_smi("8-h100-nvswitch")
+    found = examine()
+    assert ("failed", "warning") == (found["gpu toolkit"].state, found["gpu image"].state)
+    assert "\nrun " not in calls.read_text()
+
+
+def test_an_image_that_is_not_built_is_reported_with_its_command(docker: Docker, nvidia_smi: Host) -> None:
+    calls = docker(engine_that(image="exit 1"))
+    nvidia_smi("8-h100-nvswitch")
+    found = examine()["gpu image"]
+    assert ("warning", "tf-cluster/train:gpu is not built") == (found.state, found.detail)
+    assert "invoke image.build --accelerator gpu" == found.fix
+    assert "\nrun " not in calls.read_text()
+
+
+def test_a_container_that_hangs_is_removed(docker: Docker, nvidia_smi: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = docker(engine_that(run="exec /bin/sleep 600"))
+    nvidia_smi("8-h100-nvswitch")
+    monkeypatch.setattr(inside, "INSIDE_TIMEOUT_S", 0.5)
+    found = examine()["gpu image"]
+    assert ("failed", True) == (found.state, "docker run did not answer in 0.5 s" in found.detail)
+    (run,) = (call for call in calls.read_text().splitlines() if call.startswith("run "))
+    (name,) = (word.removeprefix("--name=") for word in run.split() if word.startswith("--name="))
+    assert f"rm --force {name}" == calls.read_text().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("code", "report", "state", "detail"),
+    [
+        (0, {}, "ok", "CUDA 12.9"),
+        (0, {"missing": ["libnccl.so.2: cannot open"]}, "failed", "libraries do not load: libnccl.so.2: cannot open"),
+        (0, {"count": 7}, "failed", "7 GPUs seen, devices: /dev/nvidia0, "),
+        (0, {"count": 7}, "failed", "expected 8"),
+        (0, {"count": 0, "devices": [], "error": "no CUDA-capable device"}, "failed", "CUDA says: no CUDA-capable"),
+        (0, {"error": "driver version is insufficient"}, "failed", "CUDA says: driver version is insufficient"),
+        (0, {"shared_bytes": 2**26}, "failed", "64 MiB"),
+    ],
+)
+def test_what_a_container_sees_is_judged(code: int, report: dict[str, object], state: str, detail: str) -> None:
+    found = inside.judge(code, "a warning\n" + json.dumps(SEEN | report), 8)
+    assert state == found.state
+    assert detail in found.detail
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "detail"),
+    [
+        (125, "docker: Error\nno device driver with capabilities gpu", "starts: no device driver"),
+        (1, "", "no output"),
+        (0, "something else", "'something else'"),
+        (0, "[1]", "'[1]'"),
+    ],
+)
+def test_a_container_without_a_report_is_a_failure(code: int, text: str, detail: str) -> None:
+    found = inside.judge(code, text, 1)
+    assert "failed" == found.state
+    assert detail in found.detail
+
+
+def test_an_engine_that_may_not_lift_limits_is_not_to_be_configured() -> None:
+    text = "docker: Error response from daemon: error setting rlimit type 8: operation not permitted: unknown"
+    assert "CAP_SYS_RESOURCE" in inside.judge(125, text, 1).fix
+    assert "nvidia-ctk" in inside.judge(125, "docker: no device driver", 1).fix
+
+
+def test_what_runs_inside_reports_a_place_without_cuda_too() -> None:
+    done = subprocess.run([sys.executable, "-c", inside.INSIDE], capture_output=True, text=True, check=True)
+    report = json.loads(done.stdout)
+    lacking = [name for name in ("libcudart.so.12", "libcudnn.so.9", "libnccl.so.2") if not loads(name)]
+    assert lacking == [why.partition(":")[0] for why in report["missing"]]
+    assert report["shared_bytes"] > 0
+    if lacking:
+        found = inside.judge(0, done.stdout.strip(), 1)
+        assert ("failed", True) == (found.state, "do not load" in found.detail)
+
+
+def loads(name: str) -> bool:
+    """Whether the machine of this test has a library."""
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return False
+    return True
+
+
+def test_gpus_cut_into_instances_are_not_expected_whole(docker: Docker, nvidia_smi: Host) -> None:
+    docker(engine_that(run=f"echo '{json.dumps(SEEN | {'count': 1})}'"))
+    nvidia_smi("2-a100-mig")
+    assert "ok" == examine()["gpu image"].state

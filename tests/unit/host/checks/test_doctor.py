@@ -1,0 +1,138 @@
+"""The doctor: every check says what it found and how to mend it."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from cluster.contract.findings import Finding
+from cluster.host.checks import doctor
+from cluster.host.checks.gpu import host as gpu_host
+from cluster.host.image import engine, locks
+from cluster.host.image.engine import Answer
+from cluster.host.runtime import memory as limits
+from cluster.host.runtime.slurm import runtime as slurm
+from cluster.system import namespaces
+from cluster.system.namespaces import Refusal
+from cluster.system.paths import ROOT
+from cluster.system.ports import free_ports
+
+
+@pytest.fixture(autouse=True)
+def healthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine that lacks nothing."""
+    (tmp_path / "data" / "arrays" / "mnist-3.0.1").mkdir(parents=True)
+    (tmp_path / "data" / "arrays" / "mnist-3.0.1" / "arrays.json").touch()
+    monkeypatch.setattr(doctor, "locked", list)
+    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(limits, "TASK_MEMORY_BYTES", 1)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=10 * 2**30))
+    monkeypatch.setattr(engine, "probe", lambda: Answer(True, "Docker Engine 26.1.5, Compose 2.26.1"))
+    monkeypatch.setattr(namespaces, "refusal", lambda: None)
+    monkeypatch.setattr(gpu_host, "examine", lambda: [Finding("gpus", "ok", "none")])
+    monkeypatch.setattr(slurm.Slurm, "examine", lambda self: [])
+
+
+def examine(port: int | None = None) -> dict[str, Finding]:
+    """Return the findings by their check's name."""
+    return {found.check: found for found in doctor.examine(port or free_ports(1)[0])}
+
+
+def test_a_machine_that_lacks_nothing_is_ok() -> None:
+    found = examine()
+    machine = ["python", "packages", "processor", "disk", "data", "tensorboard port"]
+    assert [*machine, "docker", "memory", "task network", "gpus"] == list(found)
+    assert {"ok"} == {finding.state for finding in found.values()}
+    assert {""} == {finding.fix for finding in found.values()}
+    assert "mnist-3.0.1" == found["data"].detail
+
+
+@pytest.mark.parametrize(
+    ("check", "state", "lack", "detail", "fix"),
+    [
+        ("python", "failed", lambda m: m.setattr(sys, "version_info", (3, 10, 1)), "", "install Python 3.11 to 3.13"),
+        (
+            "packages",
+            "failed",
+            lambda m: m.setattr(doctor, "locked", lambda: [("pytest", "0.1"), ("no-such-package", "1")]),
+            "instead of 0.1, no-such-package missing instead of 1",
+            "make setup",
+        ),
+        ("processor", "warning", lambda m: m.setattr(doctor.os, "sched_getaffinity", lambda pid: {0}), "1 core", "one"),
+        ("memory", "failed", lambda m: m.setattr(limits, "TASK_MEMORY_BYTES", 2**60), "3 tasks need", "--workers 0"),
+        (
+            "disk",
+            "failed",
+            lambda m: m.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20)),
+            "1 MiB free",
+            "set RUNS_DIR",
+        ),
+        ("disk", "failed", lambda m: m.setattr(doctor.os, "access", lambda *_: False), "cannot be written", "RUNS_DIR"),
+        ("data", "warning", lambda m: m.setenv("DATA_DIR", "/nowhere"), "prepared in /nowhere", "invoke data.prepare"),
+        (
+            "task network",
+            "warning",
+            lambda m: m.setattr(namespaces, "refusal", lambda: Refusal("forbidden", "allow it")),
+            "local tasks are in this machine's own, for everybody to reach: forbidden",
+            "allow it; containers, or a firewall, close them",
+        ),
+        (
+            "docker",
+            "warning",
+            lambda m: m.setattr(engine, "probe", lambda: Answer(False, "docker is not installed")),
+            "docker is not installed",
+            "Docker with Compose v2",
+        ),
+    ],
+)
+def test_what_is_missing_is_reported_with_its_fix(
+    monkeypatch: pytest.MonkeyPatch,
+    check: str,
+    state: str,
+    lack: Callable[[pytest.MonkeyPatch], None],
+    detail: str,
+    fix: str,
+) -> None:
+    lack(monkeypatch)
+    found = examine()
+    assert state == found[check].state
+    assert detail in found[check].detail
+    assert fix in found[check].fix
+    assert {"ok"} == {finding.state for name, finding in found.items() if name != check}
+
+
+def test_a_port_in_use_is_only_a_warning() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        found = examine(server.getsockname()[1])["tensorboard port"]
+    assert "warning" == found.state
+
+
+@pytest.mark.parametrize(("states", "ok"), [(["ok", "warning"], True), (["ok", "failed", "warning"], False)])
+def test_only_a_failed_check_makes_the_report_bad(states: list[str], ok: bool) -> None:
+    report = doctor.report([Finding("check", state, "found", "fix") for state in states])
+    assert ok == report["ok"]
+    assert {"check": "check", "state": "ok", "detail": "found", "fix": "fix"} == report["findings"][0]
+
+
+def test_the_doctor_looks_at_what_make_setup_installs() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert f"LOCKS := $(addprefix requirements/,{' '.join(f'{lock}.lock' for lock in doctor.LOCKS)})\n" in makefile
+
+
+def test_locked_packages_are_those_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(locks, "ROOT", tmp_path)
+    (tmp_path / "requirements").mkdir()
+    for lock in doctor.LOCKS:
+        (tmp_path / "requirements" / f"{lock}.lock").write_text("# a comment\n")
+    (tmp_path / "requirements" / "host.lock").write_text(
+        "invoke==3.0.3 \\\n    --hash=sha256:00 \\\n    --hash=sha256:01\n    # via -r host.in\n"
+        "colorama==0.4.6 ; sys_platform == 'win32' \\\n    --hash=sha256:02\n"
+        "numpy==2.4.6 ; python_full_version >= '3.11' \\\n    --hash=sha256:03\n"
+    )
+    assert [("invoke", "3.0.3"), ("numpy", "2.4.6")] == doctor.locked()

@@ -1,0 +1,218 @@
+"""`invoke explain`: every mistake of a TF_CONFIG is found, and none where there is none."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from invoke import Exit, MockContext
+
+import tasks
+from cluster.contract import spec, strategies, tf_config
+from cluster.contract.run.folder import RunFolder
+from cluster.host.checks import explain, tf_config_lint
+from cluster.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
+
+TWO = {"worker": ["a:2222", "b:2222"]}
+
+
+def text(cluster: object = TWO, role: object = "worker", index: object = 0) -> str:
+    return json.dumps({"cluster": cluster, "task": {"type": role, "index": index}})
+
+
+def found(value: str, strategy: str = "") -> set[tuple[str, str]]:
+    """Return the state and the name of each finding."""
+    kind = strategies.get(strategy) if strategy else None
+    return {(each.state, each.check) for each in tf_config_lint.lint(tf_config_lint.read(value), kind)}
+
+
+def explained(**options: Any) -> int:
+    """Run the task; return its exit code."""
+    with pytest.raises(Exit) as ended:
+        tasks.ns["explain"](MockContext(), **options)
+    return int(ended.value.code)
+
+
+@pytest.mark.parametrize(
+    ("value", "check"),
+    [
+        ("", "json"),
+        ("{", "json"),
+        ("{'cluster': {}}", "json"),
+        ('{\\"cluster\\": {}}', "json"),
+        (json.dumps(text()), "json"),
+        ("[" * 100_000, "json"),
+        ("[]", "json"),
+        ("7", "json"),
+        ("{}", "cluster"),
+        ('{"cluster": []}', "cluster"),
+        (text({"worker": "a:2222"}), "cluster"),
+        (text({"worker": [7]}), "address"),
+        ('{"cluster": {"worker": ["a:1234"]}}', "task"),
+        (text(index=None), "task"),
+        (json.dumps({"cluster": TWO, "task": {"type": "worker", "id": 0}}), "task"),
+        (text(index=2), "task"),
+        (text(index=-1), "task"),
+        (text(role="chief"), "task"),
+        (text(TWO | {"evaluator": ["e:2222"]}), "evaluator"),
+        (text(TWO | {"chief": ["c:2222", "d:2222"]}), "chief"),
+        (text(TWO | {"chief": ["c:2222"], "master": ["m:2222"]}), "chief"),
+        (text(TWO | {"wroker": ["c:2222"]}), "roles"),
+        (text({"worker": ["a:2222", "A:2222"]}), "duplicate"),
+        (text({"worker": ["localhost:2222", "127.0.0.1:2222"]}), "duplicate"),
+        (text({"worker": ["localhost:2222", "b:2222"]}), "localhost"),
+        (text({"worker": ["0.0.0.0:2222", "b:2222"]}), "localhost"),
+        (text({"worker": ["a", "b:2222"]}), "address"),
+        (text({"worker": ["grpc://a:2222", "b:2222"]}), "address"),
+        (text({"worker": ["a:0", "b:2222"]}), "port"),
+        (text({"worker": ["a:65536", "b:2222"]}), "port"),
+        (text({"worker": ["-a:2222", "b:2222"]}), "name"),
+        (text({"worker": ["a..b:2222", "b:2222"]}), "name"),
+        (text({"worker": [f"{'a' * 64}:2222", "b:2222"]}), "name"),
+        (text({"worker": ["10.0.0.300:2222", "b:2222"]}), "name"),
+        (text({"ps": ["p:2222"], "chief": ["c:2222"]}, "chief"), "strategy"),
+        (text({"ps": ["p:2222"], **TWO}), "strategy"),
+    ],
+)
+def test_a_mistake_is_found(value: str, check: str) -> None:
+    assert ("failed", check) in found(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "fix"),
+    [
+        (text().replace("]", ",]"), "comma"),
+        (str(json.loads(text())), "json.dumps"),
+        (f"export TF_CONFIG='{text()}'", "value alone"),
+        (text({"Worker": ["a:2222"]}, "Worker"), "write 'worker'"),
+        (text({"workers": ["a:2222"]}), "write 'worker'"),
+        (text({"workerpool0": ["a:2222"]}, "workerpool0"), "TF_CONFIG"),
+    ],
+)
+def test_the_fix_is_for_the_mistake_that_was_made(value: str, fix: str) -> None:
+    assert any(fix in each.fix for each in tf_config_lint.lint(tf_config_lint.read(value)))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "role"),
+    [
+        ({"chief": ["j-chief-0.ns.svc:2222"], "worker": ["j-worker-0.ns.svc:2222"]}, "chief"),
+        ({"worker": ["algo-1:8890", "algo-2:8890"]}, "worker"),
+        (
+            {"chief": ["cmle-workerpool0-b4-0:2222"], "worker": ["cmle-workerpool1-b4-0:2222"]},
+            "chief",
+        ),
+        ({"worker": ["localhost:12345", "localhost:23456"]}, "worker"),
+    ],
+    ids=["TFJob", "SageMaker", "Vertex AI", "the tutorials"],
+)
+def test_what_others_write_is_right(cluster: dict[str, list[str]], role: str) -> None:
+    theirs = {"cluster": cluster, "task": {"type": role, "index": 0}, "environment": "cloud", "rpc_layer": "grpc"}
+    assert set() == found(json.dumps(theirs))
+
+
+@pytest.mark.parametrize(
+    ("value", "check"),
+    [
+        (text(index="0"), "task"),
+        (text({"master": ["a:2222"], "worker": ["b:2222"]}), "chief"),
+        (text({"worker": ["a:40000", "b:2222"]}), "port"),
+        (text({"worker": ["a:80", "b:2222"]}), "port"),
+        (text({"worker": ["a_1:2222", "b:2222"]}), "name"),
+        (text({"worker": {"0": "a:2222", "2": "b:2222"}}), "roles"),
+        (text(TWO | {"chief": ["c:2222"], "ps": ["p:2222"]}), "strategy"),
+    ],
+)
+def test_what_may_go_wrong_is_a_warning(value: str, check: str) -> None:
+    assert {("warning", check)} == found(value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "cluster", "is_right"),
+    [
+        ("multiworker", TWO | {"ps": ["p:2222"]}, False),
+        ("ps", TWO, False),
+        ("ps", TWO | {"ps": ["p:2222"], "chief": ["c:2222"]}, True),
+        ("mirrored", TWO, False),
+        ("multiworker", TWO, True),
+    ],
+)
+def test_the_strategy_must_fit_the_cluster(strategy: str, cluster: dict[str, list[str]], is_right: bool) -> None:
+    assert is_right is (("failed", "strategy") not in found(text(cluster), strategy))
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [{"workers": 2}, {"workers": 2, "ps": 2, "evaluator": True}, {"workers": 1, "separate_chief": False}],
+)
+def test_nothing_is_wrong_with_our_own(topology: dict[str, Any]) -> None:
+    cluster = spec.build(**topology)
+    for task in cluster.tasks:
+        assert set() == found(tf_config.dumps(cluster, task) or "", cluster.strategy)
+
+
+def test_addresses_of_ipv6_and_several_machines_are_fine() -> None:
+    assert set() == found(text({"worker": ["[fd00::1]:2222", "10.0.0.2:2222", "c.example.org.:2222"]}))
+
+
+def test_every_port_is_tried_where_that_is_requested() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as closed:
+        there, gone = server.getsockname()[1], closed.getsockname()[1]
+        closed.close()
+        cluster = {"worker": [f"127.0.0.1:{there}", f"127.0.0.1:{gone}", f"{'a' * 64}:2222"]}
+        details = [each.detail for each in tf_config_lint.reach(tf_config_lint.read(text(cluster)))]
+    assert ["worker 1", "worker 2"] == [detail.split(":")[0] for detail in details]
+
+
+# The task
+
+
+def test_a_file_the_environment_and_a_run_are_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_run: Callable[..., RunFolder],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    path = tmp_path / "tf_config.json"
+    path.write_text(text(index=5))
+    assert EXIT_FAILED == explained(file=str(path))
+    monkeypatch.setenv("TF_CONFIG", text())
+    assert EXIT_DONE == explained()
+    make_run("one", workers=1)
+    capsys.readouterr()
+    assert EXIT_DONE == explained(run="one", json=True)
+    value = json.loads(capsys.readouterr().out)
+    assert value["ok"]
+    assert ["chief", "worker"] == [task["role"] for task in value["tasks"]]
+    assert all(task["does"] for task in value["tasks"])
+
+
+def test_options_of_up_are_explained_without_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert EXIT_DONE == explained(workers="2", ps="1", evaluator=True)
+    shown = capsys.readouterr().out
+    assert "ParameterServerStrategy" in shown
+    assert {"chief", "worker", "ps", "evaluator"} <= {line.split(" ")[0] for line in shown.splitlines()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"file": "missing.json"},
+        {"file": "x", "workers": "2"},
+        {"workers": "x"},
+        {"run": "none"},
+        {"lint": True},
+        {"workers": "1", "task": "ps-0"},
+    ],
+)
+def test_what_cannot_be_explained_is_wrong_usage(options: dict[str, str]) -> None:
+    assert EXIT_USAGE == explained(**options)
+
+
+def test_only_mistakes_are_shown_with_lint_and_nothing_steers_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    result = explain.of_text(text({"worker": ["a\x1b[2J:2222", "b:2222"]}), "x")
+    assert not result.ok
+    assert len(result.findings) == len(result.lines(lint=True))
+    assert "\x1b" not in "".join(result.lines(lint=False))

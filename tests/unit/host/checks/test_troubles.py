@@ -1,0 +1,335 @@
+"""Every row of the troubleshooting table, provoked: the line says what the table promises, with its exit code."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from invoke import Config, Context
+
+from cluster.agent import diagnosis, ports, rendezvous
+from cluster.agent.policy import Recovery
+from cluster.contract import compatibility, spec
+from cluster.contract.recovery.attempts import OWN
+from cluster.contract.recovery.ends import End
+from cluster.contract.run import claim, owner, provenance
+from cluster.contract.run.folder import RunFolder
+from cluster.host.checks import documents, troubles
+from cluster.host.checks.troubles import TROUBLES, Trouble
+from cluster.host.cli import command_line
+from cluster.host.cli.tasks import docs
+from cluster.host.gpu import devices
+from cluster.host.image import engine
+from cluster.host.launch import configuration, folders, startup, teardown
+from cluster.host.launch.inputs import packages
+from cluster.host.options.request import Request
+from cluster.host.runtime import memory, network, tensorboard
+from cluster.system import memory as system_memory
+from cluster.system.errors import EXIT_DONE, EXIT_FAILED, ClusterError, PrerequisiteError
+from cluster.system.json_files import write_json
+from cluster.system.paths import ROOT
+from cluster.system.ports import free_ports
+
+Provoked = tuple[str, int]
+PROVOKE: dict[str, Callable[..., Provoked]] = {}
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """Puts a program of this name and text on the PATH."""
+
+    def put(name: str, text: str) -> Path:
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/bash\n{text}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{path.parent}:/usr/bin:/bin")
+        return path
+
+    return put
+
+
+def provokes(name: str) -> Callable[[Callable[..., Provoked]], Callable[..., Provoked]]:
+    def register(function: Callable[..., Provoked]) -> Callable[..., Provoked]:
+        PROVOKE[name] = function
+        return function
+
+    return register
+
+
+def refused(call: Callable[[], object]) -> Provoked:
+    with pytest.raises(ClusterError) as caught:
+        call()
+    return str(caught.value), caught.value.exit_code
+
+
+def make(folder: Path, *words: str) -> Provoked:
+    """Run make in another folder; return the last error and the exit code of the recipe."""
+    command = ["make", "--no-print-directory", "-f", str(ROOT / "Makefile"), "-C", str(folder), *words]
+    environment = os.environ | {"LC_ALL": "C"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    printed = done.stdout + done.stderr
+    (line,) = re.findall(r"^error: .*$", printed, re.MULTILINE)
+    (code,) = re.findall(r"Error (\d+)", printed)
+    return line, int(code)
+
+
+@provokes("no venv module")
+def _(tmp_path: Path, program: Callable[[str, str], Path]) -> Provoked:
+    python = program("python3", '[ "$1" = -c ] && exit 0\necho "No module named venv" >&2\nexit 1')
+    return make(tmp_path, f"PYTHON={python}", ".venv/bin/python")
+
+
+@provokes("wrong Python")
+def _(tmp_path: Path, program: Callable[[str, str], Path]) -> Provoked:
+    old = "import sys; sys.version_info = (3, 9, 18); sys.version = '3.9.18 (main)'; exec(sys.argv[1])"
+    python = program("python3", f'exec {sys.executable} -c {shlex.quote(old)} "$2"')
+    line, code = make(tmp_path, f"PYTHON={python}", ".venv/bin/python")
+    return line, code
+
+
+@provokes("no network for pip")
+def _(tmp_path: Path, program: Callable[[str, str], Path]) -> Provoked:
+    python = program("python3", 'echo "ERROR: ProxyError(Cannot connect to proxy., NewConnectionError(...))"; exit 1')
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").symlink_to(python)
+    (tmp_path / "requirements").symlink_to(ROOT / "requirements")
+    return make(tmp_path, ".venv/.host")
+
+
+@provokes("no network for own packages")
+def _(program: Callable[[str, str], Path]) -> Provoked:
+    pip = program("pip", "echo 'WARNING: Retrying after connection broken by ProxyError(...)'; exit 1")
+    return refused(lambda: packages._run([str(pip)], Path("mine.txt")))
+
+
+@provokes("port taken")
+def _(tmp_path: Path) -> Provoked:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return refused(lambda: tensorboard.check_port(tmp_path, taken.getsockname()[1]))
+
+
+@provokes("no disk")
+def _(monkeypatch: pytest.MonkeyPatch) -> Provoked:
+    monkeypatch.setattr(startup.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+    plan = SimpleNamespace(runtime=SimpleNamespace(preflight=lambda plan, ending: None), tensorboard_port=0)
+    return refused(lambda: startup.check_machine(plan))  # type: ignore[arg-type]
+
+
+@provokes("engine without Compose")
+def _(program: Callable[[str, str], Path]) -> Provoked:
+    program("docker", """[ "$1" = info ] && echo '"26.1"' && exit 0\necho "'compose' is no command" >&2; exit 1""")
+    return refused(lambda: engine.demand("--runtime docker"))
+
+
+@provokes("no permission on the socket")
+def _(program: Callable[[str, str], Path]) -> Provoked:
+    program("docker", 'echo "permission denied while trying to connect to the Docker daemon socket" >&2; exit 1')
+    return refused(lambda: engine.demand("--runtime docker"))
+
+
+@provokes("no engine running")
+def _(program: Callable[[str, str], Path]) -> Provoked:
+    program("docker", 'echo "Cannot connect to the Docker daemon. Is the docker daemon running?" >&2; exit 1')
+    return refused(lambda: engine.demand("--runtime docker"))
+
+
+@provokes("run name that exists")
+def _(make_run: Callable[..., RunFolder]) -> Provoked:
+    run = make_run("mine")
+    return refused(lambda: folders.check_folder(run, resumes=False, replaces=False))
+
+
+@provokes("batch that does not divide")
+def _() -> Provoked:
+    return refused(lambda: compatibility.check_global_batch(192, 5))
+
+
+@provokes("unknown option of the training")
+def _(tmp_path: Path) -> Provoked:
+    request = Request(overrides=("--optimizer.learning-rat", "1"))
+    return refused(lambda: configuration.resolve(request, None, None, tmp_path))
+
+
+@provokes("preset with an error")
+def _(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Provoked:
+    (tmp_path / "broken_preset.py").write_text("def preset():\n    return 1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    request = Request(preset="broken_preset:preset")
+    return refused(lambda: configuration.resolve(request, None, None, tmp_path))
+
+
+@provokes("too little memory")
+def _(monkeypatch: pytest.MonkeyPatch) -> Provoked:
+    monkeypatch.setattr(system_memory, "available_bytes", lambda: 2**30)
+    return refused(lambda: memory.check_free(3))
+
+
+@provokes("killed for memory")
+def _(monkeypatch: pytest.MonkeyPatch) -> Provoked:
+    monkeypatch.setattr(system_memory, "limit_bytes", lambda: 2**31)
+    return diagnosis.describe(-signal.SIGKILL, out_of_memory=True), EXIT_FAILED
+
+
+@provokes("no GPU")
+def _(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Provoked:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return refused(lambda: devices.machine("--gpus 1"))
+
+
+@provokes("GPU image without a GPU")
+def _(monkeypatch: pytest.MonkeyPatch) -> Provoked:
+    from train import strategy
+
+    monkeypatch.setattr(strategy.tf.config, "list_physical_devices", lambda kind: [])
+    monkeypatch.setenv("GPUS_GIVEN", "1")
+    return refused(strategy.check_gpus)
+
+
+# Later
+
+
+@provokes("a task never came up")
+def _() -> Provoked:
+    cluster = spec.build(1, ports=free_ports(2))
+    never = {"explain": lambda name: "never started"}
+    return refused(lambda: rendezvous.wait(cluster, cluster.task("chief"), token="run/0", timeout_s=0.2, **never))
+
+
+@provokes("another command at work")
+def _(make_run: Callable[..., RunFolder]) -> Provoked:
+    run = make_run("mine")
+
+    def twice() -> None:
+        with claim.hold(run, "started"), claim.hold(run, "resumed", wait_s=0):
+            pass
+
+    return refused(twice)
+
+
+@provokes("engine gone at the end")
+def _(make_run: Callable[..., RunFolder], program: Callable[[str, str], Path]) -> Provoked:
+    program("docker", 'echo "Cannot connect to the Docker daemon. Is the docker daemon running?" >&2; exit 1')
+    run = make_run("mine")
+    owner.begin(run, "docker")
+    write_json(run.compose, {"runtime": "docker", "tasks": {}})
+    return refused(lambda: teardown.leftovers(run.path.parent).check(None))
+
+
+@provokes("engine that hangs")
+def _(program: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch) -> Provoked:
+    program("docker", "exec sleep 600")
+    monkeypatch.setattr(engine, "COMPOSE_TIMEOUT_S", 0.2)
+    context = Context(Config(overrides={"run": {"in_stream": False}}))
+    return refused(lambda: command_line.shell(context)("docker compose ps"))
+
+
+@provokes("no source of the data")
+def _(tmp_path: Path) -> Provoked:
+    from train.data.prepare import arrays
+
+    def unreachable(*_: object) -> None:
+        raise PrerequisiteError("no answer within 5 s")
+
+    def missing() -> None:
+        raise PrerequisiteError("none there")
+
+    dataset = SimpleNamespace(decode=missing, source_files=list)
+    folder = tmp_path / "fashion_mnist-3.0.1"
+    return refused(lambda: arrays._decode_first("fashion_mnist", dataset, {"TFDS": unreachable}, tmp_path, folder))
+
+
+@provokes("loss that is no number")
+def _() -> Provoked:
+    from train.loops import outer
+
+    error = outer.not_finite(float("nan"), 7)
+    return str(error), error.exit_code
+
+
+@provokes("task off its network")
+def _() -> Provoked:
+    return cannot_listen("192.0.2.1", free_ports(1)[0])
+
+
+@provokes("port of a task taken")
+def _() -> Provoked:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return cannot_listen("127.0.0.1", taken.getsockname()[1])
+
+
+def cannot_listen(host: str, port: int) -> Provoked:
+    task = replace(spec.build(1, ports=free_ports(2)).task("worker-0"), host=host, port=port)
+    return refused(lambda: ports.listen(task, timeout_s=0, abandon=lambda: False, report=lambda obstacle: None))
+
+
+@provokes("failure again and again")
+def _(make_run: Callable[..., RunFolder]) -> Provoked:
+    run = make_run(workers=1)
+    cluster = run.load_cluster()
+    policy = Recovery(run, cluster, cluster.task("worker-0"))
+    policy._fail(End("worker-0", OWN, "ended with exit code 1", "ValueError: x", 0.0, furthest=5), 4)
+    return run.outcome["error"], run.outcome["exit_code"]
+
+
+@provokes("program that leaves")
+def _() -> Provoked:
+    return diagnosis.describe(0, out_of_memory=False), EXIT_FAILED
+
+
+@provokes("somebody else's run")
+def _(make_run: Callable[..., RunFolder]) -> Provoked:
+    run = make_run("mine")
+    copied = RunFolder(run.path.rename(run.path.parent / "copied"))
+    return refused(lambda: provenance.check(copied))
+
+
+@provokes("tasks that others can reach")
+def _() -> Provoked:
+    return network.of_processes("host", "", way_out="", serves=True).warning, EXIT_DONE
+
+
+@provokes("damaged record")
+def _(make_run: Callable[..., RunFolder]) -> Provoked:
+    run = make_run()
+    run.cluster.write_text("{")
+    return refused(run.load_cluster)
+
+
+# The table
+
+
+def pattern(sees: str) -> str:
+    """Return what a line must match: `...` stands for anything."""
+    return ".*".join(map(re.escape, sees.split("...")))
+
+
+@pytest.mark.parametrize("trouble", TROUBLES, ids=lambda trouble: trouble.name)
+def test_a_trouble_is_seen_as_the_table_says(trouble: Trouble, request: pytest.FixtureRequest) -> None:
+    provoke = PROVOKE[trouble.name]
+    expected = provoke.__code__.co_varnames[: provoke.__code__.co_argcount]
+    line, code = provoke(**{name: request.getfixturevalue(name) for name in expected})
+    assert re.search(pattern(trouble.sees), line), line
+    assert trouble.next in line
+    assert trouble.exit_code == code
+    assert "\n" not in line
+
+
+def test_every_row_is_provoked_and_says_what_to_do() -> None:
+    assert {trouble.name for trouble in TROUBLES} == PROVOKE.keys()
+    assert all(trouble.why and trouble.fix and trouble.next in trouble.sees + ".py:" for trouble in TROUBLES)
+    assert all(trouble.next for trouble in troubles.FIRST_HOUR)
+
+
+def test_the_document_has_the_table() -> None:
+    assert troubles.page() == documents.written(docs.TROUBLES_PAGE, docs.TROUBLES_BEGIN)

@@ -1,0 +1,170 @@
+"""Errors of the command line: one line, and the right exit code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from invoke import Config, Context, Exit
+from invoke.exceptions import ThreadException
+from invoke.util import ExceptionWrapper
+
+from cluster.contract.findings import Finding
+from cluster.host.checks import doctor
+from cluster.host.cli.command_line import report_errors
+from cluster.host.launch import planning
+from cluster.host.options.request import Request
+from cluster.host.runtime.compose import overlay
+from cluster.system.json_files import write_json
+from cluster.system.paths import ROOT
+from tests.unit.beats import beat
+from tests.unit.command_line import MakeRun, commands, context, current, invoke, refusal
+
+
+def real_context() -> Context:
+    """Return a context that runs commands, with the settings of invoke.yaml."""
+    config = Config(project_location=str(ROOT))
+    config.load_project()
+    return Context(config)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["up", "--workers", "two"], 2, "error: --workers 'two': expected a whole number from 0 to 512"),
+        (["up", "--runtime=local", "--", "--epoch", "1"], 2, "error: override '--epoch' is not an option"),
+        (["up", "--runtime=docker"], 3, "error: --runtime docker: no Docker Engine answers (docker is not"),
+        (["status"], 2, "error: there is no current run; start one with `invoke up`, or name one of runs/"),
+    ],
+)
+def test_an_error_is_one_line_with_its_exit_code(tmp_path: Path, words: list[str], code: int, message: str) -> None:
+    done = invoke(*words, PATH=str(tmp_path))
+    assert (code, 1, "") == (done.returncode, len(done.stderr.splitlines()), done.stdout)
+    assert done.stderr.startswith(message)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "unbuffered", "ends"),
+    [
+        ("plan --runtime local --json", "", (141, 0)),
+        ("plan --runtime local --json", "1", (141, 0)),
+        ("up --help", "", (141, 0)),
+        ("up --help", "1", (141, 0)),
+        ("--list", "", (141, 0)),
+        ("status", "1", (2, 1)),  # what is wrong is reported all the same
+    ],
+)
+def test_a_command_whose_output_nobody_reads_ends_quietly(words: str, unbuffered: str, ends: tuple[int, int]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as output:
+        done = subprocess.run(
+            [sys.executable, "-m", "invoke", *words.split()],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=300,
+        )
+    assert ends == (done.returncode, len(done.stderr.splitlines())), done.stderr
+
+
+def test_a_command_that_shows_another_s_output_to_nobody_ends_quietly() -> None:
+    def show(c: Context, error: Exception) -> None:
+        raise ThreadException([ExceptionWrapper({}, type(error), error, None)])
+
+    with pytest.raises(Exit) as ended:
+        report_errors(show)(Context(), BrokenPipeError())
+    assert (141, None) == (ended.value.code, ended.value.message)
+    with pytest.raises(ThreadException):
+        report_errors(show)(Context(), UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"))
+
+
+@pytest.mark.parametrize(
+    ("task", "requested", "expected"),
+    [
+        ("logs", {"task": "worker-7"}, "error: no task 'worker-7' in this cluster; did you mean 'worker-0'?"),
+        ("logs", {"run": "a/b"}, "error: run name 'a/b': expected letters, digits"),
+        ("status", {"run": "rum"}, "error: there is no run 'rum' in "),
+        ("wait", {"timeout": "soon"}, "error: --timeout 'soon': expected a whole number from 1 to 1000000000"),
+        ("stop", {"run": "absent"}, "error: there is no run 'absent' in "),
+        ("down", {"run": "absent"}, "error: there is no run 'absent' in "),
+        ("tensorboard", {"port": "0"}, "error: --port '0': expected a whole number from 1 to 65535"),
+        ("tensorboard", {"runtime": "podman"}, "error: --runtime 'podman' is not a runtime"),
+    ],
+)
+def test_wrong_usage_ends_with_2_and_starts_nothing(
+    make_run: MakeRun, task: str, requested: dict[str, str], expected: str
+) -> None:
+    current(make_run(workers=1))
+    c = context()
+    code, message = refusal(task, c, **requested)
+    assert (2, 1, []) == (code, len(message.splitlines()), commands(c))
+    assert message.startswith(expected)
+
+
+def test_waiting_too_long_ends_with_4(make_run: MakeRun) -> None:
+    run = current(make_run(workers=0))
+    beat(run, "chief", step=1)
+    message = "error: run run has not ended after 1 s; it goes on, see `invoke status`"
+    assert (4, message) == refusal("wait", timeout="1")
+
+
+@pytest.mark.parametrize(("state", "code"), [("succeeded", 0), ("stopped", 130)])
+def test_waiting_reports_how_the_run_ended(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str], state: str, code: int
+) -> None:
+    run = current(make_run(workers=0))
+    values = {"steps": 5, "wall_s": 1.0, "startup_s": None, "metrics": {}, "restarts": []}
+    write_json(run.summary, {"state": state} | values)
+    assert (code, "") == refusal("wait")
+    assert capsys.readouterr().out.startswith(f"{state}: 5 steps in 1.0 s\n")
+
+
+def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(request: Request, *, installs: bool) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(planning, "plan", interrupt)
+    assert (130, "interrupted") == refusal("up")
+
+
+@pytest.mark.parametrize(("state", "code"), [("warning", 0), ("failed", 3)])
+def test_the_doctor_ends_with_3_where_something_must_be_mended(
+    monkeypatch: pytest.MonkeyPatch, state: str, code: int
+) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda: [Finding("check", state, "found")])
+    assert (code, "") == refusal("doctor")
+
+
+def test_an_engine_that_stops_while_it_builds_ends_the_start(
+    engine_that_fails: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    calls = engine_that_fails("build ")
+    code, message = refusal("up", real_context(), name="one", runtime="docker", tensorboard_port="0")
+    assert 1 == code
+    assert message.startswith("error: ") and " && docker build " in message
+    assert 1 == len(message.splitlines())
+    assert "the engine is gone" in capfd.readouterr().err
+    assert not (tmp_path / "runs" / "one").exists()
+    assert " up " not in calls.read_text()
+
+
+def test_an_engine_that_stops_half_way_leaves_nothing_behind(
+    engine_that_fails: Callable[[str], Path], tmp_path: Path
+) -> None:
+    calls = engine_that_fails(" up ")
+    code, message = refusal("up", real_context(), name="one", runtime="docker", tensorboard_port="0")
+    assert 1 == code
+    assert message.startswith("error: ") and " && docker compose " in message
+    up, down = calls.read_text().splitlines()[-2:]
+    run_dir = tmp_path / "runs" / "one"
+    assert str(run_dir / "compose.json") in up
+    assert f" --project-name {overlay.project(run_dir)} " in down
+    assert down.endswith(" down --timeout 10 --volumes --remove-orphans")

@@ -1,0 +1,138 @@
+"""The command line's names and help: every task, every option, every default."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tasks
+from cluster.host.launch import planning
+from cluster.host.options.option import Group
+from cluster.host.options.request import OPTIONS, Request
+from cluster.system.errors import PrerequisiteError
+from cluster.system.paths import ROOT
+from tests.unit.command_line import context, invoke, options, refusal
+
+CONTRACT = {
+    *("up", "plan", "status", "logs", "wait", "stop", "down", "scale", "evaluate", "export", "tensorboard", "doctor"),
+    *("verify", "rerun", "chaos", "profile", "bench", "test", "predict", "golden", "timeline"),
+    *("explain", "runs", "compare", "report", "env", "clean", "tour"),
+}
+
+COLLECTIONS = {"image", "data", "docs", "swarm", "k8s", "requirements"}
+
+BUILT = {
+    *("up", "plan", "status", "logs", "wait", "stop", "down", "tensorboard", "doctor", "test"),
+    *("evaluate", "export", "predict", "verify", "bench"),
+    *(
+        "image.base",
+        "image.build",
+        "image.reproduce",
+        "image.sbom",
+        "data.prepare",
+        "data.shard",
+        "data.verify",
+        "requirements.lock",
+    ),
+}
+
+ALL_TASKS: list[str] = sorted(tasks.ns.task_names)
+
+
+def test_tasks_have_the_contract_s_names() -> None:
+    assert set(ALL_TASKS) >= BUILT
+    assert {name for name in ALL_TASKS if "." not in name} <= CONTRACT
+    assert {name.split(".")[0] for name in ALL_TASKS if "." in name} <= COLLECTIONS
+
+
+def test_the_list_shows_every_task_in_a_sentence() -> None:
+    lines = invoke("--list").stdout.splitlines()
+    assert set(ALL_TASKS) == {line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "}
+    for name in ALL_TASKS:
+        assert tasks.ns[name].__doc__.splitlines()[0].endswith("."), name
+
+
+@pytest.mark.parametrize("name", ALL_TASKS)
+def test_help_states_the_default_of_every_option(name: str) -> None:
+    task = tasks.ns[name]
+    assert set(options(task)) == set(task.help)
+    for option, default in options(task).items():
+        expected = {False: "(default: no", "": "(default: ", None: "(default: "}.get(default, f"(default: {default}")
+        expected = "(default: stay until the end)" if option == "detach" else expected
+        assert expected in task.help[option], option
+
+
+def test_up_and_plan_take_every_option_of_a_request() -> None:
+    declared = {name: None if each.kinds == (list,) else each.empty for name, each in OPTIONS.items()}
+    assert declared | {"file": "", "dry": False} == options(tasks.ns["up"])
+    assert declared | {"file": "", "write": "", "json": False} == options(tasks.ns["plan"])
+
+
+@pytest.mark.parametrize("task", ["up", "plan"])
+def test_help_lists_every_option_in_its_group(task: str) -> None:
+    shown = invoke(task, "--help", COLUMNS="80").stdout.partition("Options:\n")[2]
+    assert max(len(line) for line in shown.splitlines()) <= 80
+    groups = [part.splitlines() for part in shown.strip("\n").split("\n\n")]
+    assert [f"{group}:" for group in Group] == [heading.strip() for heading, *_ in groups]
+    for group, (_, *lines) in zip(Group, groups, strict=True):
+        flags = [words[0].partition("=")[0] for line in lines if (words := line.split())[0].startswith("--")]
+        expected = [f"--{each.key}" for each in OPTIONS.values() if each.group == group]
+        assert flags[: len(expected)] == expected
+        assert bool(flags[len(expected) :]) == (group == Group.COMMAND)
+
+
+def test_options_and_overrides_reach_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    requested = []
+
+    def plan(request: Request, *, installs: bool) -> None:
+        requested.append(request)
+        raise PrerequisiteError("enough")
+
+    monkeypatch.setattr(planning, "plan", plan)
+    refusal("up", context("--epochs 1 --model 'a b'"), workers="3", checkpoint_every="5", evaluator=True)
+    overrides = ("--epochs", "1", "--model", "a b")
+    assert [Request(workers="3", checkpoint_every="5", evaluator=True, overrides=overrides)] == requested
+
+
+def test_words_reach_a_script_as_they_were_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    requested = []
+
+    def plan(request: Request, *, installs: bool) -> None:
+        requested.append(request.overrides)
+        raise PrerequisiteError("enough")
+
+    monkeypatch.setattr(planning, "plan", plan)
+    monkeypatch.setattr(sys, "argv", ["invoke", "up", "--script", "s.py", "--", "two words", "--", "'"])
+    refusal("up", context("two words -- '"), script="s.py")  # as invoke joins them
+    assert [("two words", "--", "'")] == requested
+
+
+@pytest.mark.parametrize("task", ["up", "plan"])
+def test_help_behind_the_dashes_shows_the_training_options(task: str, tmp_path: Path) -> None:
+    done = invoke(task, "--", "--help")
+    assert (0, "") == (done.returncode, done.stderr)
+    assert "--optimizer.learning-rate" in done.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+def test_no_task_imports_tensorflow() -> None:
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "cluster").rglob("[a-z]*.py")]
+    lines = f"import sys, tasks, {', '.join(modules)}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", lines], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not {"tensorflow", "keras", "numpy", "tyro", "train"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("status", "invoke status [RUN] [OPTIONS]"),
+        ("compare", "invoke compare RUN OTHER [THIRD] [FOURTH] [OPTIONS]"),
+        ("image.build", "invoke image.build [OPTIONS]"),
+        ("up", "invoke up [OPTIONS] [-- OVERRIDES]"),
+    ],
+)
+def test_help_begins_with_how_a_task_is_called(name: str, expected: str) -> None:
+    assert expected == invoke("--help", name).stdout.splitlines()[0]

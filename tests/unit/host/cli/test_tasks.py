@@ -1,0 +1,184 @@
+"""Dry runs, and the commands that tasks run."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from invoke import MockContext, Result
+
+import tasks
+from cluster.contract.run import owner
+from cluster.contract.run.folder import RunFolder
+from cluster.host.control import watch
+from cluster.host.image import base_packages, engine, images, locks
+from cluster.host.launch import folders, startup, teardown
+from cluster.host.launch.inputs import packages
+from cluster.host.runtime import tensorboard as board
+from cluster.host.runtime.local import supervisor
+from cluster.system.errors import EXIT_USAGE, TimedOut
+from cluster.system.json_files import write_json
+from tests.unit.command_line import MakeRun, commands, context, current, invoke, refusal
+
+# Dry runs
+
+
+def test_a_dry_run_prints_what_local_processes_would_be_started_with(tmp_path: Path) -> None:
+    done = invoke("up", "--dry", "--runtime=local", "--name=one", "--workers=1", "--", "--epochs", "1")
+    first, prepare, chief, worker = done.stdout.splitlines()
+    assert (0, "") == (done.returncode, done.stderr)
+    assert first.startswith("MultiWorkerMirroredStrategy on 2 tasks")
+    assert startup.data_command("prepare", "fashion_mnist") == prepare
+    for line, task in ((chief, "chief"), (worker, "worker-0")):
+        folders = f"RUN_DIR={tmp_path}/runs/one DATA_DIR={tmp_path}/data"
+        assert line.startswith(f"{folders} TASK={task} CUDA_VISIBLE_DEVICES=-1 TF_CONFIG='{{")
+        assert line.endswith(f" {shlex.quote(sys.executable)} -m cluster.agent &")
+    assert not (tmp_path / "runs").exists()
+    assert [] == supervisor.processes_left(RunFolder(tmp_path / "runs" / "one"))
+
+
+def test_a_dry_run_only_asks_the_engine(
+    engine_that_fails: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = engine_that_fails("no such call")
+    tasks.ns["up"](context(), name="one", runtime="docker", dry=True)
+    printed = capsys.readouterr().out.splitlines()
+    assert " up --detach --no-build --pull never chief worker-0 worker-1" in printed[-2]
+    assert "--profile tensorboard up --detach tensorboard" in printed[-1]
+    assert {"info", "compose", "image"} >= {call.split()[0] for call in calls.read_text().splitlines()}
+    assert " up " not in calls.read_text()
+    assert not (tmp_path / "runs").exists()
+
+
+def what_test_runs(*exited: int, **options: Any) -> tuple[int, list[str]]:
+    """Return how `test` ends where its parts end so, and what each part's pytest was given."""
+    c = MockContext(run=[Result(exited=code) for code in exited])
+    code, message = refusal("test", c, **options)
+    assert "" == message
+    return code, [command.removeprefix(f"{shlex.quote(sys.executable)} -m pytest ") for command in commands(c)]
+
+
+TWO_AT_A_TIME = "--numprocesses=2 --dist=loadfile --no-loadscope-reorder"
+
+
+# What the other tasks run
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({}, [f"tests -m 'not long' {TWO_AT_A_TIME}"]),
+        ({"all": True}, [f"tests -m 'not alone' {TWO_AT_A_TIME}", "tests -m alone"]),
+        ({"select": "agent and not ps"}, [f"tests -m 'not long' {TWO_AT_A_TIME} -k 'agent and not ps'"]),
+    ],
+)
+def test_test_runs_two_files_at_a_time_and_then_those_that_fill_the_machine(
+    options: dict[str, Any], parts: list[str]
+) -> None:
+    assert (0, parts) == what_test_runs(*([0] * len(parts)), **options)
+
+
+def test_the_fast_tests_are_chosen_by_a_rule_and_no_list() -> None:
+    code, parts = what_test_runs(0, fast=True)
+    assert (0, 1) == (code, len(parts))
+    assert parts[0].startswith("tests --ignore=tests/e2e -p tests.fast ")
+
+
+def test_all_and_fast_exclude_each_other() -> None:
+    code, _ = refusal("test", MockContext(), all=True, fast=True)
+    assert 2 == code
+
+
+@pytest.mark.parametrize(
+    ("exited", "expected"), [((1, 0), 1), ((0, 1), 1), ((-9, 0), -9), ((5, 0), 0), ((1, 5), 1), ((5, 5), 5)]
+)
+def test_a_failure_in_either_part_of_the_tests_is_reported_after_both(exited: tuple[int, int], expected: int) -> None:
+    """5: none of the part's tests was selected, which is wrong only where the other has none either."""
+    code, parts = what_test_runs(*exited, all=True)
+    assert (expected, 2) == (code, len(parts))
+
+
+def test_an_interrupted_test_run_goes_no_further() -> None:
+    assert (2, 1) == (what_test_runs(2)[0], len(what_test_runs(2)[1]))
+
+
+def test_tasks_run_the_commands_that_their_module_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "base_commands", lambda: ["make a base"])
+    monkeypatch.setattr(base_packages, "check", lambda: None)
+    monkeypatch.setattr(locks, "lock_commands", lambda upgrade: [["lock", f"upgrade={upgrade}"]])
+    for task, requested, expected in [
+        ("image.base", {}, ["make a base"]),
+        ("data.prepare", {"name": "mnist"}, [startup.data_command("prepare", "mnist")]),
+        ("data.prepare", {"fresh": True}, [startup.data_command("prepare", "fashion_mnist") + " --fresh"]),
+        ("data.verify", {}, [startup.data_command("verify", "fashion_mnist")]),
+        ("requirements.lock", {"upgrade": True}, ["lock upgrade=True"]),
+    ]:
+        c = context()
+        tasks.ns[task](c, **requested)
+        assert expected == commands(c)
+
+
+@pytest.mark.parametrize("task", ["evaluate", "export", "predict", "timeline"])
+def test_what_only_the_trainer_saves_is_not_sought_in_a_script_s_run(make_run: MakeRun, task: str) -> None:
+    run, c = make_run(workers=0), context()
+    write_json(run.config, {"script": "fit.py", "arguments": []})
+    image = {"image": "boot.png"} if task == "predict" else {}
+    assert (EXIT_USAGE, []) == (refusal(task, c, run=run.name, trust=True, **image)[0], commands(c))
+
+
+def test_a_saved_model_is_read_with_the_modules_and_packages_of_its_run(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, c = make_run(workers=0), context()
+    (wanted := tmp_path / "mine.txt").write_text("a-package==1\n")
+    started = {"code_dirs": ["/my code"], "requirements": str(wanted)}
+    write_json(run.control / "started.json", run.load_started() | started)
+    monkeypatch.setenv("PYTHONPATH", "/theirs")
+    tasks.ns["evaluate"](c, run=run.name, trust=True)
+    installs, evaluates = map(shlex.split, commands(c))
+    assert [str(wanted), packages.host_python()] == installs[-2:]
+    kept = packages.folder(wanted, packages.host_python())
+    assert f"PYTHONPATH=/my code:{kept}:/theirs" == evaluates[0]
+    assert ["-m", "train.saved", "evaluate"] == evaluates[2:5]
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_down_ends_a_run_even_if_it_does_not_stop(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stops: bool
+) -> None:
+    run, killed = current(make_run(workers=0)), []
+
+    def stop(folder: RunFolder, by: str, timeout_s: float) -> None:
+        assert (run, "invoke down", 15) == (folder, by, timeout_s)
+        if not stops:
+            raise TimedOut("it hangs")
+
+    monkeypatch.setattr(teardown, "in_progress", lambda folder: True)
+    monkeypatch.setattr(watch, "stop", stop)
+    monkeypatch.setattr(supervisor, "kill", killed.append)
+    assert (0, "") == refusal("down", run="run")
+    assert [run] == killed
+    assert capsys.readouterr().out.startswith("run is down; its folder is ")
+
+
+def test_down_ends_every_run_that_is_left_and_tensorboard(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left, stopped = make_run("left"), []
+    make_run("ended")
+    owner.begin(left, "local")
+    monkeypatch.setattr(engine, "ask", lambda *words: (127, "docker is not installed"))
+    monkeypatch.setattr(supervisor, "processes_left", lambda run, table: [1] if run == left else [])
+    monkeypatch.setattr(supervisor, "kill", stopped.append)
+    monkeypatch.setattr(board, "stop", lambda runs_dir, sh: stopped.append(runs_dir) is None)
+    assert (0, "") == refusal("down")
+    assert [left, folders.runs_dir()] == stopped
+    assert "TensorBoard is down" == capsys.readouterr().out.splitlines()[-1]
+
+
+def test_down_takes_one_run_or_all_of_them() -> None:
+    assert EXIT_USAGE == refusal("down", run="one", all=True)[0]

@@ -1,0 +1,204 @@
+"""`invoke clean`: what goes is said and agreed to, and no run in progress is ever deleted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from invoke import Exit, MockContext
+
+import tasks
+from cluster.contract.run import claim
+from cluster.contract.run.folder import RunFolder
+from cluster.host.control import cleaning
+from cluster.host.launch import folders
+from cluster.host.reports import listing
+from cluster.system.errors import EXIT_USAGE, UsageError
+from cluster.system.json_files import write_json
+
+MakeRun = Callable[..., RunFolder]
+
+
+@pytest.fixture
+def old(make_run: MakeRun) -> MakeRun:
+    """Makes a run that ended some days ago."""
+
+    def make(name: str, days: float = 10) -> RunFolder:
+        run = make_run(name, workers=0)
+        write_json(run.summary, {"state": "succeeded"})
+        moment = time.time() - days * 86400
+        for path in [*run.path.rglob("*"), run.path]:
+            os.utime(path, (moment, moment))
+        return run
+
+    return make
+
+
+def clean(**options: object) -> int:
+    """Run the task; return its exit code."""
+    try:
+        tasks.ns["clean"](MockContext(), **options)
+    except Exit as ended:
+        return int(ended.code)
+    return 0
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("7d", 604800), ("12h", 43200), ("30m", 1800), (" 2w ", 1209600)])
+def test_ages(text: str, seconds: float) -> None:
+    assert seconds == cleaning.parse_age(text)
+
+
+@pytest.mark.parametrize("text", ["", "7", "d", "-1d", "1.5d", "7y", "7d7d", "99999999d"])
+def test_what_is_no_age_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="--older"):
+        cleaning.parse_age(text)
+
+
+def test_only_old_runs_go_and_it_is_said_which(
+    old: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    gone, stays = old("gone"), old("stays", days=1)
+    assert 0 == clean(older="7d", yes=True)
+    assert (False, True) == (gone.path.exists(), stays.path.exists())
+    shown = capsys.readouterr().out
+    assert "gone" in shown
+    assert "stays" not in shown
+
+
+def test_nothing_goes_without_being_agreed_to(old: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = old("one")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
+    assert EXIT_USAGE == clean(older="7d")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: "no")
+    assert 0 == clean(older="7d")
+
+    def end(question: str) -> str:
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", end)
+    assert 0 == clean(older="7d")
+    assert run.path.exists()
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    assert 0 == clean(older="7d")
+    assert not run.path.exists()
+
+
+@pytest.mark.parametrize("requested", [{}, {"run": "one", "older": "7d"}])
+def test_either_a_run_or_an_age_must_be_given(old: MakeRun, requested: dict[str, str]) -> None:
+    run = old("one")
+    assert EXIT_USAGE == clean(**requested, yes=True)
+    assert run.path.exists()
+
+
+def test_one_run_is_deleted_by_its_name(old: MakeRun) -> None:
+    gone, stays = old("gone", days=0), old("stays")
+    assert 0 == clean(run="gone", yes=True)
+    assert (False, True) == (gone.path.exists(), stays.path.exists())
+
+
+@pytest.mark.parametrize("name", ["absent", "own", "linked", "../elsewhere", ".current"])
+def test_what_is_no_run_is_not_deleted_by_name(old: MakeRun, tmp_path: Path, name: str) -> None:
+    runs_dir = old("one").path.parent
+    (runs_dir / "own").mkdir()
+    (runs_dir / "own" / "file").touch()
+    (runs_dir / ".current").touch()
+    (runs_dir / "one").rename(elsewhere := tmp_path / "elsewhere")
+    (runs_dir / "linked").symlink_to(elsewhere)
+    assert EXIT_USAGE == clean(run=name, yes=True)
+    assert (elsewhere / "cluster.json").exists()
+    assert (runs_dir / "own").exists()
+
+
+def test_a_run_in_progress_is_not_deleted_by_name(old: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = old("one")
+    monkeypatch.setattr(cleaning, "in_progress", lambda run: True)
+    assert EXIT_USAGE == clean(run="one", yes=True)
+    assert run.path.exists()
+
+
+def test_age_counts_from_the_end_of_the_run(old: MakeRun) -> None:
+    reported, copied, young = old("reported"), old("copied"), old("young", days=1)
+    (reported.path / "report.html").touch()
+    write_json(copied.control / "outcome.json", {"state": "succeeded", "time": time.time() - 10 * 86400})
+    copied.summary.touch()
+    write_json(young.control / "outcome.json", {"state": "succeeded", "time": time.time() - 86400})
+    assert 0 == clean(older="7d", yes=True)
+    assert [False, False, True] == [run.path.exists() for run in (reported, copied, young)]
+
+
+def test_a_run_in_progress_stays(old: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = old("one")
+    monkeypatch.setattr(cleaning, "in_progress", lambda run: True)
+    assert [] == cleaning.find(run.path.parent, 0)
+    with pytest.raises(UsageError, match="in progress"):
+        cleaning.delete(cleaning.Old(run, 0.0))
+    assert run.path.exists()
+
+
+def test_a_run_that_another_command_holds_stays(old: MakeRun) -> None:
+    run = old("one")
+    with claim.hold(run, "resumed"):
+        assert 1 == clean(older="7d", yes=True)
+    assert run.path.exists()
+
+
+def test_no_link_is_followed(old: MakeRun, tmp_path: Path) -> None:
+    runs_dir = old("one").path.parent
+    elsewhere = tmp_path / "elsewhere"
+    (runs_dir / "one").rename(elsewhere)
+    (runs_dir / "linked").symlink_to(elsewhere)
+    assert 0 == clean(older="0m", yes=True)
+    assert (elsewhere / "cluster.json").exists()
+
+
+# Folders that a killed command left
+
+
+def test_a_folder_that_was_never_completed_is_no_run_and_its_name_is_free(
+    old: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = old("one")
+    run.unfinished.touch()
+    with pytest.raises(UsageError):
+        folders.find_run("one")
+    folders.check_folder(run, resumes=False, replaces=False)
+    assert run.path == folders.free_folder("one").path
+    assert [] == listing.rows(run.path.parent)
+    assert [run] == [old.run for old in cleaning.find(run.path.parent, 0)]
+    with claim.hold(run, "started"):
+        monkeypatch.setattr(claim, "_mine", set())  # by another process, which is about to complete it
+        with pytest.raises(claim.Taken):
+            folders.check_folder(run, resumes=False, replaces=False)
+        assert run.path.with_name("one-2") == folders.free_folder("one").path
+        assert [] == cleaning.find(run.path.parent, 0)
+
+
+def test_a_deletion_that_was_interrupted_leaves_a_free_name(old: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = old("one")
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run.delete()
+    assert run.incomplete
+    assert 0 == clean(older="0m", yes=True)
+    assert not run.path.exists()
+
+
+def test_a_user_s_own_folder_is_left_alone(make_run: MakeRun) -> None:
+    folder = make_run("one").path.with_name("own")
+    folder.mkdir()
+    (folder / "file").touch()
+    assert not RunFolder(folder).incomplete
+    with pytest.raises(claim.Taken):
+        folders.check_folder(RunFolder(folder), resumes=False, replaces=False)
+    assert folder not in [old.run.path for old in cleaning.find(folder.parent, 0)]

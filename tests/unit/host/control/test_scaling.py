@@ -1,0 +1,293 @@
+"""`invoke scale`: what is refused, the request to stop, and whoever watches."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from invoke import Exit, MockContext
+
+import tasks
+from cluster.contract import spec
+from cluster.contract.run import claim, liveness, provenance
+from cluster.contract.run.folder import LOST_AFTER_S, SCALE, RunFolder
+from cluster.host.control import scaling, watch
+from cluster.host.launch import planning, startup
+from cluster.host.reports import listing
+from cluster.host.runtime import memory as limits
+from cluster.host.view.status import read_status
+from cluster.system import memory
+from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, UsageError
+from cluster.system.json_files import read_json, write_json
+from tests.unit.beats import beat
+from tests.unit.launching import no_shell
+
+MakeRun = Callable[..., RunFolder]
+
+pytestmark = pytest.mark.usefixtures("recorded_configuration")
+
+
+@pytest.fixture
+def training(make_run: MakeRun) -> Callable[..., RunFolder]:
+    """Makes a run whose every task has just written a heartbeat; none of them is there."""
+
+    def make(config: dict[str, Any] | None = None, **topology: Any) -> RunFolder:
+        run = make_run(**topology)
+        write_json(run.config, {"global_batch": 96, "loop": "custom"} | (config or {}))
+        provenance.write(run)
+        beats(run)
+        return run
+
+    return make
+
+
+def beats(run: RunFolder, age_s: float = 0, state: str = "training") -> None:
+    """Have every task's last heartbeat be so old."""
+    for task in run.load_cluster().tasks:
+        beat(run, task.name, state, age_s=age_s, generation=run.generation, step=7)
+
+
+def scale_requested(run: RunFolder, age_s: float = 0) -> None:
+    assert run.request_stop("invoke scale", then=SCALE)
+    stop = run.control / "stop.json"
+    write_json(stop, read_json(stop) | {"time": time.time() - age_s})
+
+
+def refusal(run: RunFolder, workers: str, ps: str = "") -> ClusterError:
+    """Return the error that scaling is refused with; nothing may have been changed."""
+    before = run.compose.read_text(), run.cluster.read_text(), run.generation
+    with pytest.raises(ClusterError) as refused:
+        scaling.scale(run, workers, ps, no_shell)
+    assert before == (run.compose.read_text(), run.cluster.read_text(), run.generation)
+    assert 1 == len(str(refused.value).splitlines())
+    return refused.value
+
+
+def test_a_run_that_failed_is_shown_as_such_while_its_chief_is_frozen(training: Callable[..., RunFolder]) -> None:
+    run = training(workers=1)
+    beats(run, age_s=LOST_AFTER_S + 5)
+    run.end("failed", task="worker-0", exit_code=1, error="a bug")  # the chief would write the summary
+    assert "failed" == read_status(run, run.heartbeats())["state"] == listing.row(run)["result"]
+
+
+# Refusals: the run goes on undisturbed
+
+
+@pytest.mark.parametrize(
+    ("topology", "workers", "ps", "message"),
+    [
+        ({"workers": 2}, "", "", "--workers is missing: say how many, such as --workers 1"),
+        ({"workers": 2}, "two", "", "--workers 'two': expected a whole number from 0 to 512"),
+        ({"workers": 2}, "0", "1", "--ps 1 with --workers 0: parameter servers need workers"),
+        ({"workers": 2}, "2", "", "run 'run' has 2 workers already"),
+        ({"workers": 1, "ps": 1}, "", "1", "run 'run' has 1 worker and 1 parameter server already"),
+        ({"workers": 2}, "4", "", "--workers 4: global batch 96 is not divisible by 5 replicas; use 1, 3 or 5 workers"),
+        ({"workers": 1}, "4", "", "--workers 4: global batch 96 is not divisible by 5 replicas; use 2, 3 or 5 workers"),
+        (
+            {"workers": 0, "devices": 2},
+            "200",
+            "",
+            "--workers 200: global batch 96 is not divisible by 402 replicas; use 15, 23 or 47 workers",
+        ),
+        (
+            {"workers": 0, "devices": 32},
+            "1",
+            "",
+            "--workers 1: global batch 96 is not divisible by 64 replicas; use 2 ",
+        ),
+        (
+            {"workers": 0, "devices": 64},
+            "1",
+            "",
+            "--workers 1: global batch 96 is not divisible by 128 replicas; no other number fits",
+        ),
+        ({"workers": 0, "strategy": "tpu"}, "1", "", "run 'run' trains on the cores of a TPU, whose number is fixed"),
+    ],
+)
+def test_a_size_that_the_run_cannot_have_is_refused(
+    training: Callable[..., RunFolder], topology: dict[str, Any], workers: str, ps: str, message: str
+) -> None:
+    run = training(**topology)
+    error = refusal(run, workers, ps)
+    assert (EXIT_USAGE, False) == (error.exit_code, run.stop_requested)
+    assert str(error).startswith(message)
+
+
+def test_virtual_shards_are_shared_by_any_number_of_workers_up_to_theirs(training: Callable[..., RunFolder]) -> None:
+    """96 examples in 6 shards: 4 workers, which could not share the batch evenly, can share these."""
+    run = training({"bitwise_elastic": 6}, workers=2)
+    assert "--bitwise-elastic 6: 7 replicas share 6 virtual shards" in str(refusal(run, "6"))
+    assert not run.stop_requested
+    scaling._check_size(run, run.load_cluster(), spec.build(workers=4))
+
+
+def test_a_run_that_has_ended_is_not_scaled(training: Callable[..., RunFolder]) -> None:
+    run = training(workers=2)
+    write_json(run.summary, {"state": "stopped"})
+    message = "run 'run' is not in progress; `invoke up --resume run --workers 1` goes on with it"
+    assert message == str(refusal(run, "1"))
+
+
+def test_a_pipeline_is_cut_for_its_stages(training: Callable[..., RunFolder]) -> None:
+    error = refusal(training(workers=1, strategy="pipeline"), "3")
+    assert isinstance(error, UsageError)
+    assert "--resume run --stages" in str(error)
+
+
+def test_a_script_keeps_its_own_state(training: Callable[..., RunFolder]) -> None:
+    run = training({"script": "/its/train.py"}, workers=2)
+    assert str(refusal(run, "1")).startswith(
+        "run 'run' is one of a script, which keeps its own state; `invoke stop run"
+    )
+
+
+def test_memory_counts_the_tasks_that_end(training: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: limits.TASK_MEMORY_BYTES)
+    run = training(workers=1)
+    error = refusal(run, "3")
+    assert (EXIT_PREREQUISITE, False) == (error.exit_code, run.stop_requested)
+    assert "4 tasks need about 2.3 GiB of memory, 1.8 GiB are free; use at most 3 tasks here" == str(error)
+    startup.check_machine(scaling.plan(run, "2", ""), ending=2)
+
+
+@contextlib.contextmanager
+def claimed_elsewhere(run: RunFolder) -> Iterator[None]:
+    """Hold a run's claim as another process would."""
+    path = claim.lock_path(run)
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def test_a_run_that_is_being_stopped_is_left_alone(training: Callable[..., RunFolder]) -> None:
+    run = training(workers=2)
+    assert run.request_stop("somebody")
+    assert "run 'run' is being stopped already; `invoke status --watch` shows it" == str(refusal(run, "1"))
+    assert ("somebody", "") == tuple(read_json(run.control / "stop.json")[key] for key in ("by", "then"))
+
+
+def test_the_request_of_a_killed_command_is_taken_over(training: Callable[..., RunFolder]) -> None:
+    run = training(workers=2)
+    scale_requested(run)
+    run.end("stopped", task="chief")
+    assert scaling.stop(run)
+
+
+@pytest.mark.parametrize("age_s", [1.0, LOST_AFTER_S + 5])
+def test_a_run_whose_scaling_was_killed_can_be_resumed_at_once(
+    training: Callable[..., RunFolder], age_s: float
+) -> None:
+    run = training(workers=1)
+    beats(run, age_s=age_s, state="stopped")
+    scale_requested(run)
+    run.end("stopped", task="chief")
+    resume = planning.Request(resume="run", runtime="local")
+    with claimed_elsewhere(run):
+        assert None is liveness.final_state(run)
+        with pytest.raises(UsageError):
+            planning.plan(resume)
+    assert "stopped" == liveness.final_state(run) == read_status(run)["state"] == listing.row(run)["result"]
+    assert planning.plan(resume).resumes
+
+
+def test_the_plan_keeps_what_was_not_asked_for(training: Callable[..., RunFolder]) -> None:
+    run = training(workers=2, ps=1, evaluator=True)
+    planned = scaling.plan(run, "1", "")
+    assert ("ps", "local", True) == (planned.cluster.strategy, planned.runtime.name, planned.resumes)
+    assert ["chief", "worker-0", "ps-0", "evaluator"] == [task.name for task in planned.cluster.tasks]
+    assert "OneDeviceStrategy" == scaling.plan(run, "0", "").cluster.strategy_class
+
+
+def test_the_command_passes_on_what_it_was_given(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, requested = make_run("named"), []
+    monkeypatch.setattr(scaling, "scale", lambda *words, trust: requested.append((*words[:3], trust)) or 130)
+    with pytest.raises(Exit) as ended:
+        tasks.ns["scale"](MockContext(), workers="3", ps="1", run="named", trust=True)
+    assert (130, [(run, "3", "1", True)]) == (ended.value.code, requested)
+
+
+# Whoever watches
+
+
+@pytest.mark.usefixtures("hurried")
+def test_watchers_are_patient_with_a_run_that_is_being_scaled(training: Callable[..., RunFolder]) -> None:
+    run = training(workers=1)
+    beats(run, age_s=LOST_AFTER_S + 5, state="stopped")
+    scale_requested(run)
+    run.end("stopped", task="chief")
+    looks: list[Any] = []
+
+    def looked(value: Any) -> None:
+        looks.append(value)
+        if len(looks) > 2 * LOST_AFTER_S:
+            raise KeyboardInterrupt
+
+    with claimed_elsewhere(run), pytest.raises(KeyboardInterrupt):
+        watch.follow(run, looked)
+    assert (True, False) == (run.goes_on, run.summary.exists())
+
+
+@pytest.mark.usefixtures("hurried")
+def test_watchers_end_a_run_whose_scaling_was_given_up(training: Callable[..., RunFolder]) -> None:
+    run = training(workers=1)
+    beats(run, age_s=LOST_AFTER_S + 5, state="stopped")
+    scale_requested(run)
+    run.end("stopped", task="chief")
+    ended = watch.follow(run, lambda value: None, timeout_s=300)
+    assert ("failed", 1) == (ended["state"], watch.exit_code(ended))
+    assert (
+        "every task saved and ended to be scaled, but `invoke scale` ended before it started them again"
+        == ended["cause"]["error"]
+    )
+    assert planning.plan(planning.Request(resume="run", runtime="local")).resumes
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_stop_after_a_scaler_s_death_ends_the_run(training: Callable[..., RunFolder]) -> None:
+    run = training(workers=1)
+    beats(run, age_s=LOST_AFTER_S + 5, state="stopped")
+    scale_requested(run)
+    run.end("stopped", task="chief")
+    assert "stopped" == watch.stop(run, "invoke stop", timeout_s=10)["state"]
+
+
+def test_a_run_may_be_scaled_before_it_trains(training: Callable[..., RunFolder]) -> None:
+    run = training(workers=1)
+    (run.path / "status" / "worker-0.json").unlink()
+    smaller, seen = scaling.plan(run, "0", "").cluster.to_json(), []
+
+    def shrink(value: dict[str, Any]) -> None:
+        seen.append([beat["task"] for beat in value["tasks"]])
+        write_json(run.cluster, smaller)
+
+    assert watch.until_training(run, shrink)
+    assert ["chief"] == seen[-1]
+
+
+# The request to stop
+
+
+def test_an_agent_s_sigterm_does_not_take_the_next_size_away(make_run: MakeRun) -> None:
+    run = make_run()
+    assert run.request_stop("invoke scale", then=SCALE)
+    assert not run.request_stop("worker-0")
+    assert run.scale_requested
+    run.insist_on_stop("invoke stop")
+    assert (True, False) == (run.stop_requested, run.scale_requested)
+    run.insist_on_stop("another")
+    assert "invoke stop" == read_json(run.control / "stop.json")["by"]
+
+
+def test_only_one_s_own_stop_is_withdrawn(make_run: MakeRun) -> None:
+    run = make_run()
+    run.request_stop("invoke scale", then=SCALE)
+    run.withdraw_stop()
+    assert (False, True, False) == (run.stop_requested, run.stop_withdrawn(0), run.stop_withdrawn(1))
+    run.request_stop("invoke stop")
+    run.withdraw_stop()
+    assert (True, False) == (run.stop_requested, run.stop_withdrawn(0))

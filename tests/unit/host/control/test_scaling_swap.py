@@ -1,0 +1,260 @@
+"""`invoke scale` on real agents with fake trainers: one cluster ends, and the next begins."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.contract.run import membership
+from cluster.contract.run.folder import SCALE, RunFolder
+from cluster.contract.run.liveness import HANG_TIMEOUT_S
+from cluster.host.control import scaling, watch
+from cluster.host.launch import planning, startup
+from cluster.host.launch.plan import Plan
+from cluster.host.options.request import Request
+from cluster.host.runtime.base import Shell
+from cluster.host.runtime.local import supervisor
+from cluster.host.runtime.local.runtime import processes_of
+from cluster.system.errors import EXIT_TIMEOUT, TimedOut, UsageError
+from cluster.system.json_files import read_json, write_json
+from tests.unit.gang import Gang, StartGang
+from tests.unit.launching import no_shell
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.usefixtures("recorded_configuration")
+
+LASTING = """
+train(4 if GENERATION else 3)
+if not GENERATION: work()
+until(lambda: (run.path / 'enough').exists()), finish()
+"""
+"""Trains until it is stopped, and in its next generation until it is `enough`."""
+
+
+def end_of(gang: Gang) -> dict[str, Any]:
+    """Let a gang that lasts come to its end; return the summary."""
+    (gang.run.path / "enough").touch()
+    return gang.summary()
+
+
+def fake_plan(run: RunFolder, lines: str, data: Path, **requested: str) -> Plan:
+    """Return a plan whose tasks run the given lines instead of the training program."""
+    planned = scaling.plan(run, requested.get("workers", ""), requested.get("ps", ""))
+    program = [sys.executable, "-c", f"from tests.unit.trainer import *\n{lines}"]
+    how = processes_of(planned.cluster, run.path, data, ["--", *program])
+    return dataclasses.replace(planned, compose=how)
+
+
+@pytest.fixture
+def scale(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
+    """Scales a gang of fake trainers; what they do next is in `lines`."""
+
+    def run_it(gang: Gang, lines: str = LASTING, **requested: str) -> int:
+        for task in membership.cluster(gang.run).tasks:
+            gang.await_step(task.name, 0 if gang.run.load_cluster().serves(task) else 3)
+        planned = fake_plan(gang.run, lines, tmp_path / "data", **requested)
+        monkeypatch.setattr(scaling, "plan", lambda run, workers, ps, trust: planned)
+        return scaling.scale(gang.run, requested.get("workers", ""), requested.get("ps", ""), no_shell)
+
+    return run_it
+
+
+@pytest.mark.parametrize(("before", "after", "hang_timeout_s"), [(2, 1, 90), (0, 2, 0)])  # 0: a task is debugged
+def test_a_run_goes_on_with_other_workers_while_somebody_waits(
+    start_gang: StartGang,
+    scale: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    before: int,
+    after: int,
+    hang_timeout_s: float,
+) -> None:
+    gang = start_gang(LASTING, workers=before, hang_timeout_s=hang_timeout_s)
+    started, ended = read_json(gang.run.control / "started.json"), []
+    waits = threading.Thread(target=lambda: ended.append(watch.follow(gang.run, lambda value: None, 60)))
+    waits.start()
+    assert 0 == scale(gang, workers=str(after))
+    message = capsys.readouterr().out.splitlines()[-1]
+    assert message.startswith(f"scaled from {before} to {after} workers at step 0 (3 steps done again: ")
+    summary = end_of(gang)
+    waits.join()
+    assert [summary] == ended
+    assert ("succeeded", 4, []) == (summary["state"], summary["steps"], summary["restarts"])
+    assert {"chief": 0} | {f"worker-{index}": 0 for index in range(after)} == summary["tasks"]
+    assert summary["wall_s"] > 0
+    expected = started | {"hang_timeout_s": hang_timeout_s or HANG_TIMEOUT_S}
+    assert expected == read_json(gang.run.control / "started.json")
+    (scaled,) = gang.events("scaled")
+    assert ("chief", 1) == (scaled["task"], scaled["generation"])
+    assert {"workers_before": before, "workers_after": after, "ps_before": 0, "ps_after": 0} == scaled["detail"]
+    assert set(summary["tasks"]) == set(gang.run.heartbeats())
+
+
+def test_a_worker_that_was_left_out_is_brought_in(
+    start_gang: StartGang,
+    scale: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("BARRIER_TIMEOUT_S", "2")
+    lines = LASTING.replace("if not GENERATION", "if GENERATION < 2")
+    gang = start_gang(lines, workers=2, elastic={"min_workers": 1, "grow": False}, away=("chief", "worker-0"))
+    wait_for(lambda: gang.beat("worker-1")["state"] == "waiting", "worker-1 at the rendezvous")
+    gang.run.away("chief").unlink()
+    wait_for(lambda: gang.run.generation == 1, "the run to go on without worker-0")
+    assert 0 == scale(gang, lines, workers="2")
+    assert "scaled from 1 to 2 workers at step " in capsys.readouterr().out
+    summary = end_of(gang)
+    assert ("succeeded", 3) == (summary["state"], summary["replicas"])
+    assert {"chief": 0, "worker-0": 0, "worker-1": 0} == summary["tasks"]
+    assert [["worker-0"], []] == [change["left_out"] for change in summary["membership"]]
+
+
+def test_a_run_that_is_being_scaled_is_not_resumed(start_gang: StartGang, scale: Callable[..., int]) -> None:
+    """It is tried all the time: while tasks save, between the clusters, and while the new one starts."""
+    gang, over = start_gang(LASTING, workers=1), threading.Event()
+    refusals: list[object] = []
+
+    def resume() -> None:
+        while not over.is_set():
+            try:
+                request = Request(resume=gang.run.name, runtime="local", tensorboard_port="0")
+                refusals.append(startup.start(planning.plan(request), no_shell, began=time.time()))
+            except Exception as error:
+                refusals.append(error)
+
+    resumes = threading.Thread(target=resume)
+    resumes.start()
+    try:
+        assert 0 == scale(gang, workers="2")
+    finally:
+        over.set()
+        resumes.join()
+    assert refusals
+    assert [] == [each for each in refusals if not isinstance(each, UsageError)]
+    assert 1 == gang.run.generation
+    assert ("succeeded", 3) == (end_of(gang)["state"], len(gang.run.heartbeats()))
+
+
+def test_the_step_is_that_of_the_newest_checkpoint(
+    start_gang: StartGang, scale: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    gang = start_gang(LASTING, workers=2)
+    write_json(gang.run.checkpoints / "ckpt-2.json", {})
+    write_json(gang.run.checkpoints / "ckpt-3.json", {})
+    scale(gang, workers="1")
+    assert "scaled from 2 to 1 workers at step 3; every task trains again after " in capsys.readouterr().out
+    assert [3] == [event["step"] for event in gang.events("scaled")]
+
+
+def test_parameter_servers_are_mentioned(
+    start_gang: StartGang, scale: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = "if NAME.startswith(('worker', 'ps')): serve()\n" + LASTING
+    gang = start_gang(lines, workers=1, ps=1)
+    assert 0 == scale(gang, lines, workers="2", ps="2")
+    message = "scaled from 1 worker and 1 parameter server to 2 workers and 2 parameter servers at step "
+    assert message in capsys.readouterr().out
+    assert {"chief": 0, "worker-0": 0, "worker-1": 0, "ps-0": 0, "ps-1": 0} == end_of(gang)["tasks"]
+
+
+def test_a_stop_for_another_size_is_not_the_end(start_gang: StartGang) -> None:
+    gang = start_gang("train(3), work()", workers=1)
+    gang.await_step("chief", 3)
+    gang.run.request_stop("a test", then=SCALE)
+    wait_for(lambda: not supervisor.processes_left(gang.run), "the end of all processes", timeout_s=300)
+    assert ("stopped", True, False) == (gang.outcome()["state"], gang.run.goes_on, gang.run.summary.exists())
+    assert {"chief": "stopped", "worker-0": "stopped"} == {n: b["state"] for n, b in gang.run.heartbeats().items()}
+
+
+def test_a_run_that_ends_by_itself_first_says_so(
+    start_gang: StartGang, scale: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    gang = start_gang("train(3), until(lambda: run.stop_requested), finish()", workers=1)
+    assert 0 == scale(gang, workers="2")
+    output = capsys.readouterr().out
+    assert "run ended before it was scaled\nsucceeded: 3 steps in" in output
+    assert {"chief": 0, "worker-0": 0} == gang.summary()["tasks"]
+
+
+def test_a_run_that_fails_first_has_failed(start_gang: StartGang, scale: Callable[..., int]) -> None:
+    # It ends at once: a signal could still end the interpreter's teardown.
+    end = "print('error: loss is nan', flush=True), os._exit(1)"
+    gang = start_gang(f"train(3), until(lambda: run.stop_requested), {end}", workers=0)
+    assert 1 == scale(gang, workers="1")
+    assert ("failed", "loss is nan") == (gang.summary()["state"], gang.summary()["cause"]["error"])
+
+
+def test_a_run_that_does_not_stop_in_time_goes_on(
+    start_gang: StartGang, scale: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "STOP_TIMEOUT_S", 0.2)
+    lines = "train(3)\nif not GENERATION: work(saving_s=1)\ntrain(4), meet(), finish()"
+    gang = start_gang(lines, workers=1)
+    with pytest.raises(
+        TimedOut, match=r"run run did not stop in 0\.2 s, so it was not scaled; once its tasks"
+    ) as error:
+        scale(gang, workers="2")
+    assert EXIT_TIMEOUT == error.value.exit_code
+    summary = gang.summary()
+    assert ("succeeded", 1, []) == (summary["state"], gang.run.generation, summary["restarts"])
+    assert {"chief": 0, "worker-0": 0} == summary["tasks"]
+
+
+def test_somebody_s_stop_comes_before_another_size(start_gang: StartGang, scale: Callable[..., int]) -> None:
+    gang = start_gang("train(3), work(saving_s=1)", workers=1)
+    codes: list[int] = []
+    scales = threading.Thread(target=lambda: codes.append(scale(gang, workers="2")))
+    scales.start()
+    wait_for(lambda: gang.run.scale_requested, "the request")
+    assert "stopped" == watch.stop(gang.run, "invoke stop")["state"]
+    scales.join()
+    assert ([130], {"chief": 0, "worker-0": 0}) == (codes, gang.summary()["tasks"])
+
+
+def test_a_stop_that_comes_between_the_clusters_is_not_lost(
+    start_gang: StartGang, scale: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = startup.go_on
+
+    def stopped_by_then(planned: Plan, sh: Shell) -> None:
+        planned.run.insist_on_stop("invoke stop")
+        go_on(planned, sh)
+
+    monkeypatch.setattr(startup, "go_on", stopped_by_then)
+    gang = start_gang(LASTING, workers=1)
+    assert 130 == scale(gang, "until(lambda: False)", workers="2")
+    assert ("stopped", 3) == (gang.summary()["state"], len(gang.summary()["tasks"]))
+
+
+def test_a_cluster_that_cannot_be_started_leaves_a_stopped_run(
+    start_gang: StartGang,
+    scale: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    gang = start_gang("train(3), work()", workers=1)
+
+    def fail(run: RunFolder) -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(supervisor, "start", fail)
+    with pytest.raises(OSError, match="no more processes"):
+        scale(gang, workers="2")
+    assert ("stopped", False) == (read_json(gang.run.summary)["state"], gang.run.scale_requested)
+    assert "run is stopped; `invoke up --resume run` goes on" in capsys.readouterr().out
+
+
+def test_a_cluster_that_fails_at_once_ends_the_run(
+    start_gang: StartGang, scale: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    gang = start_gang("train(3), work()", workers=1)
+    assert 1 == scale(gang, "print('error: no such option'), sys.exit(2)", workers="0")
+    assert "run was scaled from 1 to 0 workers at step 0 (3 steps done again: " in capsys.readouterr().out
+    assert "no such option" == gang.summary()["cause"]["error"]

@@ -1,0 +1,288 @@
+"""One fault after the other: which ones are drawn, when the storm is over, and when it counts as outlived."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from cluster.contract.run.folder import RunFolder
+from cluster.host.control import chaos, storm
+from cluster.host.control.chaos import Fault, Result
+from cluster.system.errors import UsageError
+from cluster.system.json_files import read_json, write_json
+
+MakeRun = Callable[..., RunFolder]
+LONG = 10**9
+
+
+def beat(run: RunFolder, step: int, steps_total: int = LONG) -> None:
+    """Leave the chief's heartbeat."""
+    values = {"task": "chief", "state": "training", "generation": 0, "step": step, "steps_total": steps_total}
+    write_json(run.status("chief"), values | {"updated_at": time.time()})
+
+
+@pytest.fixture
+def run(make_run: MakeRun) -> RunFolder:
+    made = make_run(workers=2, evaluator=True)
+    beat(made, 100)
+    return made
+
+
+@pytest.fixture
+def inflicted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Fault]]:
+    """The faults that a storm inflicts and the newest step when it decided on each; the run then does 3 steps more."""
+    faults: list[tuple[int, Fault]] = []
+
+    def inflict(run: RunFolder, fault: Fault, timeout_s: float) -> Result:
+        faults.append((run.newest_step, fault))
+        beat(run, fault.at_step + 3, run.heartbeats()["chief"]["steps_total"])
+        return Result(fault.kind, fault.task, fault.at_step, 0.1, 2.5, 4, None)
+
+    monkeypatch.setattr(chaos, "inflict", inflict)
+    return faults
+
+
+def deal(run: RunFolder, count: int = 10, seed: int = 7, kinds: Sequence[str] = ()) -> list[Result]:
+    return storm.deal(run, count, seed, kinds, lambda line: None)
+
+
+# What is drawn
+
+
+def test_the_same_seed_draws_the_same_faults(run: RunFolder, inflicted: list[tuple[int, Fault]]) -> None:
+    drawn = []
+    for seed in (7, 7, 8):
+        deal(run, seed=seed)
+        drawn.append([(fault.kind, fault.whole, fault.task) for _, fault in inflicted])
+        inflicted.clear()
+    first, again, other = drawn
+    assert 10 == len(first)
+    assert first == again != other
+
+
+def test_the_run_does_new_steps_between_two_faults(run: RunFolder, inflicted: list[tuple[int, Fault]]) -> None:
+    assert 200 == len(deal(run, count=200))
+    waits = {fault.at_step - newest for newest, fault in inflicted}
+    assert (5, 40) == (min(waits), max(waits))
+    assert 100 == inflicted[0][0]
+
+
+@pytest.mark.parametrize(
+    ("topology", "runtime", "missing"),
+    [
+        ({"workers": 1}, "local", {"partition", "oom"}),
+        ({"workers": 1}, "docker", set()),
+        ({"workers": 1, "ps": 1}, "local", {"partition", "oom", "corrupt"}),
+        ({"workers": 1, "ps": 1}, "docker", {"corrupt"}),
+    ],
+)
+def test_only_what_the_run_can_outlive_is_drawn(
+    make_run: MakeRun, inflicted: list[tuple[int, Fault]], topology: dict[str, int], runtime: str, missing: set[str]
+) -> None:
+    run = make_run("another", **topology, evaluator=True)
+    write_json(run.compose, {"x-runtime": runtime})
+    beat(run, 0)
+    deal(run, count=300)
+    drawn = [fault for _, fault in inflicted]
+    assert {"kill", "pause", "slow", "partition", "oom", "corrupt"} - missing == {fault.kind for fault in drawn}
+    assert {task.name for task in run.load_cluster().tasks} - {"evaluator"} == {fault.task for fault in drawn}
+    assert {"kill"} == {fault.kind for fault in drawn if fault.whole}
+    assert {True, False} == {fault.whole for fault in drawn if fault.kind == "kill"}
+
+
+@pytest.mark.parametrize(("runtime", "drawn"), [("local", True), ("docker", True), ("swarm", False)])
+def test_a_worker_is_lost_only_where_the_run_goes_on_without(
+    make_run: MakeRun, inflicted: list[tuple[int, Fault]], runtime: str, drawn: bool
+) -> None:
+    run = make_run("another", workers=2)
+    write_json(run.compose, {"x-runtime": runtime})
+    write_json(run.control / "started.json", read_json(run.control / "started.json") | {"min_workers": 1})
+    beat(run, 0)
+    deal(run, count=200)
+    lost = {fault.task for _, fault in inflicted if fault.kind == "lose"}
+    assert ({"worker-0", "worker-1"} if drawn else set()) == lost
+
+
+def test_who_was_left_out_is_spared(run: RunFolder, inflicted: list[tuple[int, Fault]]) -> None:
+    run.begin_generation(1, left_out=["worker-0"])
+    deal(run, count=50)
+    assert {"chief", "worker-1"} == {fault.task for _, fault in inflicted}
+
+
+def test_the_kinds_that_were_asked_for_are_all_that_is_drawn(
+    run: RunFolder, inflicted: list[tuple[int, Fault]]
+) -> None:
+    deal(run, count=50, kinds=["pause", "slow"])
+    assert {("pause", False), ("slow", False)} == {(fault.kind, fault.whole) for _, fault in inflicted}
+
+
+def test_each_fault_is_reported_before_and_after(run: RunFolder, inflicted: list[tuple[int, Fault]]) -> None:
+    lines: list[str] = []
+    storm.deal(run, 2, 0, ["kill"], lines.append)
+    (_, first), (_, second) = inflicted
+    after = "  noticed after 0.10 s, next new step after 2.50 s, 4 steps done again"
+    assert [
+        f"fault 1/2: kill {first.task} at step {first.at_step}",
+        after,
+        f"fault 2/2: kill {second.task} at step {second.at_step}",
+        after,
+    ] == lines
+
+
+# When it is over
+
+
+def test_a_storm_ends_while_the_run_still_has_room_to_recover(
+    run: RunFolder, inflicted: list[tuple[int, Fault]]
+) -> None:
+    beat(run, 100, steps_total=300)
+    results = deal(run, count=100)
+    assert 2 <= len(results) == len(inflicted) < 40
+    assert max(newest for newest, _ in inflicted) < 300 - 40 <= run.newest_step
+    assert max(fault.at_step for _, fault in inflicted) < 300
+
+
+def test_a_run_without_room_gets_no_fault(run: RunFolder, inflicted: list[tuple[int, Fault]]) -> None:
+    beat(run, 100, steps_total=140)
+    assert [] == deal(run) == inflicted
+    beat(run, 100, steps_total=141)
+    assert 1 == len(deal(run, count=1))
+
+
+def test_a_run_whose_end_no_task_has_reported_yet_has_room(run: RunFolder, inflicted: list[tuple[int, Fault]]) -> None:
+    beat(run, 100, steps_total=0)
+    assert 3 == len(deal(run, count=3))
+
+
+def test_a_fault_that_ended_the_run_is_the_last(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = [
+        Result("kill", "chief", 110, 0.1, 2.0, 4, None),
+        Result("kill", "chief", 120, 0.1, 2.0, 4, "failed"),
+    ]
+    left = iter(results)
+    monkeypatch.setattr(chaos, "inflict", lambda run, fault, timeout_s: next(left))
+    assert results == deal(run)
+
+
+def test_a_run_that_ends_before_the_next_fault_ends_the_storm(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Result("kill", "chief", 110, 0.1, 2.0, 4, None)
+    left = iter([first])
+
+    def inflict(run: RunFolder, fault: Fault, timeout_s: float) -> Result:
+        if (result := next(left, None)) is None:
+            raise UsageError("run 'run' ended before step 130; nothing was inflicted")
+        return result
+
+    monkeypatch.setattr(chaos, "inflict", inflict)
+    assert [first] == deal(run)
+
+
+def test_an_ended_run_gets_no_fault(run: RunFolder, inflicted: list[tuple[int, Fault]]) -> None:
+    write_json(run.summary, {"state": "succeeded"})
+    assert [] == deal(run) == inflicted
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("kinds", "line"),
+    [
+        (["kill", "stop"], "--kinds stop: it ends the run, and the storm with it; inflict it by itself"),
+        (["diskfull"], "--kinds diskfull: it ends the run, and the storm with it; inflict it by itself"),
+        (["kill", "puase"], "chaos 'puase' is no fault; did you mean 'pause'?"),
+        (["partition"], "partition chief: local tasks share one network; use a run of --runtime docker"),
+    ],
+)
+def test_kinds_that_make_no_storm_are_refused_in_one_line(run: RunFolder, kinds: list[str], line: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        storm.check(run, kinds)
+    assert line == str(refused.value)
+
+
+def test_a_script_has_no_steps_between_which_to_inject_faults(run: RunFolder) -> None:
+    write_json(run.config, {"script": "train.py", "arguments": []})
+    with pytest.raises(UsageError, match=r"^storm with a script: a script reports no steps "):
+        storm.check(run, ())
+
+
+@pytest.mark.parametrize("kinds", [(), ("kill", "pause", "slow", "corrupt", "oom")])
+def test_a_run_that_does_not_train_has_no_storm(run: RunFolder, kinds: tuple[str, ...]) -> None:
+    storm.check(run, kinds)
+    write_json(run.summary, {"state": "succeeded"})
+    with pytest.raises(UsageError, match="is not in progress"):
+        storm.check(run, kinds)
+
+
+# How it went
+
+
+def summary(state: str, weights: str | None) -> dict[str, Any]:
+    cause = {"task": "chief", "exit_code": 1, "step": 7, "error": "it died", "time": time.time()}
+    values = {"state": state, "weights_sha256": weights, "cause": cause, "tasks": {}}
+    return values | {"steps": 400, "wall_s": 60.0, "startup_s": None, "metrics": {}, "restarts": []}
+
+
+@pytest.mark.parametrize(
+    ("ended", "weights", "dealt", "calm", "code"),
+    [
+        ("succeeded", "abc", 2, "abc", 0),
+        ("succeeded", "abc", 2, None, 0),  # nothing to compare with
+        ("succeeded", "abc", 1, "abc", 1),
+        ("succeeded", "abc", 2, "def", 1),
+        ("failed", None, 2, "abc", 1),
+        ("stopped", "abc", 2, "abc", 1),
+    ],
+)
+def test_a_storm_is_outlived_with_all_faults_a_success_and_the_same_bits(
+    make_run: MakeRun,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ended: str,
+    weights: str,
+    dealt: int,
+    calm: str | None,
+    code: int,
+) -> None:
+    run = make_run("stormy", workers=1)
+    beat(run, 100)
+    run.event("chief", "fault", step=100, kind="kill")
+    if calm:
+        write_json(make_run("calm", workers=1).summary, summary("succeeded", calm))
+    requested = []
+
+    def dealing(*arguments: Any) -> list[Result]:
+        requested.append((*arguments[:4], arguments[5]))
+        return [Result("kill", "chief", 110, 0.1, 2.0, 4, None)] * dealt
+
+    def follow(folder: RunFolder, on_status: Callable[[Any], None]) -> dict[str, Any]:
+        write_json(folder.summary, summary(ended, weights))
+        return summary(ended, weights)
+
+    monkeypatch.setattr(storm, "deal", dealing)
+    monkeypatch.setattr(storm.watch, "follow", follow)
+    assert code == storm.main(run, 2, 7, ["kill"], 12.0)
+    assert [(run, 2, 7, ["kill"], 12.0)] == requested
+    lines = capsys.readouterr().out.splitlines()
+    inflicted = "1 fault" if dealt == 1 else "2 faults"
+    assert f"{inflicted} inflicted; waiting for the run's end" == lines[0]
+    assert any(ended in line for line in lines[1:])
+    few = "the run had no room for 2 faults: train for longer (-- --max-steps), or request fewer (--faults)"
+    assert (dealt < 2 and ended == "succeeded") == (few in lines)
+    if ended != "succeeded":
+        assert lines[-1].startswith(f"the run {ended} after 2 of 2 faults: chief: it died")
+    compared = [line for line in lines if line.startswith("weights ")]
+    if ended != "succeeded" or not calm:
+        assert [] == compared
+    else:
+        says = "the same bits as" if weights == calm else "NOT those of"
+        assert [f"weights      {says} the undisturbed run calm"] == compared
+
+
+def test_a_storm_that_is_refused_inflicts_nothing(run: RunFolder, inflicted: list[tuple[int, Fault]]) -> None:
+    with pytest.raises(UsageError):
+        storm.main(run, 2, 7, ["stop"], 12.0)
+    assert [] == inflicted

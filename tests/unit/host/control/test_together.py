@@ -1,0 +1,252 @@
+"""Two commands on one run at once, as real processes: one goes on, the other says so and changes nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.contract.run import claim, owner
+from cluster.contract.run.folder import RunFolder
+from cluster.host.control import scaling, watch
+from cluster.host.launch import teardown
+from cluster.host.runtime.local import supervisor
+from cluster.system.errors import EXIT_DONE, EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_USAGE, PrerequisiteError
+from cluster.system.json_files import read_json
+from cluster.system.paths import ROOT
+from tests.unit.gang import StartGang
+from tests.unit.launching import Commands
+from tests.waiting import wait_for
+
+MakeRun = Callable[..., RunFolder]
+
+Up = Callable[..., "subprocess.Popen[str]"]
+
+SCRIPT = """
+import os, pathlib, sys, time
+here = pathlib.Path(__file__).parent
+(here / f"started-{pathlib.Path(os.environ['RUN_DIR']).name}-{os.getpid()}").touch()
+while not (here / "go").exists():
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder of a script that every `up` here runs; it ends once `go` is there."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "script.py").write_text(textwrap.dedent(SCRIPT))
+    return theirs
+
+
+@pytest.fixture
+def invoke(tmp_path: Path) -> Iterator[Up]:
+    """Starts `invoke` as a user does; everything is ended at the end."""
+    commands: list[subprocess.Popen[str]] = []
+
+    def start(*words: str) -> subprocess.Popen[str]:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        command = [sys.executable, "-m", "invoke", *words]
+        commands.append(
+            subprocess.Popen(command, cwd=ROOT, text=True, env=os.environ | {"PATH": "/usr/bin:/bin"}, **pipes)
+        )
+        return commands[-1]
+
+    yield start
+    for command in commands:
+        command.kill()
+        command.communicate()
+    for run in owner.recorded(tmp_path / "runs"):
+        supervisor.kill(run)
+
+
+@pytest.fixture
+def up(invoke: Up, folder: Path) -> Up:
+    """Starts `invoke up` with the script on one local task; takes more options."""
+    words = ("--runtime=local", "--workers=0", "--tensorboard-port=0", "--network=host")
+
+    def start(*more: str) -> subprocess.Popen[str]:
+        script = [] if any(word.startswith("--resume") for word in more) else [f"--script={folder / 'script.py'}"]
+        return invoke("up", *words, *script, *more)
+
+    return start
+
+
+def finished(*commands: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
+    """Wait for the ends of commands; return how each ended."""
+    outputs = [command.communicate(timeout=300) for command in commands]
+    return [(command.returncode, *each) for command, each in zip(commands, outputs, strict=True)]
+
+
+def started(folder: Path) -> list[str]:
+    return [path.name for path in folder.glob("started-*")]
+
+
+def is_watched(folder: Path, tmp_path: Path) -> bool:
+    """Whether the script of run `one` runs, and `up` has come from starting the run to watching it."""
+    return bool(started(folder)) and not claim.held(RunFolder(tmp_path / "runs" / "one"))
+
+
+def test_a_default_name_that_is_taken_is_not_taken_again(
+    up: Up, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "go").touch()
+    script = (
+        "import time; time.strftime = lambda *_: 'now'; import sys; sys.argv[0] = 'invoke'; "
+        "from invoke.main import program; program.run()"
+    )
+    words = ["up", "--runtime=local", "--workers=0", "--tensorboard-port=0", f"--script={folder / 'script.py'}"]
+    command = [sys.executable, "-c", script, *words]
+    three = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    assert [(0, None, "")] * 3 == [(c, o, e) for c, o, e in finished(*three)]
+    names = {path.parent.name for path in (tmp_path / "runs").glob("*/summary.json")}
+    assert {"script-now", "script-now-2", "script-now-3"} == names
+
+
+def test_of_two_with_one_name_one_is_refused(up: Up, folder: Path, tmp_path: Path) -> None:
+    both = up("--name=one"), up("--name=one")
+    wait_for(lambda: any(command.poll() is not None for command in both), "the refusal")
+    wait_for(lambda: started(folder), "the other's script")
+    (folder / "go").touch()
+    (loser, winner) = sorted(finished(*both), key=lambda end: -end[0])
+    assert (EXIT_USAGE, 1) == (loser[0], len(loser[2].splitlines())), loser
+    assert EXIT_DONE == winner[0], winner
+    assert 1 == len(started(folder))
+    assert "succeeded" == read_json(tmp_path / "runs" / "one" / "summary.json")["state"]
+
+
+def test_down_ends_a_run_that_somebody_watches(up: Up, invoke: Up, folder: Path, tmp_path: Path) -> None:
+    watched = up("--name=one")
+    wait_for(lambda: is_watched(folder, tmp_path), "the script")
+    ((code, out, error),) = finished(invoke("down", "--timeout=0"))
+    assert (EXIT_DONE, "") == (code, error)
+    assert "one is down" in out
+    ((code, out, error),) = finished(watched)
+    assert EXIT_INTERRUPTED == code, (out, error)
+    assert "stopped" in out
+    assert [] == supervisor.processes_left(RunFolder(tmp_path / "runs" / "one"))
+
+
+def test_sigterm_stops_a_run_as_ctrl_c_does(up: Up, folder: Path, tmp_path: Path) -> None:
+    watched = up("--name=one")
+    wait_for(lambda: is_watched(folder, tmp_path), "the script")
+    watched.send_signal(signal.SIGTERM)
+    ((code, out, _),) = finished(watched)
+    assert EXIT_INTERRUPTED == code
+    assert "stopping: " in out
+    run = RunFolder(tmp_path / "runs" / "one")
+    assert "stopped" == read_json(run.summary)["state"]
+    assert [] == supervisor.processes_left(run)
+
+
+def test_a_second_signal_kills_a_script_that_does_not_listen(up: Up, folder: Path, tmp_path: Path) -> None:
+    deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    (folder / "script.py").write_text(deaf + (folder / "script.py").read_text())
+    watched = up("--name=one")
+    run = RunFolder(tmp_path / "runs" / "one")
+    wait_for(lambda: is_watched(folder, tmp_path), "the script")
+    watched.send_signal(signal.SIGTERM)
+    wait_for(lambda: run.stop_requested, "the request to stop")
+    watched.send_signal(signal.SIGTERM)
+    ((code, out, _),) = finished(watched)
+    assert EXIT_INTERRUPTED == code
+    assert "killing every task" in out
+    assert [] == supervisor.processes_left(run)
+
+
+def test_a_run_whose_terminal_is_closed_goes_on(up: Up, folder: Path, tmp_path: Path) -> None:
+    watched = up("--name=one")
+    run = RunFolder(tmp_path / "runs" / "one")
+    wait_for(lambda: is_watched(folder, tmp_path), "the script")
+    watched.send_signal(signal.SIGHUP)
+    ((code, out, _),) = finished(watched)
+    assert EXIT_HUNG_UP == code
+    assert "goes on in the background" in out
+    assert ["SIGHUP"] == [event["detail"]["cause"] for event in run.events() if event["event"] == "unattended"]
+    assert supervisor.running(run)
+    (folder / "go").touch()
+    assert "succeeded" == wait_for(lambda: read_json(run.summary, None), "the end")["state"]
+
+
+@pytest.mark.parametrize("words", [["up", "--dry"], ["--dry", "up"]])
+def test_a_dry_run_writes_and_starts_nothing(invoke: Up, folder: Path, tmp_path: Path, words: list[str]) -> None:
+    options = ("--runtime=local", "--workers=0", "--tensorboard-port=0", f"--script={folder / 'script.py'}")
+    ((code, out, error),) = finished(invoke(*words, *options))
+    assert (EXIT_DONE, "") == (code, error)
+    assert "TASK=chief " in out
+    assert [] == started(folder)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("task", ["down", "rerun", "docs.options"])
+def test_what_has_no_dry_run_refuses_invoke_s_own(invoke: Up, tmp_path: Path, task: str) -> None:
+    ((code, out, error),) = finished(invoke("--dry", task))
+    assert (EXIT_USAGE, "", 1) == (code, out, len(error.splitlines()))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_is_being_started_is_ended_once_it_is(make_run: MakeRun, start_gang: StartGang) -> None:
+    gang = start_gang("train(2), work()", workers=0)
+    ended = threading.Thread(target=lambda: watch.end(gang.run, "a test", 0, Commands()))
+    with claim.hold(gang.run, "started"):
+        ended.start()
+        wait_for(lambda: gang.run.stop_requested, "the request to stop")
+        assert supervisor.running(gang.run) or gang.run.outcome  # nobody kills what somebody else is at work on
+    ended.join(60)
+    assert [] == supervisor.processes_left(gang.run)
+    assert "stopped" == read_json(gang.run.summary)["state"]
+
+
+def test_a_run_is_scaled_by_nobody_while_another_is_at_work_on_it(start_gang: StartGang) -> None:
+    gang = start_gang("train(2), work()", workers=0)
+    gang.await_step("chief", 2)
+    with claim.hold(gang.run, "resumed"), pytest.raises(claim.Taken, match="is being resumed by process"):
+        scaling.scale(gang.run, "1", "", Commands())
+    assert not gang.run.stop_requested
+
+
+def test_what_ended_is_not_removed_under_somebody_who_goes_on(start_gang: StartGang) -> None:
+    gang = start_gang("train(2), work()", workers=0)
+    gang.await_step("chief", 2)
+    assert not gang.run.summary.exists()  # as of a run that was resumed after whoever watched it saw it end
+    assert "" == teardown.finish(gang.run, Commands())
+    assert supervisor.running(gang.run)
+
+
+def test_a_claim_ends_with_its_process(make_run: MakeRun) -> None:
+    run = make_run()
+    lines = (
+        "import sys, time; from pathlib import Path\n"
+        "from cluster.contract.run import claim; from cluster.contract.run.folder import RunFolder\n"
+        "with claim.hold(RunFolder(Path(sys.argv[1])), 'started'):\n print('held', flush=True)\n time.sleep(600)"
+    )
+    command = [sys.executable, "-c", lines, str(run.path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout
+        assert "held\n" == holder.stdout.readline()
+        assert claim.held(run)
+        message = f"run 'run' is being started by process {holder.pid}"
+        with pytest.raises(claim.Taken, match=message), claim.hold(run, "ended", wait_s=0):
+            pass
+        holder.send_signal(signal.SIGKILL)
+    with claim.hold(run, "ended"):
+        pass
+    assert not claim.held(run)
+
+
+def test_a_claim_that_cannot_be_made_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    run = RunFolder(tmp_path / "runs" / "one")
+    with pytest.raises(PrerequisiteError, match="set RUNS_DIR"), claim.hold(run, "started"):
+        pass

@@ -1,0 +1,284 @@
+"""An engine that hangs, fails or is gone: nothing waits for it for ever, and what is left in it is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from invoke import Config, Context, Exit
+
+import tasks
+from cluster.contract.run import claim, owner
+from cluster.contract.run.folder import RunFolder
+from cluster.host.cli import command_line
+from cluster.host.control import watch
+from cluster.host.image import build, engine
+from cluster.host.launch import configuration, planning, startup
+from cluster.host.options.request import Request
+from cluster.host.runtime import tensorboard
+from cluster.host.runtime.compose import overlay
+from cluster.host.runtime.local import supervisor
+from cluster.system import processes
+from cluster.system.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREREQUISITE, PrerequisiteError, RunFailed, TimedOut
+from cluster.system.json_files import read_json, write_json
+from cluster.system.paths import ROOT
+from cluster.system.ports import free_ports
+from tests.unit.ending import end
+from tests.unit.gang import StartGang
+from tests.unit.launching import Commands
+from tests.waiting import wait_for
+
+MakeRun = Callable[..., RunFolder]
+Docker = Callable[[str], Path]
+
+IMAGE = '{"Id": "sha256:1", "Config": {"Labels": {}}, "RootFS": {"Layers": ["sha256:0"]}}'
+ANSWERS = f"""
+case "$*" in
+info*MemTotal*) echo 64000000000; exit;;
+info*) echo '"26.1.5"'; exit;;
+*'version --short') echo 2.26.1; exit;;
+*'{{{{json .}}}}'*) echo '{IMAGE}'; exit;;
+*RootFS*) echo '[[], []]'; exit;;
+image*) echo '{{}}'; exit;;
+esac
+"""
+"""What a client says of an engine that answers and has the images."""
+
+
+@pytest.fixture
+def client(docker: Docker, monkeypatch: pytest.MonkeyPatch) -> Docker:
+    """Puts a `docker` with this script on the PATH, before the usual programs."""
+
+    def put(script: str) -> Path:
+        calls = docker(script)
+        monkeypatch.setenv("PATH", f"{os.environ['PATH']}:/usr/bin:/bin")
+        return calls
+
+    return put
+
+
+@pytest.fixture
+def context() -> Context:
+    """A context that runs commands, with the settings of invoke.yaml."""
+    config = Config(project_location=str(ROOT))
+    config.load_project()
+    return Context(config)
+
+
+def code_of(task: str, c: Context, **options: object) -> int:
+    with pytest.raises(Exit) as ended:
+        tasks.ns[task](c, **options)
+    return ended.value.code
+
+
+HANGS = "/bin/sh -c 'echo $$ >{pid_file}; exec /bin/sleep 600' & wait"
+"""A client whose plugin hangs, and holds on to its output."""
+
+
+def test_a_client_that_hangs_is_ended_with_all_that_it_started(
+    client: Docker, context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid_file = tmp_path / "plugin"
+    client(HANGS.format(pid_file=pid_file))
+    monkeypatch.setattr(engine, "COMPOSE_TIMEOUT_S", 1.0)
+    with pytest.raises(TimedOut, match="did not end in 1 s"):
+        command_line.shell(context)("docker compose up")
+    wait_for(lambda: processes.start_ticks(int(pid_file.read_text())) is None, "the plugin's end")
+
+
+def test_a_question_that_hangs_is_ended_with_all_that_it_started(client: Docker, tmp_path: Path) -> None:
+    pid_file = tmp_path / "plugin"
+    client(HANGS.format(pid_file=pid_file))
+    assert 124 == engine.ask("info", timeout_s=1)[0]
+    wait_for(lambda: processes.start_ticks(int(pid_file.read_text())) is None, "the plugin's end")
+
+
+@pytest.mark.parametrize(
+    "words", ["docker compose up", "A=b docker compose -p x down", "docker build .", "docker import -"]
+)
+def test_every_command_of_the_client_is_bounded(words: str) -> None:
+    bound_s = engine.patience_s(words)
+    assert bound_s is not None
+    assert bound_s > 60
+
+
+def test_down_ends_local_runs_and_names_those_in_an_engine_that_is_gone(
+    client: Docker, context: Context, start_gang: StartGang, make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client("echo 'Cannot connect to the Docker daemon' >&2; exit 1")
+    gang = start_gang("train(2), work()", workers=0)
+    contained = make_run("contained")
+    owner.begin(contained, "docker")
+    assert EXIT_PREREQUISITE == code_of("down", context, timeout="0")
+    assert [] == supervisor.processes_left(gang.run)
+    (error,) = capsys.readouterr().err.splitlines()
+    assert "contained" in error
+    assert "Cannot connect" in error
+    assert EXIT_PREREQUISITE == code_of("down", context, run="contained", timeout="0")
+    assert owner.read(contained)  # the next `down` knows of it
+
+
+def test_down_without_an_engine_is_done_where_nothing_was_in_one(
+    client: Docker, context: Context, make_run: MakeRun
+) -> None:
+    client("exit 1")
+    make_run()
+    assert EXIT_DONE == code_of("down", context)
+
+
+def test_down_goes_on_behind_a_run_that_cannot_be_ended(
+    client: Docker, context: Context, start_gang: StartGang, make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = make_run("a-first")
+    owner.begin(first, "docker")
+    project = overlay.project(first.path)
+    fails = "*' down '*) echo broken >&2; exit 9;;"
+    client(f"{ANSWERS}\ncase \"$*\" in 'network ls'*) printf '{project}\\t\\n';; {fails} esac")
+    gang = start_gang("train(2), work()", workers=0, name="later")
+    assert 1 == code_of("down", context, timeout="0")
+    assert [] == supervisor.processes_left(gang.run)
+    shown = capsys.readouterr()
+    assert "later is down" in shown.out
+    assert owner.read(first)
+
+
+def test_down_ends_what_a_removed_folder_left(
+    client: Docker, context: Context, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = tmp_path / "runs"
+    ours, others = overlay.project(runs / "gone"), overlay.project(tmp_path / "elsewhere" / "gone")
+    calls = client(f"{ANSWERS}\ncase \"$*\" in 'ps --all'*) printf '{ours}\\tgone\\n{others}\\tgone\\n';; esac")
+    assert EXIT_DONE == code_of("down", context, timeout="0")
+    (down,) = (line for line in calls.read_text().splitlines() if " down " in line)
+    assert f"--project-name {ours} " in down
+    assert "gone is down" in capsys.readouterr().out
+    assert EXIT_DONE == code_of("down", context, run="gone", timeout="0")
+
+
+def test_a_run_whose_containers_cannot_be_removed_still_says_how_it_ended(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(workers=0)
+    owner.begin(run, "docker")
+    end(run, "succeeded")
+
+    def sh(command: str) -> None:
+        raise RunFailed("the engine is gone")
+
+    assert EXIT_DONE == watch.attend(run, "docker", 0, False, sh)
+    shown = capsys.readouterr()
+    assert "succeeded: " in shown.out
+    assert "invoke down run" in shown.err
+    assert owner.read(run)
+
+
+def test_a_tensorboard_that_does_not_start_ends_no_run(
+    start_gang: StartGang, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gang = start_gang("train(2)\nuntil((run.path / 'go').exists)\nfinish()", workers=0)
+
+    def refuse(*_: object, preferred: object) -> None:
+        (gang.run.path / "go").touch()
+        raise PrerequisiteError("another program took the port meanwhile")
+
+    monkeypatch.setattr(tensorboard, "start", refuse)
+    assert EXIT_DONE == watch.attend(gang.run, "local", None, False, Commands())
+    shown = capsys.readouterr().out
+    assert "succeeded: " in shown
+    assert "`invoke tensorboard` starts it: another program took the port meanwhile" in shown
+
+
+def test_a_tensorboard_that_ends_at_once_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(runs_dir: Path, port: int) -> int:
+        (runs_dir / ".tensorboard.log").write_text("ValueError: no such thing\n")
+        return 2**22 + 1  # no process
+
+    (tmp_path / "runs").mkdir()
+    monkeypatch.setattr(tensorboard, "_start_process", fail)
+    (port,) = free_ports(1)
+    with pytest.raises(PrerequisiteError, match="no such thing"):
+        tensorboard.start(tmp_path / "runs", port, "local", Commands())
+
+
+@pytest.mark.parametrize("record", ["", "x", "[]", "{}", '{"runtime": "local", "port": 1}', '{"runtime": "docker"}'])
+def test_a_damaged_record_is_no_tensorboard(tmp_path: Path, record: str) -> None:
+    (tmp_path / ".tensorboard.json").write_text(record)
+    assert tensorboard.running(tmp_path) is None
+    assert not tensorboard.stop(tmp_path, Commands())
+
+
+@pytest.mark.parametrize("interrupts", [1, 2])
+def test_an_interrupt_while_containers_start_ends_those_that_did(
+    client: Docker, context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupts: int
+) -> None:
+    deaf = "trap '' INT; " if interrupts == 2 else ""
+    calls = client(f"{ANSWERS}\ncase \"$*\" in *' up '*) {deaf}/bin/sleep 600 & wait $!;; esac")
+    config = {"dataset": "mnist", "global_batch": 192}
+    monkeypatch.setattr(configuration, "resolve", lambda *_: (config, (), "there"))
+    monkeypatch.setattr(build, "commands", lambda accelerator: [])
+
+    def interrupt() -> None:
+        wait_for(lambda: noted and " up " in calls.read_text(), "the start")
+        os.kill(os.getpid(), signal.SIGINT)
+        if interrupts == 2:
+            wait_for(lambda: len(noted) == 2, "the first interrupt to be passed on")
+            os.kill(os.getpid(), signal.SIGINT)
+
+    noted: list[str] = []
+    wait = command_line.Runner.wait
+    monkeypatch.setattr(command_line.Runner, "wait", lambda runner: (noted.append("waits"), wait(runner)))
+    sender = threading.Thread(target=interrupt)
+    sender.start()
+    assert EXIT_INTERRUPTED == code_of("up", context, name="one", runtime="docker", tensorboard_port="0")
+    sender.join()
+    run = RunFolder(tmp_path / "runs" / "one")
+    _, down = (line for line in calls.read_text().splitlines() if " up " in line or " down " in line)
+    assert f"--project-name {overlay.project(run.path)} " in down
+    assert "stopped" == read_json(run.summary)["state"]
+    assert owner.read(run) is None
+
+
+def test_of_two_that_start_containers_the_loser_ends_nothing(
+    client: Docker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client(ANSWERS)
+    monkeypatch.setattr(configuration, "resolve", lambda *_: ({"dataset": "mnist", "global_batch": 192}, (), "there"))
+    monkeypatch.setattr(build, "commands", lambda accelerator: [])
+    started, go = threading.Event(), threading.Event()
+
+    def wait(command: str) -> None:
+        started.set()
+        assert go.wait(60)
+
+    request = Request(name="one", runtime="docker", tensorboard_port="0")
+    plans = [planning.plan(request) for _ in range(2)]
+    winner = threading.Thread(target=lambda: startup.start(plans[0], wait, began=0.0))
+    winner.start()
+    assert started.wait(60)
+    commands = Commands()
+    with pytest.raises(claim.Taken):
+        startup.start(plans[1], commands, began=0.0)
+    go.set()
+    winner.join()
+    with pytest.raises(claim.Taken):
+        startup.start(plans[1], commands, began=0.0)
+    assert [] == commands
+    write_json(plans[0].run.summary, {})
+
+
+@pytest.mark.docker
+def test_an_engine_is_asked_for_what_a_removed_folder_left(context: Context, tmp_path: Path) -> None:
+    project = overlay.project(tmp_path / "runs" / "gone")
+    labels = {"com.docker.compose.project": project, "com.docker.compose.network": "cluster", overlay.RUN_LABEL: "gone"}
+    words = [word for name, value in labels.items() for word in ("--label", f"{name}={value}")]
+    code, text = engine.ask("network", "create", *words, f"{project}_cluster")
+    assert 0 == code, text
+    try:
+        assert EXIT_DONE == code_of("down", context, timeout="0")
+        assert "" == engine.ask("network", "ls", "--quiet", "--filter", f"label={overlay.RUN_LABEL}=gone")[1]
+    finally:
+        engine.ask("network", "rm", f"{project}_cluster")

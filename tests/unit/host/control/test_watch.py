@@ -1,0 +1,194 @@
+"""Waiting on the host: a run whose engine stopped ends instead of hanging whoever waits for it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.contract.run import liveness, owner
+from cluster.contract.run.folder import LOST_AFTER_S, RunFolder
+from cluster.contract.run.liveness import LONGEST_LOOK_S, LivenessMonitor, look_once, silent
+from cluster.host.control import watch
+from cluster.host.image import engine
+from cluster.system import processes
+from cluster.system.json_files import write_json
+from tests.unit.beats import beat
+from tests.unit.ending import end
+from tests.unit.launching import Commands
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_run_whose_engine_stopped_ends_as_failed(make_run: Callable[..., RunFolder]) -> None:
+    run = make_run(workers=1)
+    for task in ("chief", "worker-0"):
+        beat(run, task, age_s=LOST_AFTER_S + 5)
+    ended = watch.follow(run, lambda value: None, timeout_s=10)
+    assert "failed" == ended["state"]
+    assert "no task writes heartbeats" in ended["cause"]["error"]
+    assert 1 == watch.exit_code(ended)
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("age_s", [0, LOST_AFTER_S + 5, 1e6, -1e6])
+def test_a_run_with_one_live_task_goes_on_whatever_its_clock_says(
+    make_run: Callable[..., RunFolder], age_s: float
+) -> None:
+    run, looks = make_run(workers=1), itertools.count()
+    beat(run, "chief", age_s=LOST_AFTER_S + 5)
+
+    def live(value: dict[str, Any]) -> None:
+        if (look := next(looks)) % 15 == 0:
+            beat(run, "worker-0", age_s=age_s - look)
+        if look > 3 * LOST_AFTER_S:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        watch.follow(run, live)
+    assert run.outcome is None
+
+
+def test_a_watcher_s_own_sleep_is_no_silence(make_run: Callable[..., RunFolder]) -> None:
+    run, clock = make_run(), [0.0]
+    monitor = LivenessMonitor(run, lambda: clock[0])
+    beat(run, "chief", age_s=0)
+    assert "training" == monitor.look()["chief"]["state"]
+    for asleep_s in (100.0, 1e5):
+        clock[0] += asleep_s
+        assert "training" == monitor.look()["chief"]["state"]
+        watch._notice_silence(run, monitor)
+    assert run.outcome is None
+    assert LONGEST_LOOK_S * 2 == monitor.silence_s
+
+
+def test_only_what_was_seen_to_be_silent_is_lost(make_run: Callable[..., RunFolder]) -> None:
+    run, clock = make_run(workers=2), [0.0]
+    monitor = LivenessMonitor(run, lambda: clock[0])
+    beat(run, "worker-0", age_s=0)
+    beat(run, "worker-1", age_s=0, state="done")
+    for second in range(int(LOST_AFTER_S) + 2):
+        beat(run, "chief", age_s=1000 - second)
+        shown = monitor.look()
+        clock[0] += 1
+    assert ["training", "lost", "done"] == [shown[name]["state"] for name in ("chief", "worker-0", "worker-1")]
+    assert 0 == monitor.silence_s
+
+
+def test_a_run_that_never_began_is_waited_for_longer(make_run: Callable[..., RunFolder]) -> None:
+    run, clock = make_run(), [0.0]
+    monitor = LivenessMonitor(run, lambda: clock[0])
+    for _ in range(int(watch.START_TIMEOUT_S)):
+        clock[0] += 1
+        monitor.look()
+        watch._notice_silence(run, monitor)
+        assert run.outcome is None
+    run.begin_generation(1, resumed=True)
+    monitor.look()
+    clock[0] += 1
+    monitor.look()
+    watch._notice_silence(run, monitor)
+    assert run.outcome is None
+    for _ in range(int(watch.START_TIMEOUT_S) + 1):
+        clock[0] += 1
+        monitor.look()
+    watch._notice_silence(run, monitor)
+    assert "failed" == run.outcome["state"]
+
+
+def test_a_run_whose_job_is_gone_ends_soon_with_what_its_scheduler_says(
+    make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, clock = make_run(), [0.0]
+    gone = SimpleNamespace(
+        is_remote=True, alive=lambda run: clock[0] < LOST_AFTER_S, situation=lambda run: "job 7 ended"
+    )
+    monkeypatch.setattr(watch.registry, "of", lambda run: gone)
+    monitor = LivenessMonitor(run, lambda: clock[0])
+    while run.outcome is None:
+        clock[0] += 1
+        assert clock[0] < 2 * LOST_AFTER_S
+        monitor.look()
+        watch._notice_silence(run, monitor)
+    assert "job 7 ended" == run.outcome["error"]
+
+
+@pytest.mark.parametrize("supervised", [True, False])
+def test_a_supervisor_that_lives_may_be_silent_for_longer(make_run: Callable[..., RunFolder], supervised: bool) -> None:
+    """It writes the heartbeats of all tasks while it imports what they need, and hardly can on a loaded machine."""
+    run, clock = make_run(), [0.0]
+    this = processes.identity(os.getpid())
+    owner.record_supervisor(run, owner.begin(run, "local"), this if supervised else this | {"start_ticks": 0})
+    beat(run, "chief", age_s=0, state="starting")
+    monitor = LivenessMonitor(run, lambda: clock[0])
+    monitor.look()
+    for patience_s, over in ((LOST_AFTER_S, not supervised), (watch.START_TIMEOUT_S, True)):
+        while monitor.silence_s <= patience_s:
+            watch._notice_silence(run, monitor)
+            assert run.outcome is None or not supervised
+            clock[0] += 1
+            monitor.look()
+        watch._notice_silence(run, monitor)
+        assert over == (run.outcome is not None)
+
+
+@pytest.mark.parametrize("age_s", [60, -60, 1e6])
+def test_whoever_asks_once_looks_twice(
+    make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch, age_s: float
+) -> None:
+    run = make_run()
+    beat(run, "chief", age_s=age_s)
+    monkeypatch.setattr(liveness.time, "sleep", lambda seconds: beat(run, "chief", age_s=age_s - 1))
+    assert "training" == look_once(run)["chief"]["state"]
+    assert not silent(run)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_and_calls_lost_what_does_not_change(make_run: Callable[..., RunFolder]) -> None:
+    run = make_run()
+    assert silent(run)
+    beat(run, "chief", age_s=60)
+    assert ("lost", True) == (look_once(run)["chief"]["state"], silent(run))
+    beat(run, "chief", age_s=0)
+    assert ("training", False) == (look_once(run)["chief"]["state"], silent(run))
+    beat(run, "chief", age_s=60, state="done")
+    assert "done" == look_once(run)["chief"]["state"]
+
+
+def test_watching_asks_no_engine(make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(workers=0)
+    write_json(run.path.parent / ".tensorboard.json", {"runtime": "docker", "port": 6006})
+    beat(run, "chief", age_s=0)
+    looks: list[int] = []
+    monkeypatch.setattr(engine, "ask", lambda *words, **_: pytest.fail(f"asked: docker {words}"))
+
+    def end_after_three(value: dict[str, Any]) -> None:
+        looks.append(value["step"])
+        if len(looks) == 3:
+            monkeypatch.undo()
+            end(run, "succeeded")
+
+    assert "succeeded" == watch.follow(run, end_after_three, timeout_s=300)["state"]
+    assert [0, 0, 0] == looks
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_an_interrupt_before_the_run_is_watched_says_whether_it_goes_on(
+    make_run: Callable[..., RunFolder],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    goes_on: bool,
+) -> None:
+    run = make_run()
+
+    def begin(plan: object, sh: object, *, began: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(watch.startup, "begin", begin)
+    monkeypatch.setattr(watch.teardown, "in_progress", lambda run: goes_on)
+    with pytest.raises(KeyboardInterrupt):
+        watch.up(SimpleNamespace(run=run), Commands(), began=0.0)
+    assert goes_on is (run.name in capsys.readouterr().err)

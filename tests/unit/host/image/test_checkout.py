@@ -1,0 +1,76 @@
+"""What git says of the checkout that runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cluster.host.image import checkout
+
+pytestmark = pytest.mark.needs("git")
+GIT = ["git", "-c", "user.name=a test", "-c", "user.email=test@example.invalid"]
+CODE = ("cluster", "train")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder in the place of the checkout."""
+    monkeypatch.setattr(checkout, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    return tmp_path
+
+
+@pytest.fixture
+def committed(folder: Path) -> Path:
+    """A checkout of one commit, made a day after 1970 began; returns its only file."""
+    file = folder / "train" / "code.py"
+    file.parent.mkdir()
+    file.write_text("1")
+    dated = os.environ | {"GIT_COMMITTER_DATE": "@86400 +0000"}
+    for words in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message=one"]):
+        subprocess.run([*GIT, "-C", str(folder), *words], env=dated, check=True)
+    return file
+
+
+def test_the_commit_and_its_time_are_reported_and_whether_files_differ(committed: Path) -> None:
+    commit = checkout.commit()
+    assert (40, commit, 86400) == (len(commit), checkout.revision(), checkout.commit_time_s())
+    committed.write_text("2")
+    assert (commit, f"{commit}-dirty", 86400) == (checkout.commit(), checkout.revision(), checkout.commit_time_s())
+    assert (commit, f"{commit}-dirty") == (checkout.revision("train"), checkout.revision("train/other.py"))
+
+
+def test_what_differs_from_the_commit_is_reported_by_a_hash(folder: Path, committed: Path) -> None:
+    clean = checkout.commit()
+    assert checkout.changes_sha256(*CODE) is None
+    committed.write_text("2")
+    changed = checkout.changes_sha256(*CODE)
+    (folder / "notes.txt").write_text("nobody's business")
+    assert changed == checkout.changes_sha256(*CODE)
+    (folder / "train" / "new.py").write_text("3")
+    assert 3 == len({None, changed, checkout.changes_sha256(*CODE)})
+    assert clean == checkout.commit()
+
+
+def test_only_the_named_folders_count(folder: Path, committed: Path) -> None:
+    (folder / "README.md").write_text("about")
+    subprocess.run([*GIT, "-C", str(folder), "add", "README.md"], check=True)
+    assert checkout.changes_sha256(*CODE) is None
+    assert checkout.revision().endswith("-dirty")
+
+
+def test_a_link_to_nothing_is_not_a_change(folder: Path, committed: Path) -> None:
+    (folder / "train" / ".#code.py").symlink_to("user@host.1:2")  # an editor's lock
+    assert checkout.changes_sha256(*CODE) is None
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_outside_of_a_git_checkout_there_is_nothing_to_report(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    if not installed:
+        monkeypatch.setenv("PATH", str(folder))
+    assert ("", "", 0) == (checkout.commit(), checkout.revision(), checkout.commit_time_s())

@@ -1,0 +1,294 @@
+"""The images' names and commands. What they hold: `tests/e2e/test_image_contents.py`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from invoke import Exit, MockContext
+
+import tasks
+from cluster.host.image import build, checkout, engine, images
+from cluster.system.errors import EXIT_USAGE, PrerequisiteError, UsageError
+from cluster.system.paths import ROOT
+
+DIGEST = "sha256:" + "a" * 64
+BASE = images.Base(f"{images.PYTHON_BASE}@{DIGEST}", DIGEST)
+LAYERS = ("sha256:" + "b" * 64,)
+MADE_HERE = [[], LAYERS]
+DOCKER = ROOT / "docker"
+NO_REGISTRY = (1, "ERROR: failed to do request: no such host")
+
+Ask = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(autouse=True)
+def no_base_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BASE_IMAGE", raising=False)
+
+
+def answering(local: dict[str, Any], registry: tuple[int, str] = NO_REGISTRY) -> Ask:
+    """Return an engine that has these images (name: what it reports of them) and a registry that gives this answer."""
+
+    def ask(*words: str, timeout_s: float = 0) -> tuple[int, str]:
+        if words[0] == "buildx":
+            assert timeout_s == images.REGISTRY_TIMEOUT_S
+            return registry
+        names = words[3:]
+        if missing := [name for name in names if name not in local]:
+            return 1, f"Error: No such image: {missing[0]}"
+        return 0, "\n".join(json.dumps(local[name]) for name in names)
+
+    return ask
+
+
+# Names
+
+
+@pytest.mark.parametrize("accelerator", images.ACCELERATORS)
+def test_every_accelerator_must_have_a_lock_and_an_image(accelerator: str) -> None:
+    assert f"tf-cluster/train:{accelerator}" == images.train_image(accelerator)
+    assert (ROOT / f"requirements/train-{accelerator}.lock").is_file()
+
+
+def test_an_unknown_accelerator_must_be_refused() -> None:
+    with pytest.raises(UsageError, match="'gpus' has no image; did you mean 'gpu'"):
+        images.train_image("gpus")
+
+
+def test_an_unknown_accelerator_must_be_refused_before_any_engine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "ask", lambda *words, **_: pytest.fail(f"asked: docker {words}"))
+    with pytest.raises(Exit, match="'xyz' has no image") as ended:
+        tasks.ns["image.build"](MockContext(), accelerator="xyz")
+    assert EXIT_USAGE == ended.value.code
+
+
+def test_make_up_must_look_for_these_images_and_pass_its_options_on() -> None:
+    # `--no-print-directory`: `make test`, which this may run under, would have it say where it is.
+    words = ["make", "--no-print-directory", "--dry-run", "--always-make", "up", "UP=--workers 1"]
+    shown = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert f"docker image inspect {images.train_image('cpu')} {images.tensorboard_image()} " in shown
+    assert shown.endswith("invoke up --workers 1\n")  # invoke refuses an option that is given twice
+
+
+# The base
+
+
+def test_the_official_image_must_be_pinned_to_its_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "ask", answering({}, (0, DIGEST)))
+    assert images.default_base() == BASE
+
+
+def test_a_local_image_must_come_before_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "ask", answering({images.DEBIAN_BASE: MADE_HERE}, (0, DIGEST)))
+    assert images.default_base() == images.Base(images.DEBIAN_BASE, layers=LAYERS)
+    pulled = [[f"python@{DIGEST}"], LAYERS]
+    monkeypatch.setattr(engine, "ask", answering({images.DEBIAN_BASE: MADE_HERE, images.PYTHON_BASE: pulled}))
+    assert images.default_base() == images.Base(images.PYTHON_BASE, DIGEST, LAYERS)
+
+
+def test_without_a_registry_a_base_must_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "ask", answering({}))
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    base = images.default_base()
+    assert base == images.Base(images.DEBIAN_BASE, missing=True)
+    made = images.base_commands()
+    assert made == images.build_commands("cpu", base)[: len(made)]
+    assert not set(made) & set(images.build_commands("cpu", BASE))
+
+
+def test_without_registry_and_bootstrapper_the_fix_must_be_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "ask", answering({}))
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(PrerequisiteError, match=r"no such host.*mmdebstrap.*install it, or set BASE_IMAGE"):
+        images.default_base()
+
+
+def test_an_image_asked_for_must_be_used_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "ask", answering({"mine:1": MADE_HERE, "yours:1": MADE_HERE}))
+    monkeypatch.setenv("BASE_IMAGE", "mine:1")
+    assert images.default_base() == images.Base("mine:1", layers=LAYERS)
+    assert images.default_base("yours:1") == images.Base("yours:1", layers=LAYERS)
+    with pytest.raises(PrerequisiteError, match="theirs:1 is neither on this engine nor in a registry"):
+        images.default_base("theirs:1")
+
+
+# Commands
+
+
+def test_both_images_must_be_built_from_the_same_base() -> None:
+    train, board = (shlex.split(command) for command in images.build_commands("gpu", BASE))
+    assert {"--target=train", "--tag=tf-cluster/train:gpu", "--build-arg=ACCELERATOR=gpu"} <= set(train)
+    assert {"--target=tensorboard", f"--tag={images.tensorboard_image()}"} <= set(board)
+    for command in (train, board):
+        assert {
+            f"--build-arg=BASE_IMAGE={BASE.name}",
+            f"--label=org.opencontainers.image.base.name={images.PYTHON_BASE}",
+            f"--label=org.opencontainers.image.base.digest={DIGEST}",
+        } <= set(command)
+
+
+def test_every_date_must_be_the_commits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkout, "revision", lambda: "c0ffee-dirty")
+    monkeypatch.setattr(checkout, "commit_time_s", lambda: 86400)
+    for command in images.build_commands("cpu", BASE):
+        assert "--build-arg=SOURCE_DATE_EPOCH=86400" in command
+        assert "image.created=1970-01-02T00:00:00+00:00" in command
+        assert "image.revision=c0ffee-dirty" in command
+
+
+def test_outside_of_a_checkout_no_revision_must_be_claimed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(checkout, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert "revision" not in images.build_commands("cpu", BASE)[0]
+
+
+def test_the_ca_bundle_must_travel_as_a_secret_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bundle = tmp_path / "ca.crt"
+    monkeypatch.setenv("SSL_CERT_FILE", str(bundle))
+    assert "--secret" not in images.build_commands("cpu", BASE)[0]
+    bundle.write_text("a certificate")
+    assert [f"--secret=id=ca,src={bundle}"] == re.findall(rf"\S*{bundle}", images.build_commands("cpu", BASE)[0])
+
+
+def test_a_proxys_address_must_not_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://user:secret@proxy")
+    command = images.build_commands("cpu", BASE)[0]
+    assert "--build-arg=HTTPS_PROXY" in shlex.split(command)
+    assert "secret@proxy" not in command
+
+
+def test_inspecting_a_missing_image_must_report_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "ask", answering({}))
+    with pytest.raises(PrerequisiteError, match=r"No such image.*invoke image\.build"):
+        images.inspect(images.tensorboard_image())
+
+
+# Whether there is anything to build
+
+
+def labels(base: images.Base, accelerator: str = "cpu") -> dict[str, dict[str, str]]:
+    """Return what an engine reports of the images that were built from a base."""
+    built = [shlex.split(command) for command in images.build_commands(accelerator, base)]
+    names = [next(word[6:] for word in words if word.startswith("--tag=")) for words in built]
+    given = [dict(word[8:].split("=", 1) for word in words if word.startswith("--label=")) for words in built]
+    return dict(zip(names, given, strict=True))
+
+
+@pytest.fixture
+def checked_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Copy what an image is built from."""
+    for name in ("docker", "requirements", "cluster", "train", ".dockerignore"):
+        there = ROOT / name
+        (shutil.copytree if there.is_dir() else shutil.copy)(there, tmp_path / name)
+    monkeypatch.setattr(images, "ROOT", tmp_path)
+    return tmp_path
+
+
+def test_images_of_the_same_inputs_need_no_build_and_no_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(*words: str, timeout_s: float = 0) -> tuple[int, str]:
+        assert words[0] == "image", "the registry was asked"
+        return answering(labels(BASE))(*words)
+
+    monkeypatch.setattr(engine, "ask", ask)
+    assert images.are_current("cpu")
+    assert [] == build.commands("cpu")
+    assert not images.are_current("gpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "builds"),
+    [
+        (lambda root: (root / "train" / "new.py").write_text(""), True),
+        (lambda root: (root / "train" / "data" / "memory.py").unlink(), True),
+        (lambda root: (root / "cluster" / "contract" / "spec.py").write_text("import os"), True),
+        (lambda root: (root / "docker" / "Dockerfile").write_text("FROM scratch"), True),
+        (lambda root: (root / "docker" / "fill-root.sh").chmod(0o700), True),
+        (lambda root: (root / "requirements" / "tensorboard.lock").write_text(""), True),
+        (lambda root: (root / "requirements" / "tensorboard.in").write_text(""), False),
+        (lambda root: (root / "train" / "__pycache__" / "new.pyc").write_text(""), False),
+    ],
+)
+def test_what_an_image_is_made_of_must_decide_whether_it_is_built(
+    checked_out: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object], builds: bool
+) -> None:
+    (checked_out / "train" / "__pycache__").mkdir(exist_ok=True)
+    monkeypatch.setattr(engine, "ask", answering(labels(BASE) | {images.PYTHON_BASE: [[f"python@{DIGEST}"], LAYERS]}))
+    assert images.are_current("cpu")
+    change(checked_out)
+    assert builds is not images.are_current("cpu")
+    assert builds is bool(build.commands("cpu"))
+
+
+def test_another_commit_or_base_must_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "ask", answering(labels(BASE)))
+    for name, current in [
+        (images.PYTHON_BASE, True),
+        (f"{images.PYTHON_BASE}@{DIGEST}", True),
+        (f"{images.PYTHON_BASE}@sha256:{'c' * 64}", False),
+        ("mine:1", False),
+    ]:
+        monkeypatch.setenv("BASE_IMAGE", name)
+        assert current is images.are_current("cpu"), name
+    monkeypatch.delenv("BASE_IMAGE")
+    monkeypatch.setattr(checkout, "revision", lambda: "c0ffee")
+    assert not images.are_current("cpu")
+
+
+def test_a_base_made_here_must_be_the_same_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = labels(images.Base(images.DEBIAN_BASE, layers=LAYERS))
+    monkeypatch.setattr(engine, "ask", answering(built | {images.DEBIAN_BASE: MADE_HERE}))
+    assert images.are_current("cpu")
+    monkeypatch.setattr(engine, "ask", answering(built | {images.DEBIAN_BASE: [[], ["sha256:another"]]}))
+    assert not images.are_current("cpu")
+    monkeypatch.setattr(engine, "ask", answering(built))
+    assert not images.are_current("cpu")
+    monkeypatch.setattr(engine, "ask", answering({}))
+    assert not images.are_current("cpu")
+
+
+# What a build is made from
+
+
+def test_every_install_must_be_from_a_lock_alone() -> None:
+    for text in ((DOCKER / "fill-venv.sh").read_text(), (ROOT / "Makefile").read_text()):
+        installs = re.findall(r"\bpip\b.* install ((?:.*\\\n)*.*)", text)
+        assert 1 == len(installs)
+        assert {"--require-hashes", "--no-deps", "--use-pep517", "--no-build-isolation"} <= set(installs[0].split())
+
+
+@pytest.mark.parametrize("base", ["--help", "-", "a b", "$(id)", "a\nb"])
+def test_a_base_that_is_no_image_s_name_is_refused_before_docker_is_called(
+    base: str, docker: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = docker("exit 0")
+    monkeypatch.setenv("BASE_IMAGE", base)
+    for requested in ("", base):
+        with pytest.raises(UsageError) as refused:
+            images.default_base(requested)
+        assert repr(base) in str(refused.value)
+    assert "" == calls.read_text()
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o002, 0o022])
+def test_the_umask_of_a_clone_does_not_decide_what_an_image_is_made_of(
+    umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = ROOT
+    before = images.inputs_sha256(images.Base("base"))
+    for name in ("docker", "requirements", "cluster", "train", ".dockerignore"):
+        copy = shutil.copytree if (root / name).is_dir() else shutil.copy
+        copy(root / name, tmp_path / name)
+    for path in tmp_path.rglob("*"):
+        path.chmod((0o777 if path.is_dir() or path.stat().st_mode & 0o100 else 0o666) & ~umask)
+    monkeypatch.setattr(images, "ROOT", tmp_path)
+    assert before == images.inputs_sha256(images.Base("base"))

@@ -1,0 +1,158 @@
+"""The locks: complete, hashed, equal to each other, and equal to what is installed here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+
+import pytest
+from packaging.markers import Marker
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from cluster.host.image import locks
+from cluster.system.paths import ROOT
+
+FOLDER = ROOT / locks.DIRECTORY
+INSTALLED = ("build", "host", "train-cpu", "tensorboard", "dev")
+LINE = re.compile(
+    r"""(?x)
+    \#.* | \ +\#\ via\ .*                    # who asked for it
+    | [\w.-]+==[\w.]+ (\ ;\ [^\\]+)?\ \\     # a package, going on with its hashes
+    | \ {4}--hash=sha256:[0-9a-f]{64} (\ \\)?
+    """
+)
+
+
+def lines(target: str) -> list[str]:
+    return (FOLDER / f"{target}.lock").read_text().splitlines()
+
+
+def requirements(target: str) -> list[tuple[Requirement, str]]:
+    """Return what a target's .in file asks for, with the reasons."""
+    entries = [line.partition("#") for line in (FOLDER / f"{target}.in").read_text().splitlines()]
+    return [(Requirement(text), reason.strip()) for text, _, reason in entries if text.strip()]
+
+
+def applies(marker: str, **environment: str) -> bool:
+    return not marker or Marker(marker).evaluate(environment)
+
+
+def unmet(target: str) -> set[tuple[str, str]]:
+    """Return what packages of a lock ask for, here, that it does not hold: who asks, and for what."""
+    locked = {pin.name for pin in locks.pins(target) if applies(pin.marker)}
+    pending = [("", requested) for requested, _ in requirements(target) if applies(str(requested.marker or ""))]
+    seen, missing = set(), set()
+    while pending:
+        wanting, requested = pending.pop()
+        name = canonicalize_name(requested.name)
+        for extra in {"", *requested.extras} - {extra for known, extra in seen if known == name}:
+            if name not in locked:
+                missing.add((wanting, name))
+                continue
+            seen.add((name, extra))
+            expected = map(Requirement, importlib.metadata.requires(name) or ())
+            pending += [(name, each) for each in expected if not each.marker or each.marker.evaluate({"extra": extra})]
+    return missing
+
+
+@pytest.mark.parametrize("target", locks.TARGETS)
+def test_a_lock_must_hold_packages_and_hashes_only(target: str) -> None:
+    assert [] == [line for line in lines(target) if not LINE.fullmatch(line)]
+
+
+@pytest.mark.parametrize("target", locks.TARGETS)
+def test_every_package_must_be_hashed(target: str) -> None:
+    following = dict(zip(lines(target), lines(target)[1:], strict=False))
+    packages = [line for line in lines(target) if re.match(r"[\w.-]+==", line)]
+    assert [] == [line for line in packages if "--hash=sha256:" not in following[line]]
+    assert len(packages) == len(locks.pins(target)) > 0
+
+
+@pytest.mark.parametrize("target", locks.TARGETS)
+def test_a_lock_must_hold_what_is_asked_for(target: str) -> None:
+    locked = {pin.name for pin in locks.pins(target)}
+    assert set() == {canonicalize_name(requested.name) for requested, _ in requirements(target)} - locked
+
+
+@pytest.mark.parametrize("target", locks.TARGETS)
+def test_every_requirement_must_have_a_reason(target: str) -> None:
+    assert [] == [str(requested) for requested, reason in requirements(target) if not reason]
+
+
+@pytest.mark.parametrize("target", locks.TARGETS)
+def test_all_targets_must_share_one_version_of_a_package(target: str) -> None:
+    text = (ROOT / locks.CONSTRAINTS).read_text()
+    shared = {line.split(" ; ")[0] for line in text.splitlines() if not line.startswith("#")}
+    assert set() == {f"{pin.name}=={pin.version}" for pin in locks.pins(target)} - shared
+
+
+def test_both_accelerators_must_train_with_the_same_versions() -> None:
+    cpu, gpu = ({(pin.name, pin.version) for pin in locks.pins(f"train-{name}")} for name in ("cpu", "gpu"))
+    assert {"tensorflow-cpu"} == {name for name, _ in cpu - gpu}
+    assert all(name.startswith("nvidia-") for name, _ in gpu - cpu)
+
+
+@pytest.mark.parametrize(
+    ("target", "machine", "tensorflow"),
+    [("cpu", "x86_64", "tensorflow-cpu"), ("cpu", "aarch64", "tensorflow"), ("gpu", "x86_64", "tensorflow")],
+)
+def test_a_machine_must_get_one_tensorflow_with_its_legacy_keras(target: str, machine: str, tensorflow: str) -> None:
+    expected = {pin.name for pin in locks.pins(f"train-{target}") if applies(pin.marker, platform_machine=machine)}
+    assert {tensorflow, "keras", "tf-keras"} == expected & {"tensorflow", "tensorflow-cpu", "keras", "tf-keras"}
+
+
+XPROF = ("cheroot", "duckdb", "fire", "google-cloud-storage", "gviz-api", "ml-dtypes", "urllib3")
+LEFT_OUT = {("tf-keras", "tensorflow"), ("fsspec", "gcsfs"), *(("xprof", name) for name in XPROF)}
+"""requirements/uv.toml says why: tensorflow-cpu takes its place, and what only xprof's own command line uses."""
+
+
+@pytest.mark.parametrize("target", INSTALLED)
+def test_a_lock_must_be_complete(target: str) -> None:
+    """Installs look up no dependencies, so none may be missing."""
+    assert set() == unmet(target) - LEFT_OUT
+
+
+def test_what_has_no_wheel_must_be_built_with_the_locked_setuptools() -> None:
+    (builder,) = locks.pins("build")
+    for target in ("train-cpu", "train-gpu", "tensorboard"):  # so the images hold nothing that their lock does not
+        assert builder in locks.pins(target)
+
+
+@pytest.mark.parametrize(("python", "expected"), [("3.11", ["early", "any"]), ("3.13", ["late", "any"])])
+def test_a_pin_applies_to_the_versions_of_python_that_its_marker_names(python: str, expected: list[str]) -> None:
+    pins = [
+        locks.Pin("early", "1", "python_full_version < '3.12' and sys_platform == 'linux'"),
+        locks.Pin("late", "1", "python_full_version >= '3.12'"),
+        locks.Pin("elsewhere", "1", "sys_platform == 'win32'"),
+        locks.Pin("any", "1", ""),
+    ]
+    assert expected == [pin.name for pin in pins if pin.applies(python)]
+    assert ("early" if sys.version_info < (3, 12) else "late") in [pin.name for pin in pins if pin.applies()]
+
+
+def test_tensorboard_must_not_need_tensorflow() -> None:
+    assert not {"tensorflow", "tensorflow-cpu", "keras"} & {pin.name for pin in locks.pins("tensorboard")}
+
+
+@pytest.mark.parametrize("target", INSTALLED)
+def test_the_environment_must_be_as_locked(target: str) -> None:
+    expected = {pin.name: pin.version for pin in locks.pins(target) if applies(pin.marker)}
+    installed = {canonicalize_name(each.name): each.version for each in importlib.metadata.distributions()}
+    assert expected == {name: installed.get(name) for name in expected}
+
+
+def test_locking_must_resolve_all_targets_together_first() -> None:
+    resolve, *each = locks.lock_commands()
+    assert [f"requirements/{target}.in" for target in locks.TARGETS] == resolve[-len(locks.TARGETS) :]
+    assert len(locks.TARGETS) == len(each)
+    for target, command in zip(locks.TARGETS, each, strict=True):
+        assert f"requirements/{target}.in" == command[-1]
+        assert {"--generate-hashes", "--no-emit-index-url", f"--constraints={locks.CONSTRAINTS}"} <= set(command)
+
+
+def test_upgrading_must_change_versions_in_one_place() -> None:
+    resolve, *each = locks.lock_commands(upgrade=True)
+    assert "--upgrade" in resolve
+    assert not [command for command in each if "--upgrade" in command]

@@ -1,0 +1,70 @@
+"""`--init-from`: which files hold the weights that a run begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster.contract.run.folder import RunFolder
+from cluster.host.launch.inputs import initial
+from cluster.system import files
+from cluster.system.errors import UsageError
+from cluster.system.json_files import write_json
+
+
+@pytest.fixture
+def trained(make_run: Callable[..., RunFolder]) -> RunFolder:
+    """A run with checkpoints of steps 5 and 10."""
+    run = make_run("trained")
+    for step in (5, 10):
+        names = [f"ckpt-{step}.index", f"ckpt-{step}.data-00000-of-00001"]
+        for name in names:
+            (run.checkpoints / name).write_text(name)
+        recorded = {name: {"size_bytes": 1, "sha256": files.sha256(run.checkpoints / name)} for name in names}
+        write_json(run.checkpoints / f"ckpt-{step}.json", {"step": step, "files": recorded})
+    return run
+
+
+def names(found: tuple[Path, ...]) -> list[str]:
+    return [path.name for path in found]
+
+
+def test_of_a_run_the_newest_checkpoint_is_meant(trained: RunFolder) -> None:
+    assert ["ckpt-10.data-00000-of-00001", "ckpt-10.index"] == names(initial.find("trained"))
+
+
+def test_a_damaged_checkpoint_is_passed_over(trained: RunFolder) -> None:
+    (trained.checkpoints / "ckpt-10.index").write_text("other")
+    assert ["ckpt-5.data-00000-of-00001", "ckpt-5.index"] == names(initial.find("trained"))
+    (trained.checkpoints / "ckpt-5.index").unlink()
+    with pytest.raises(UsageError, match="--init-from trained: the run has no intact checkpoint"):
+        initial.find("trained")
+
+
+@pytest.mark.usefixtures("trained")
+@pytest.mark.parametrize("name", ["trainde", "absent.npz", "folder/file"])
+def test_what_is_not_there_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=name):
+        initial.find(name)
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "weights.txt").touch()
+    with pytest.raises(UsageError, match="--init-from "):
+        initial.find(str(tmp_path / "weights.txt"))
+
+
+def test_files_are_copied_so_that_a_repeated_run_finds_them(
+    trained: RunFolder, make_run: Callable[..., RunFolder]
+) -> None:
+    prefix = trained.checkpoints / "ckpt-5.index"
+    found = initial.find(str(prefix))
+    run = make_run("tuned")
+    initial.copy(found, run.init)
+    assert {"ckpt-5.index", "ckpt-5.data-00000-of-00001"} == set(initial.hashes(run.init))
+    for path in found:
+        path.unlink()
+    assert ["ckpt-5.data-00000-of-00001", "ckpt-5.index"] == names(initial.find(str(prefix), run))
+    assert () == initial.find("")

@@ -1,0 +1,224 @@
+"""Extra packages: from a requirements file to a folder, without a network: the packages are made on the spot."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from cluster.host.launch.inputs import packages
+from cluster.system.errors import PrerequisiteError, UsageError
+
+PYTHON = packages.host_python()
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages come from the files that tests make, and are kept in the test's own folder."""
+    monkeypatch.setattr(packages, "FOLDER", tmp_path / "kept")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def wheel(folder: Path, name: str, version: str = "1.0", needs: str = "", text: str = "X = 1\n") -> Path:
+    """Make a wheel with one module."""
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    info = f"{name}-{version}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(f"{name}.py", text)
+        file.writestr(f"{info}/METADATA", metadata + (f"Requires-Dist: {needs}\n" if needs else ""))
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+    return path
+
+
+def requirements(folder: Path, *lines: object) -> Path:
+    path = folder / "theirs.txt"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def test_packages_are_installed_once_with_what_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel(tmp_path, "their_helper", text="Y = 2\n")
+    requested = requirements(
+        tmp_path, wheel(tmp_path, "their_package", needs="their_helper"), f"--find-links {tmp_path}"
+    )
+    folder = packages.prepare(requested, PYTHON)
+    assert {"their_package.py", "their_helper.py", packages.RESOLVED} <= {path.name for path in folder.iterdir()}
+    resolved = (folder / packages.RESOLVED).read_text().splitlines()
+    assert ["their-helper", "their-package"] == [line.split(" @ ")[0].replace("_", "-") for line in resolved]
+    assert all(" --hash=sha256:" in line for line in resolved)
+    code = "import their_package, their_helper; print(their_package.X + their_helper.Y)"
+    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(folder)}, capture_output=True, text=True)
+    assert "3" == done.stdout.strip(), done.stderr
+    monkeypatch.setattr(packages, "_run", lambda *_: pytest.fail("installed again"))
+    assert folder == packages.prepare(requested, PYTHON)
+    assert [folder] == list(packages.FOLDER.iterdir())  # nothing half done is left
+
+
+@pytest.mark.parametrize("installed_before", [False, True])
+def test_a_check_resolves_and_installs_nothing(tmp_path: Path, installed_before: bool) -> None:
+    requested = requirements(tmp_path, wheel(tmp_path, "their_package"))
+    if installed_before:
+        packages.prepare(requested, PYTHON)
+    before = sorted(tmp_path.rglob("*"))
+    assert packages.folder(requested, PYTHON) == packages.check(requested, PYTHON)
+    with packages.importable(requested, installs=False) as folder:
+        assert (folder / "their_package.py").exists()
+    assert before == sorted(tmp_path.rglob("*"))
+    assert installed_before == folder.exists()
+    with pytest.raises(UsageError, match="No matching distribution"):
+        packages.check(requirements(tmp_path, "no-such-package-of-ours"), PYTHON)
+
+
+def test_the_command_of_a_dry_run_prepares_the_packages(tmp_path: Path) -> None:
+    requested = requirements(tmp_path, "no-such-package-of-ours")
+    words = shlex.split(packages.command(requested, PYTHON))
+    done = subprocess.run(words, cwd=packages.ROOT, capture_output=True, text=True)
+    assert (UsageError.exit_code, "") == (done.returncode, done.stdout)
+    assert "error: --requirements " in done.stderr.splitlines()[-1]
+
+
+def test_packages_are_readable_whatever_the_umask(tmp_path: Path) -> None:
+    old = os.umask(0o077)
+    try:
+        folder = packages.prepare(requirements(tmp_path, wheel(tmp_path, "their_package")), PYTHON)
+    finally:
+        os.umask(old)
+    modes = {path.stat().st_mode & 0o055 for path in (folder, *folder.rglob("*"))}
+    assert modes <= {0o044, 0o055}
+    assert 0o055 == folder.stat().st_mode & 0o055
+
+
+SETUP = """\
+import pathlib, sys
+from setuptools import setup
+pathlib.Path({ran!r}).touch()
+setup(name="their_source", version="1.0", py_modules=["their_source"])
+"""
+
+
+def source(folder: Path, *needs: str) -> Path:
+    """Make a source distribution whose build leaves a file behind."""
+    path, top = folder / "their_source-1.0.tar.gz", "their_source-1.0"
+    files = {
+        "setup.py": SETUP.format(ran=str(folder / "ran")),
+        "their_source.py": "X = 3\n",
+        "PKG-INFO": "Metadata-Version: 2.1\nName: their_source\nVersion: 1.0\n",
+        "pyproject.toml": f"[build-system]\nrequires = {json.dumps(['setuptools', *needs])}\n"
+        'build-backend = "setuptools.build_meta"\n',
+    }
+    with tarfile.open(path, "w:gz") as archive:
+        for name, text in files.items():
+            info = tarfile.TarInfo(f"{top}/{name}")
+            info.size = len(text)
+            archive.addfile(info, io.BytesIO(text.encode()))
+    return path
+
+
+def test_a_source_distribution_is_refused_and_not_run(tmp_path: Path) -> None:
+    source(tmp_path)
+    with pytest.raises(UsageError, match="--no-binary"):
+        packages.prepare(requirements(tmp_path, "their_source", f"--find-links {tmp_path}"), PYTHON)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("named", ["--no-binary their_source", "archive"])
+def test_a_source_distribution_that_is_named_is_built_with_what_is_locked(tmp_path: Path, named: str) -> None:
+    archive = source(tmp_path, "a-build-dependency-that-nothing-may-fetch")
+    line = str(archive) if named == "archive" else "their_source"
+    option = f"--find-links {tmp_path}" + ("" if named == "archive" else f"\n{named}")
+    folder = packages.prepare(requirements(tmp_path, line, option), PYTHON)
+    assert "X = 3\n" == (folder / "their_source.py").read_text()
+
+
+def test_what_our_own_lock_has_is_left_out(tmp_path: Path) -> None:
+    for pin in packages.locks.pins("train-cpu"):
+        if pin.name in ("numpy", "keras") and pin.applies():
+            wheel(tmp_path, pin.name, pin.version)
+    requested = requirements(tmp_path, "numpy", "keras", f"--find-links {tmp_path}")
+    folder = packages.prepare(requested, PYTHON)
+    assert [packages.RESOLVED] == [path.name for path in folder.iterdir()]
+    assert "" == (folder / packages.RESOLVED).read_text()
+
+
+def test_another_tensorflow_is_refused(tmp_path: Path) -> None:
+    requested = requirements(tmp_path, wheel(tmp_path, "tensorflow", "2.15.0"))
+    with pytest.raises(UsageError) as refused:
+        packages.prepare(requested, PYTHON)
+    assert 1 == len(str(refused.value).splitlines())
+    assert "tensorflow" in str(refused.value)
+    assert "tasks have tensorflow==" in str(refused.value)
+    assert [] == list(packages.FOLDER.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("no-such-package-of-ours", "No matching distribution found for no-such-package-of-ours"),
+        ("not a requirement", "Invalid requirement: 'not a requirement'"),
+    ],
+)
+def test_what_pip_cannot_find_or_read_is_reported_in_one_line(tmp_path: Path, line: str, message: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        packages.prepare(requirements(tmp_path, line), PYTHON)
+    assert str(refused.value).startswith(f"--requirements '{tmp_path}/theirs.txt': {message}")
+    assert 1 == len(str(refused.value).splitlines())
+
+
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--requirements '.*absent.txt': No such file or directory; expected a file"):
+        packages.prepare(tmp_path / "absent.txt", PYTHON)
+
+
+def test_an_index_that_cannot_be_reached_is_a_missing_prerequisite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    with pytest.raises(PrerequisiteError, match="the package index cannot be reached; connect, or set PIP_INDEX_URL"):
+        packages.prepare(requirements(tmp_path, "no-such-package-of-ours"), PYTHON)
+
+
+def test_a_folder_without_a_hash_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "pyproject.toml").write_text(
+        '[project]\nname = "theirs"\nversion = "1"\n[build-system]\nrequires = []\nbuild-backend = "backend"\n'
+        'backend-path = ["."]\n'
+    )
+    (tmp_path / "theirs" / "backend.py").write_text(
+        "import pathlib\ndef prepare_metadata_for_build_wheel(folder, config_settings=None):\n"
+        "    info = pathlib.Path(folder) / 'theirs-1.dist-info'\n    info.mkdir()\n"
+        "    (info / 'METADATA').write_text('Metadata-Version: 2.1\\nName: theirs\\nVersion: 1\\n')\n"
+        "    return info.name\ndef build_wheel(*_, **__): raise SystemExit(1)\n"
+    )
+    with pytest.raises(UsageError, match="theirs comes from file:///.*/theirs, which has no hash; name a release"):
+        packages.prepare(requirements(tmp_path, tmp_path / "theirs"), PYTHON)
+
+
+def test_the_folder_follows_from_all_that_counts(tmp_path: Path) -> None:
+    module = wheel(tmp_path, "their_package")
+    requested = requirements(tmp_path, f"./{module.name}")
+    first = packages.folder(requested, "3.11")
+    assert first == packages.folder(requested, "3.11") != packages.folder(requested, "3.12")
+    wheel(tmp_path, "their_package", text="X = 2\n")  # the same name, another content
+    second = packages.folder(requested, "3.11")
+    requirements(tmp_path, f"./{module.name}", "# more")
+    assert 3 == len({first, second, packages.folder(requested, "3.11")})
+
+
+def test_another_python_gets_wheels_only(tmp_path: Path) -> None:
+    other = "3.11" if PYTHON != "3.11" else "3.12"
+    folder = packages.prepare(requirements(tmp_path, wheel(tmp_path, "their_package")), other)
+    assert (folder / "their_package.py").exists()
+    assert not list(folder.rglob("*.pyc"))  # they would be this Python's

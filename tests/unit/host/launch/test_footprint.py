@@ -1,0 +1,137 @@
+"""Will it fit? The bytes of each task, against what it may use; counted once for a built-in model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.contract import spec, user_code
+from cluster.host.gpu.placement import Placement
+from cluster.host.launch import footprint
+from cluster.host.runtime.memory import TASK_MEMORY_BYTES, Memory
+from cluster.system.errors import UsageError
+
+MIB = 2**20
+SIZES = {
+    "parameters": 1000,
+    "weights_bytes": 10 * MIB,
+    "gradients_bytes": 8 * MIB,
+    "optimizer_bytes": 16 * MIB,
+    "activation_bytes": 1 * MIB,
+}
+
+
+def plan(task_bytes: int = 0, gpu_bytes: int = 0, **options: Any) -> Any:
+    """Return what of a plan decides."""
+    config = {"model": "two_conv_cnn", "dataset": "mnist", "global_batch": 64} | {
+        name: options.pop(name) for name in ("micro_batches", "bitwise_elastic", "model") if name in options
+    }
+    return SimpleNamespace(
+        cluster=spec.build(**{"workers": 1} | options),
+        config=config,
+        memory=Memory(task_bytes=task_bytes),
+        gpus=Placement(memory_bytes=gpu_bytes),
+        runtime=SimpleNamespace(is_remote=False),
+        payload=SimpleNamespace(script=None, requirements=None, local_path=list),
+        data="60000 examples",
+    )
+
+
+def held(value: dict[str, Any]) -> dict[str, float]:
+    """Return what each task holds beside TensorFlow, in MiB."""
+    return {name: (size - TASK_MEMORY_BYTES) / MIB for name, size in value["task_bytes"].items()}
+
+
+def test_a_replica_holds_weights_gradients_state_and_its_micro_batch() -> None:
+    assert {"chief": 10 + 8 + 16 + 32, "worker-0": 66} == held(footprint.assess(plan(), SIZES))
+    assert {"chief": 10 + 16 + 16 + 8, "worker-0": 50} == held(footprint.assess(plan(micro_batches=4), SIZES))
+
+
+def test_each_device_of_a_task_holds_a_replica() -> None:
+    assert {"chief": 2 * (34 + 32)} == held(footprint.assess(plan(workers=0, devices=2), SIZES))
+
+
+def test_parameter_servers_share_the_weights_and_their_state() -> None:
+    value = held(footprint.assess(plan(workers=1, ps=2, evaluator=True), SIZES))
+    assert {"chief": 10, "worker-0": 10 + 8 + 64, "ps-0": 13, "ps-1": 13, "evaluator": 10} == value
+
+
+@pytest.mark.parametrize(("more", "fits"), [(66, True), (65, False)])
+def test_a_container_must_hold_its_task(more: int, fits: bool) -> None:
+    value = footprint.assess(plan(task_bytes=TASK_MEMORY_BYTES + more * MIB), SIZES)
+    assert fits is value["fits"]
+    assert fits is ("fits: a task" in footprint.lines(SIZES | value)[-1])
+
+
+@pytest.mark.parametrize(("gpu_bytes", "fits"), [(67 * MIB, True), (65 * MIB, False)])
+def test_a_gpu_must_hold_its_replica(monkeypatch: pytest.MonkeyPatch, gpu_bytes: int, fits: bool) -> None:
+    monkeypatch.setattr(footprint.memory, "available_bytes", lambda: 2**40)
+    assert fits is footprint.assess(plan(gpu_bytes=gpu_bytes), SIZES)["fits"]
+
+
+def test_processes_must_fit_into_the_free_memory_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(footprint.memory, "available_bytes", lambda: 2 * TASK_MEMORY_BYTES)
+    assert footprint.assess(plan(), SIZES)["fits"] is False
+
+
+def test_a_built_in_model_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = []
+
+    def run(command: list[str], *given: object, **more: object) -> dict[str, Any]:
+        counted.append(command)
+        return SIZES
+
+    monkeypatch.setattr(user_code, "run", run)
+    first, again = footprint.of(plan()), footprint.of(plan())
+    assert first and again
+    assert (1, first["parameters"]) == (len(counted), again["parameters"])
+    footprint.of(plan(model="mine:model"))
+    footprint.of(plan(model="mine:model"))
+    assert 3 == len(counted)
+
+
+def test_what_is_kept_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(user_code, "run", lambda *given, **more: SIZES)
+    footprint.of(plan())
+    (kept,) = (tmp_path / "runs" / ".footprints").iterdir()
+    kept.write_text('{"parameters": -1}')
+    value = footprint.of(plan())
+    assert value and 1000 == value["parameters"]
+
+
+def test_a_model_that_cannot_be_counted_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: object, **more: object) -> None:
+        raise UsageError("no such model")
+
+    monkeypatch.setattr(user_code, "run", fail)
+    value = footprint.of(plan())
+    assert {"unknown": "no such model"} == value
+    assert 1 == len(footprint.lines(value))
+
+
+def test_without_its_data_only_a_model_on_the_user_s_own_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_code, "run", lambda *given, **more: SIZES)
+    unprepared = plan()
+    unprepared.data = ""
+    value = footprint.of(unprepared)
+    assert value and {"unknown"} == set(value)
+    unprepared.config["dataset"] = "mine:data"
+    value = footprint.of(unprepared)
+    assert value and 1000 == value["parameters"]
+
+
+@pytest.mark.parametrize(
+    "without",
+    [
+        {"payload": SimpleNamespace(script=Path("x.py"))},
+        {"cluster": spec.build(strategy="pipeline", workers=1)},
+    ],
+)
+def test_what_has_no_replicas_of_a_known_model_is_not_assessed(without: dict[str, Any]) -> None:
+    given = plan()
+    vars(given).update(without)
+    assert footprint.of(given) is None
+    assert [] == footprint.lines(None)

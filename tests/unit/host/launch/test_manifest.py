@@ -1,0 +1,95 @@
+"""What a run was made of: enough to make it again, and nothing private."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster.contract.run.folder import RunFolder
+from cluster.host.image import checkout
+from cluster.host.launch import manifest, planning, startup
+from cluster.host.options.request import Request
+from cluster.host.runtime.local import supervisor
+from cluster.host.runtime.payload import Payload
+from cluster.system.json_files import read_json
+from cluster.system.paths import ROOT
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunFolder]:
+    """Starts a run of local processes, up to the processes themselves; returns its folder."""
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
+
+    def start(name: str, **requested: str) -> RunFolder:
+        planned = planning.plan(Request(name=name, runtime="local", tensorboard_port="0", **requested))
+        startup.start(planned, lambda command: None, began=0.0)
+        return planned.run
+
+    return start
+
+
+def test_a_manifest_says_what_ran_and_how(started: Callable[..., RunFolder]) -> None:
+    run = started("one", workers="1")
+    found = manifest.read(run)
+    assert (1, "one", "local", None) == (found["schema"], found["run"], found["runtime"], found["image"])
+    assert checkout.commit() == (found["code"]["commit"] or "")
+    assert found["config"] == read_json(run.config)
+    assert found["cluster"] == read_json(run.cluster)
+    assert {"type": "worker", "index": 0} == found["tf_config"]["worker-0"]["task"]
+    assert "train-cpu.lock" in found["locks"]
+    assert {64} == {len(digest) for digest in found["locks"].values()}
+
+
+def test_a_manifest_holds_no_path_of_this_machine(started: Callable[..., RunFolder], tmp_path: Path) -> None:
+    script = tmp_path / "scripts" / "train.py"
+    script.parent.mkdir()
+    script.write_text("print('hello')")
+    run = started("scripted", workers="0", script=str(script))
+    text = run.manifest.read_text()
+    assert [] == [folder for folder in (str(tmp_path), str(Path.home()), str(ROOT)) if folder in text]
+    config = json.loads(text)["config"]
+    assert "train.py" == config["script"]
+    before = config["script_sha256"]
+    script.write_text("print('goodbye')")
+    assert before != manifest.read(started("changed", workers="0", script=str(script)))["config"]["script_sha256"]
+
+
+def test_outside_of_a_git_checkout_the_files_themselves_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (checkout, manifest):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    for part in ("train", "cluster"):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "code.py").write_text("1")
+    before = manifest._code()
+    assert before["commit"] is None
+    (tmp_path / "train" / "code.py").write_text("2")
+    after = manifest._code()
+    assert (before["train_sha256"] != after["train_sha256"], before["cluster_sha256"]) == (
+        True,
+        after["cluster_sha256"],
+    )
+
+
+def test_a_folder_of_the_user_s_is_identified_by_its_own_modules_alone(tmp_path: Path) -> None:
+    first, second = (tmp_path / name / "code" for name in ("one", "two"))
+    for path in (first / "package" / "model.py", second / "model.py"):
+        path.parent.mkdir(parents=True)
+        path.write_text("1")
+    dirs = Payload(code_dirs=(first, second))
+    before = manifest._own_code(dirs)
+    assert ["0/code", "1/code"] == list(before)
+    for name in (".hidden", "environment/lib"):
+        (first / name).mkdir(parents=True)
+        (first / name / "other.py").write_text("2")
+    (first / "environment" / "pyvenv.cfg").touch()
+    (first / "package" / ".#model.py").symlink_to("user@host.1:2")  # an editor's lock
+    (first / "package" / "notes.txt").write_text("2")
+    assert before == manifest._own_code(dirs)
+    (first / "package" / "model.py").write_text("2")
+    after = manifest._own_code(dirs)
+    assert (before["0/code"] != after["0/code"], before["1/code"]) == (True, after["1/code"])

@@ -1,0 +1,161 @@
+"""What tasks bring along: where it lies, what is refused, and the folders that scripts run in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster.contract import spec
+from cluster.contract.run.folder import RunFolder
+from cluster.host.launch.inputs import scripts
+from cluster.host.runtime.compose import access
+from cluster.host.runtime.compose.runtime import task_environment
+from cluster.host.runtime.payload import Payload
+from cluster.system.errors import PrerequisiteError, UsageError
+
+ALL = Payload(Path("/theirs/s.py"), ("1",), (Path("/code/a"), Path("/b")), Path("/r.txt"), Path("/packages/of/it"))
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in the caller's environment that changes what tasks get."""
+    for name in os.environ:
+        if name != "PATH":
+            monkeypatch.delenv(name)
+
+
+def test_the_built_in_trainer_brings_nothing_along() -> None:
+    nothing = Payload()
+    assert [] == nothing.mounted().command() == nothing.mounts() == nothing.local_path()
+    assert {} == task_environment(nothing, spec.build(2)) == nothing.environment(spec.build(2), nothing.local_path())
+
+
+def test_a_container_finds_everything_under_fixed_names() -> None:
+    assert ["--script", "/script/s.py", "1"] == ALL.mounted().command()
+    expected = [("/code/a", "/code/0"), ("/b", "/code/1"), ("/packages/of/it", "/packages"), ("/theirs", "/script")]
+    assert expected == [(str(source), target) for source, target in ALL.mounts()]
+    assert "/code/0:/code/1:/packages" == task_environment(ALL, spec.build(2))["PYTHONPATH"]
+
+
+def test_a_local_process_finds_everything_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/callers")
+    assert ["--script", "/theirs/s.py", "1"] == ALL.command()
+    path = ALL.environment(spec.build(2), ALL.local_path())["PYTHONPATH"]
+    assert "/code/a:/b:/packages/of/it:/callers" == path
+
+
+@pytest.mark.parametrize(("ps", "expected"), [(0, None), (1, "1")])
+def test_tf_keras_is_for_parameter_servers(ps: int, expected: str | None) -> None:
+    assert expected == ALL.environment(spec.build(2, ps), ALL.local_path()).get("TF_USE_LEGACY_KERAS")
+
+
+def test_the_caller_may_choose_the_keras(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_USE_LEGACY_KERAS", "0")
+    assert "TF_USE_LEGACY_KERAS" not in ALL.environment(spec.build(2, 1), ALL.local_path())  # inherited
+    assert task_environment(ALL, spec.build(2, 1))["TF_USE_LEGACY_KERAS"] is None  # passed on
+
+
+def test_scripts_in_containers_use_the_caller_s_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://user:secret@proxy")
+    environment = task_environment(ALL, spec.build(0))
+    assert (True, None) == (
+        "HTTPS_PROXY" in environment,
+        environment["HTTPS_PROXY"],
+    )  # by name: nothing is written down
+    assert "HTTPS_PROXY" not in task_environment(Payload(packages=Path("/p")), spec.build(0))
+
+
+# Refusals
+
+
+def test_a_script_is_found_from_where_the_caller_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "s.py").touch()
+    monkeypatch.chdir(tmp_path / "theirs")
+    assert tmp_path / "theirs" / "s.py" == scripts.check_script("s.py", tmp_path / "runs")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("absent.py", "does not exist: expected a Python file that reads TF_CONFIG"),
+        ("", "is a folder: expected a Python file"),
+        ("s.py", "lies in your home folder, and tasks see all of the folder that a script lies in; move it"),
+        ("runs/one/work/chief/s.py", "lies in the folder of the runs, "),
+        ("runs/s.py", "lies in the folder of the runs, "),
+    ],
+)
+def test_a_script_that_cannot_be_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "runs" / "one" / "work" / "chief").mkdir(parents=True)
+    for path in ("s.py", "runs/s.py", "runs/one/work/chief/s.py"):
+        (tmp_path / path).touch()
+    with pytest.raises(UsageError) as refused:
+        scripts.check_script(str(tmp_path / name), tmp_path / "runs")
+    assert message in str(refused.value)
+    assert 1 == len(str(refused.value).splitlines())
+
+
+def test_what_containers_could_not_read_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "theirs" / "s.py"
+    script.parent.mkdir()
+    script.touch()
+    script.parent.chmod(0o755)
+    script.chmod(0o644)
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    access.check_readable(Payload(script), "10001:10001")
+    for path, closed, opened in ((script.parent, 0o700, 0o755), (script, 0o600, 0o644)):
+        path.chmod(closed)
+        with pytest.raises(PrerequisiteError, match=rf"run as user 10001:10001, who cannot read {path}: `chmod -R o"):
+            access.check_readable(Payload(script), "10001:10001")
+        monkeypatch.setattr(os, "getuid", lambda: 1000)  # they then run as the caller
+        access.check_readable(Payload(script), "1000:1000")
+        monkeypatch.setattr(os, "getuid", lambda: 0)
+        path.chmod(opened)
+
+
+# Work folders
+
+
+def test_every_task_works_in_a_folder_of_links(make_run: Callable[..., RunFolder], tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    (folder / "data").mkdir(parents=True)
+    (folder / "s.py").touch()
+    run = make_run(workers=1)
+    for seen_at in ("/script", str(folder)):
+        scripts.lay_out(Payload(folder / "s.py"), run, run.load_cluster(), seen_at=Path(seen_at))
+        for task in ("chief", "worker-0"):
+            links = {path.name: str(path.readlink()) for path in run.work(task).iterdir()}
+            assert {"data": f"{seen_at}/data", "s.py": f"{seen_at}/s.py"} == links
+
+
+def test_what_an_earlier_life_wrote_stays(make_run: Callable[..., RunFolder], tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "model").mkdir()
+    (tmp_path / "theirs" / "s.py").touch()
+    run = make_run(workers=0)
+    run.work("chief").mkdir(parents=True)
+    (run.work("chief") / "model").write_text("trained")
+    scripts.lay_out(Payload(tmp_path / "theirs" / "s.py"), run, run.load_cluster())
+    assert "trained" == (run.work("chief") / "model").read_text()
+
+
+def test_no_link_leads_back_to_the_run(make_run: Callable[..., RunFolder], tmp_path: Path) -> None:
+    (tmp_path / "s.py").touch()  # beside runs/, as in this checkout's own folder
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "again").symlink_to("runs")
+    run = make_run(workers=0)
+    scripts.lay_out(Payload(tmp_path / "s.py"), run, run.load_cluster())
+    assert {"s.py", "loop"} == {path.name for path in run.work("chief").iterdir()}
+    assert all(len(Path(folder).parts) < 20 for folder, _, _ in os.walk(run.path, followlinks=True))
+
+
+def test_a_run_without_a_script_has_no_work_folder(make_run: Callable[..., RunFolder]) -> None:
+    run = make_run(workers=0)
+    scripts.lay_out(Payload(), run, run.load_cluster())
+    assert not (run.path / "work").exists()

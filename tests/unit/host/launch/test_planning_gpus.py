@@ -1,0 +1,333 @@
+"""GPUs from the command line to what each task is started with, on recorded hosts and a machine that has none."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from invoke import MockContext
+
+import tasks
+from cluster.contract.run import provenance
+from cluster.contract.run.folder import RunFolder
+from cluster.host.control import scaling
+from cluster.host.gpu import devices, placement
+from cluster.host.image import build, images
+from cluster.host.launch import manifest, planning, startup
+from cluster.host.launch.plan import Plan
+from cluster.host.options.request import Request
+from cluster.host.runtime import registry, toolkit
+from cluster.host.runtime.local import supervisor
+from cluster.host.view.plan import plan_lines
+from cluster.system import namespaces
+from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE, PrerequisiteError, UsageError
+from cluster.system.json_files import read_json, write_json
+from tests.unit.launching import WORKING_ENGINE, Commands, refusal
+
+NvidiaSmi = Callable[[str], None]
+MakeRun = Callable[..., RunFolder]
+
+
+def show_plan(**options: Any) -> None:
+    """Call `invoke plan`."""
+    context = MockContext()
+    context._set(remainder="")
+    tasks.ns["plan"](context, **options)
+
+
+def ids_of(planned: Plan) -> list[list[int]]:
+    """Return each task's ids as programs get them."""
+    return [task["gpus"] for task in planned.to_json()["tasks"]]
+
+
+def environments(planned: Plan) -> dict[str, dict[str, str]]:
+    """Return what each task of a plan finds in its environment."""
+    parts = planned.compose.get("tasks") or planned.compose["services"]
+    return {name: part["environment"] for name, part in parts.items()}
+
+
+# The plan
+
+
+def test_four_tasks_on_a_host_with_eight_get_four_neighbours(
+    resolved: None, nvidia_smi: NvidiaSmi, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nvidia_smi("8-h100-nvswitch")
+    show_plan(workers="3", gpus="4", runtime="local", json=True)
+    value = json.loads(capsys.readouterr().out)
+    given = [gpu for task in value["tasks"] for gpu in task["gpus"]]
+    assert (4, [0, 1, 2, 3]) == (len(value["tasks"]), given)
+    machine = devices.machine("-")
+    assert {(18, devices.PATHS["NODE"])} == {
+        machine.closeness(str(one), str(other)) for one in given for other in given if one != other
+    }
+    assert (4, "MultiWorkerMirroredStrategy") == (value["replicas"], value["strategy"])
+
+
+def test_the_plan_as_text_says_who_gets_what(
+    resolved: None, nvidia_smi: NvidiaSmi, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nvidia_smi("3-mixed")
+    show_plan(workers="1", ps="1", gpus="0,1", runtime="local")
+    lines = capsys.readouterr().out.splitlines()
+    assert ["GPU 0", "GPU 1", "no GPU"] == [re.split("  +", line)[2] for line in lines[2:5]]
+    assert lines[5].startswith("the GPUs are of several models (NVIDIA L4: 0; NVIDIA A100 80GB PCIe: 1)")
+
+
+def test_one_process_mirrors_over_all(resolved: None, nvidia_smi: NvidiaSmi) -> None:
+    nvidia_smi("8-h100-nvswitch")
+    planned = planning.plan(Request(workers="0", gpus="all", runtime="local"))
+    assert ("mirrored", 8, [list(range(8))]) == (planned.cluster.strategy, planned.cluster.replicas, ids_of(planned))
+    assert "one" == planning.plan(Request(workers="0", gpus="1", runtime="local")).cluster.strategy
+    assert 24 == planned.to_json()["replica_batch"]
+
+
+def test_replicas_are_as_many_as_gpus(resolved: None, nvidia_smi: NvidiaSmi) -> None:
+    nvidia_smi("8-h100-nvswitch")
+    planned = planning.plan(Request(workers="3", gpus_per_task="2", runtime="local"))
+    assert (2, 8) == (planned.cluster.devices, planned.cluster.replicas)
+    assert 8 == planning.plan(Request(workers="3", gpus="all", devices="2", runtime="local")).cluster.replicas
+    error = refusal(Request(workers="3", gpus="all", devices="4", runtime="local"))
+    assert (EXIT_USAGE, True) == (error.exit_code, str(error).startswith("--devices 4 with --gpus all: "))
+    error = refusal(Request(strategy="one", gpus="all", runtime="local"))
+    assert str(error).startswith("--strategy one cannot run on --workers 0 --ps 0 --devices 8")
+    error = refusal(Request(workers="4", gpus="5", runtime="local"))  # 192 is not divisible by 5
+    assert str(error).startswith("global_batch=192 is not divisible by 5 replicas")
+
+
+@pytest.mark.parametrize(
+    ("requested", "message"),
+    [
+        ({"gpus": "two"}, "--gpus 'two': expected none, all, how many such as 4"),
+        ({"gpus": "2", "gpus_per_task": "x"}, "--gpus-per-task 'x': expected a whole number from 1 to 64"),
+        ({"gpus": "1", "workers": "0", "gpu_runtime": "cud"}, "--gpu-runtime 'cud': expected one of reserve, cdi, "),
+        ({"gpus": "1", "workers": "0", "nccl_debug": "loud"}, "--nccl-debug 'LOUD': expected one of VERSION, WARN"),
+        ({"gpu_runtime": "cdi", "nccl_debug": "INFO"}, "--gpu-runtime and --nccl-debug: only with GPUs (--gpus all)"),
+        ({"gpus": "none", "gpu_runtime": "cdi"}, "--gpu-runtime: only with GPUs (--gpus all)"),
+        ({"gpus": "1", "strategy": "tpu"}, "--gpus 1 with --strategy tpu: one run trains on GPUs or on a TPU; leave"),
+    ],
+)
+def test_words_are_refused_before_any_gpu_is_looked_for(
+    resolved: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, requested: dict[str, str], message: str
+) -> None:
+    monkeypatch.setenv("TPU_NAME", "a-tpu")
+    monkeypatch.setattr(devices, "ask", lambda *words: pytest.fail("nvidia-smi was asked"))
+    error = refusal(Request(**requested, runtime="local"))
+    assert EXIT_USAGE == error.exit_code
+    assert str(error).startswith(message)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_without_a_gpu_it_is_a_prerequisite_that_is_missing(
+    resolved: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    error = refusal(Request(gpus="all", runtime="local"))
+    assert EXIT_PREREQUISITE == error.exit_code
+    assert str(error).startswith("--gpus all: no GPU was found on this machine (nvidia-smi is not installed); ")
+    assert planning.plan(Request(gpus="none", runtime="local")).gpus == planning.plan(Request(runtime="local")).gpus
+
+
+# Processes
+
+
+def test_a_process_sees_its_gpus_and_no_other(resolved: None, nvidia_smi: NvidiaSmi) -> None:
+    nvidia_smi("8-h100-nvswitch")
+    requested = Request(workers="1", ps="1", evaluator=True, gpus="4", nccl_debug="INFO", runtime="local")
+    found = environments(planning.plan(requested))
+    assert {"chief": "0,1", "worker-0": "2,3", "ps-0": "-1", "evaluator": "-1"} == {
+        name: environment["CUDA_VISIBLE_DEVICES"] for name, environment in found.items()
+    }
+    for name in ("chief", "worker-0"):
+        expected = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "GPUS_GIVEN": "2", "NCCL_DEBUG": "INFO"}
+        assert expected.items() <= found[name].items(), name
+        assert "true" == found[name]["TF_FORCE_GPU_ALLOW_GROWTH"]
+    for name in ("ps-0", "evaluator"):
+        assert not {"CUDA_DEVICE_ORDER", "GPUS_GIVEN", "NCCL_DEBUG", "TF_FORCE_GPU_ALLOW_GROWTH"} & set(found[name]), (
+            name
+        )
+
+
+@pytest.mark.parametrize("requested", [{}, {"gpus": "none"}])
+def test_unless_it_is_asked_for_no_process_sees_a_gpu(
+    resolved: None, monkeypatch: pytest.MonkeyPatch, requested: dict[str, str]
+) -> None:
+    monkeypatch.setattr(devices, "ask", lambda *words: pytest.fail("nvidia-smi was asked"))
+    planned = planning.plan(Request(**requested, runtime="local"))
+    assert {"-1"} == {environment["CUDA_VISIBLE_DEVICES"] for environment in environments(planned).values()}
+    assert [[], [], []] == ids_of(planned)
+    assert "GPU" not in "\n".join(plan_lines(planned.to_json()))
+
+
+# Containers
+
+
+def test_containers_get_the_gpu_image_and_their_gpus(
+    resolved: None, nvidia_smi: NvidiaSmi, docker: Callable[[str], Path]
+) -> None:
+    docker(WORKING_ENGINE)
+    nvidia_smi("8-h100-nvswitch")
+    services = planning.plan(Request(workers="1", ps="1", gpus="4")).compose["services"]
+    assert {"tf-cluster/train:gpu"} == {service["image"] for service in services.values()}
+    device = {"driver": "nvidia", "device_ids": ["2", "3"], "capabilities": ["gpu"]}
+    assert {"resources": {"reservations": {"devices": [device]}}} == services["worker-0"]["deploy"]
+    assert "CUDA_VISIBLE_DEVICES" not in services["worker-0"]["environment"]  # a container numbers its own from 0
+    assert not {"deploy", "runtime", "shm_size", "ulimits"} & set(services["ps-0"])
+    services = planning.plan(Request(workers="1")).compose["services"]
+    assert {"tf-cluster/train:cpu"} == {service["image"] for service in services.values()}
+
+
+def test_a_start_builds_records_and_goes_on_with_the_gpu_image(
+    resolved: None, nvidia_smi: NvidiaSmi, docker: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docker(WORKING_ENGINE)
+    nvidia_smi("8-h100-nvswitch")
+    built, checked, inspected = [], [], []
+    monkeypatch.setattr(build, "commands", lambda accelerator: built.append(accelerator) or ["docker build ."])
+    monkeypatch.setattr(images, "inspect", lambda image: inspected.append(image) or {"image": image})
+    monkeypatch.setattr(toolkit, "check_engine", checked.append)
+    options = Request(name="one", workers="1", gpus="4,5,", gpu_runtime="cdi", nccl_debug="info", tensorboard_port="0")
+    planned = planning.plan(options)
+    startup.start(planned, Commands(), began=time.time())
+    startup.commands(planned)
+    assert (["gpu", "gpu"], ["cdi"]) == (built, checked)
+    assert ["tf-cluster/train:gpu"] == inspected == [manifest.read(planned.run)["image"]["image"]]
+    resumed = planning.plan(Request(resume="one"))
+    assert planned.gpus == resumed.gpus
+    assert ("4,5,", "cdi", "INFO") == (resumed.gpus.requested, resumed.gpus.device_request, resumed.gpus.nccl_debug)
+    assert planned.gpus.ids == planning.plan(Request(again="one")).gpus.ids
+    assert {} == planning.plan(Request(resume="one", gpus="none")).gpus.ids
+    assert ("6", "7") == planning.plan(Request(resume="one", workers="0", gpus="6,7")).gpus.of("chief")
+
+
+def test_a_run_is_scaled_with_as_many_gpus_for_each_task(
+    resolved: None, nvidia_smi: NvidiaSmi, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvidia_smi("8-h100-nvswitch")
+    run = make_run(workers=1, devices=2)
+    kept = placement.Placement({"chief": ("0", "1")}, "4").to_json()
+    write_json(run.control / "started.json", read_json(run.control / "started.json") | {"gpus": kept})
+    provenance.write(run)
+    monkeypatch.setattr("cluster.host.launch.teardown.in_progress", lambda run: True)
+    monkeypatch.setattr(planning, "in_progress", lambda run: True)
+    assert ["0,1", "2,3", "4,5"] == [",".join(ids) for ids in scaling.plan(run, "2", "").gpus.ids.values()]
+    with pytest.raises(UsageError, match="--gpus 4 of the run: 12 GPUs for 6 tasks, and this machine has 8"):
+        scaling.plan(run, "5", "")
+
+
+def test_a_run_that_is_scaled_needs_the_image_of_its_gpus(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(sh: object, accelerator: str, *, renew: bool) -> None:
+        raise PrerequisiteError(f"no image for {accelerator}")
+
+    planned = SimpleNamespace(runtime=registry.get("docker"), gpus=placement.Placement({"chief": ("0",)}))
+    monkeypatch.setattr(scaling, "plan", lambda *_, **__: planned)
+    monkeypatch.setattr(startup, "check_machine", lambda *_, **__: None)
+    monkeypatch.setattr(build, "build", refuse)
+    with pytest.raises(PrerequisiteError, match="no image for gpu"):
+        scaling.scale(make_run(), "1", "", Commands())
+
+
+@pytest.mark.parametrize("runtime", ["local", "docker"])
+def test_runs_in_progress_keep_their_gpus(
+    resolved: None,
+    nvidia_smi: NvidiaSmi,
+    docker: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    runtime: str,
+) -> None:
+    docker(WORKING_ENGINE)
+    nvidia_smi("8-h100-nvswitch")
+    requested = {"workers": "1", "gpus": "2", "runtime": runtime, "tensorboard_port": "0"}
+    first = planning.plan(Request(name="first", **requested))
+    first.run.create()
+    write_json(first.run.compose, first.compose)
+    write_json(first.run.config, first.config)
+    write_json(first.run.cluster, first.cluster.to_json())
+    write_json(first.run.control / "started.json", {"gpus": first.gpus.to_json()})
+    provenance.write(first.run)
+    assert [[0], [1]] == ids_of(first) == ids_of(planning.plan(Request(name="next", **requested)))
+    monkeypatch.setattr(planning, "in_progress", lambda run: run == first.run)
+    assert [[2], [3]] == ids_of(planning.plan(Request(name="next", **requested)))
+    error = refusal(Request(name="next", **(requested | {"gpus": "1,2"})))
+    assert (EXIT_USAGE, True) == (error.exit_code, str(error).startswith("--gpus 1,2: run 'first' trains on GPU 1; "))
+    monkeypatch.setattr(namespaces, "refusal", lambda: None)
+    scaled = planning.plan(Request(resume="first", runtime=runtime), stops_first=True)
+    assert [[0], [1]] == ids_of(scaled)  # its own are free for it
+    assert ["GPUs: chief 0; worker-0 1"] == scaled.notes
+
+
+# What must be there to hand them over
+
+
+def engine_says(info: dict[str, Any]) -> str:
+    """Return the script of a `docker` that says this of itself."""
+    return f"echo '{json.dumps(info)}'"
+
+
+@pytest.mark.parametrize("way", placement.DEVICE_REQUESTS)
+def test_an_engine_that_cannot_hand_over_gpus_is_reported(docker: Callable[[str], Path], way: str) -> None:
+    docker(engine_says({"Runtimes": {"runc": {}}, "CDISpecDirs": None}))
+    with pytest.raises(PrerequisiteError) as refused:
+        toolkit.check_engine(way)
+    assert str(refused.value).startswith(f"--gpu-runtime {way}: the engine ")
+    assert "install NVIDIA's container toolkit" in str(refused.value)
+    assert ("nvidia-ctk cdi generate" if way == "cdi" else "nvidia-ctk runtime configure") in str(refused.value)
+
+
+def test_an_engine_that_does_not_answer_hands_over_none(docker: Callable[[str], Path]) -> None:
+    docker("exit 1")
+    with pytest.raises(PrerequisiteError):
+        toolkit.check_engine("nvidia")
+
+
+def test_an_engine_that_can_is_let_through(docker: Callable[[str], Path], tmp_path: Path) -> None:
+    specified = tmp_path / "cdi"
+    specified.mkdir()
+    (specified / "nvidia.yaml").touch()
+    docker(engine_says({"Runtimes": {"runc": {}, "nvidia": {}}, "CDISpecDirs": ["/absent", str(specified)]}))
+    for way in placement.DEVICE_REQUESTS:
+        toolkit.check_engine(way)
+
+
+def test_the_toolkit_s_hook_is_enough_for_a_reservation_alone(docker: Callable[[str], Path]) -> None:
+    calls = docker(engine_says({"Runtimes": {"runc": {}}}))
+    hook = calls.parent / "bin" / toolkit.HOOK
+    hook.touch()
+    hook.chmod(0o755)
+    toolkit.check_engine("reserve")
+    for way in ("nvidia", "cdi"):
+        with pytest.raises(PrerequisiteError):
+            toolkit.check_engine(way)
+
+
+def test_devices_that_the_engine_has_discovered_are_enough_for_cdi(docker: Callable[[str], Path]) -> None:
+    docker(engine_says({"DiscoveredDevices": [{"Source": "cdi", "ID": "nvidia.com/gpu=0"}]}))
+    toolkit.check_engine("cdi")
+
+
+def test_processes_need_a_tensorflow_with_cuda(
+    resolved: None, nvidia_smi: NvidiaSmi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvidia_smi("2-h100-nvl")
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
+    known: list[str] = []
+
+    def version(name: str) -> str:
+        if name in known:
+            return "2.21.0"
+        raise toolkit.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(toolkit.metadata, "version", version)
+    planned = planning.plan(Request(name="one", workers="1", gpus="all", runtime="local", tensorboard_port="0"))
+    with pytest.raises(PrerequisiteError, match="--gpus with local processes: this environment has tensorflow-cpu"):
+        startup.start(planned, Commands(), began=time.time())
+    assert not planned.run.path.exists()
+    known.append("tensorflow")
+    startup.start(planned, Commands(), began=time.time())
+    assert planned.run.path.exists()

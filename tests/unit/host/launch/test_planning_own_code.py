@@ -1,0 +1,213 @@
+"""Runs of a script, of modules and with packages of one's own: what their tasks are started with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster.contract.run.liveness import HANG_TIMEOUT_S
+from cluster.host.launch import configuration, folders, planning, startup
+from cluster.host.options.request import Request
+from cluster.host.runtime.local import supervisor
+from cluster.system.json_files import read_json, write_json
+from tests.unit.launching import CONFIG, WORKING_ENGINE, Commands, refusal
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    """Somebody's script, in a folder that everybody may read."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    folder.chmod(0o755)
+    (folder / "fit.py").touch()
+    (folder / "table.csv").touch()
+    return folder / "fit.py"
+
+
+@pytest.mark.parametrize(("separate", "expected"), [(False, ["worker"]), (True, ["chief", "worker"])])
+def test_a_script_sees_workers_alone_unless_it_asks_for_a_chief(
+    theirs: Path, monkeypatch: pytest.MonkeyPatch, separate: bool, expected: list[str]
+) -> None:
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
+    options = {"runtime": "local", "tensorboard_port": "0"}
+    planned = planning.plan(Request(script=str(theirs), workers="1", separate_chief=separate, name="led", **options))
+    startup.start(planned, Commands(), began=time.time())
+    planned.run.end("stopped")
+    write_json(planned.run.summary, {"state": "stopped"})
+    for plan in (planned, planning.plan(Request(resume="led", **options))):
+        tasks = plan.compose["tasks"]
+        assert ["chief", "worker-0"] == list(tasks)
+        seen = [json.loads(task["environment"]["TF_CONFIG"]) for task in tasks.values()]
+        assert [expected, expected] == [list(each["cluster"]) for each in seen]
+        assert seen == [task["tf_config"] for task in plan.to_json()["tasks"]]
+
+
+def test_a_script_needs_no_data_and_gets_a_folder_to_work_in(
+    theirs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
+    commands = Commands()
+    requested = Request(script=str(theirs), workers="1", runtime="local", tensorboard_port="0", overrides=("-n", "a b"))
+    planned = planning.plan(requested)
+    assert planned.run.name.startswith("fit-")
+    (reachable,) = planned.notes
+    assert reachable.startswith("warning: TensorFlow's servers ask for no password, ")
+    startup.start(planned, commands, began=time.time())
+    assert [] == commands
+    expected = {"script": str(theirs), "arguments": ["-n", "a b"], "separate_chief": False}
+    assert expected == planned.run.script == read_json(planned.run.config)
+    assert (tmp_path / "data").is_dir()
+    assert theirs.parent / "table.csv" == (planned.run.work("worker-0") / "table.csv").readlink()
+    for task in read_json(planned.run.compose)["tasks"].values():
+        assert ["-m", "cluster.agent", "--script", str(theirs), "-n", "a b"] == task["command"][1:]
+    value = planned.to_json()
+    assert (None, None) == (value["global_batch"], value["replica_batch"])
+
+
+def test_a_script_s_run_goes_on_with_its_script(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
+    requested = Request(script=str(theirs), name="one", workers="1", runtime="local", tensorboard_port="0")
+    startup.start(planning.plan(dataclasses.replace(requested, overrides=("7",))), Commands(), began=time.time())
+    run = folders.find_run("one")
+    run.end("stopped")
+    write_json(run.summary, {"state": "stopped"})
+    resumed = planning.plan(Request(resume="one", runtime="local", tensorboard_port="0"))
+    assert (theirs, ("7",), 2) == (resumed.payload.script, resumed.payload.arguments, len(resumed.cluster.tasks))
+    assert ("8",) == planning.plan(Request(resume="one", runtime="local", overrides=("8",))).payload.arguments
+    assert str(refusal(Request(resume="one", preset="mnist"))).startswith("--preset: ")
+    startup.start(resumed, Commands(), began=time.time())
+    assert 1 == run.generation
+
+
+def test_a_run_goes_on_with_its_own_bounds_unless_others_are_given(
+    theirs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
+    rest = {"runtime": "local", "tensorboard_port": "0"}
+    bounds = {"hang_timeout": "600", "max_restarts": "0", "max_external_restarts": "7"}
+    startup.start(
+        planning.plan(Request(script=str(theirs), name="one", **bounds, **rest)), Commands(), began=time.time()
+    )
+    run = folders.find_run("one")
+    run.end("stopped")
+    write_json(run.summary, {"state": "stopped"})
+
+    def resumed(**options: str) -> tuple[int, int, int]:
+        plan = planning.plan(Request(resume="one", **rest, **options, trust=True))
+        return plan.hang_timeout_s, plan.max_restarts, plan.max_external_restarts
+
+    assert (600, 0, 7) == resumed()
+    assert (30, 5, 9) == resumed(hang_timeout="30", max_restarts="5", max_external_restarts="9")
+    write_json(run.control / "started.json", run.load_started() | {"hang_timeout_s": 0})  # as with --debug
+    assert HANG_TIMEOUT_S == resumed()[0]
+
+
+def test_a_script_in_containers_is_mounted(theirs: Path, docker: Callable[[str], Path]) -> None:
+    docker(WORKING_ENGINE)
+    task = planning.plan(Request(script=str(theirs), workers="1")).compose["services"]["worker-0"]
+    assert ["--script", "/script/fit.py"] == task["command"]
+    assert {"type": "bind", "source": str(theirs.parent), "target": "/script", "read_only": True} in task["volumes"]
+    assert ["cluster", "egress"] == task["networks"]
+
+
+def test_modules_of_one_s_own_are_mounted_and_on_the_path(
+    docker: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(configuration, "resolve", lambda *_: (dict(CONFIG), (tmp_path / "mine",), ""))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine").chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "mine"))
+    requested = Request(preset="mine.presets:small", workers="1", runtime="local")
+    planned = planning.plan(requested)
+    assert planned.run.name.startswith("mine.presets-small-")
+    path = f"{tmp_path}/mine"
+    assert path == planned.compose["tasks"]["chief"]["environment"]["PYTHONPATH"]
+    prepare = [f"PYTHONPATH={path}", sys.executable, "-m", "train.data", "prepare"]
+    assert prepare == shlex.split(startup.commands(planned)[0])[:5]
+    docker(WORKING_ENGINE)
+    task = planning.plan(Request(preset="mine.presets:small", workers="1")).compose["services"]["chief"]
+    assert "/code/0" == task["environment"]["PYTHONPATH"]
+    assert {"type": "bind", "source": f"{tmp_path}/mine", "target": "/code/0", "read_only": True} in task["volumes"]
+    assert "networks" not in task
+
+
+def test_the_caller_s_modules_are_found_where_the_caller_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder, name in ((here, "presets_here"), (there, "presets_there")):
+        folder.mkdir()
+        text = "from train.config import TrainConfig\n\n\ndef small():\n    return TrainConfig(global_batch=6)\n"
+        (folder / f"{name}.py").write_text(text)
+        (folder / "train.py").write_text("raise SystemExit('this is not the training program')\n")
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("PYTHONPATH", "../there")
+    for folder, name in ((here, "presets_here"), (there, "presets_there")):
+        planned = planning.plan(Request(preset=f"{name}:small", runtime="local"))
+        assert (6, (folder,)) == (planned.config["global_batch"], planned.payload.code_dirs)
+
+
+def test_a_resumed_run_finds_its_modules_where_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
+    (folder := tmp_path / "model").mkdir()
+    (folder / "own_cnn.py").write_text("def build(shape, outputs):\n    raise NotImplementedError\n")
+    monkeypatch.chdir(folder)
+    overrides = ("--model", "own_cnn:build", "--no-deterministic")
+    requested = Request(name="one", overrides=overrides, runtime="local", workers="0", tensorboard_port="0")
+    monkeypatch.setattr(configuration, "check", lambda *_, **__: {})
+    startup.start(planning.plan(requested), Commands(), began=time.time())
+    write_json(planning.find_run("one").summary, {"state": "stopped"})
+    monkeypatch.chdir(tmp_path)
+    resumed = planning.plan(Request(resume="one", runtime="local", tensorboard_port="0"))
+    assert (folder,) == resumed.payload.code_dirs
+
+
+def test_extra_packages_are_got_before_anything_is_started(
+    resolved: None, theirs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, docker: Callable[[str], Path]
+) -> None:
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
+    requested = []
+
+    def prepare(requirements: Path, python: str) -> Path:
+        requested.append((requirements, python))
+        (tmp_path / "kept").mkdir(exist_ok=True)
+        (tmp_path / "kept" / "requirements.txt").write_text("resolved\n")
+        return tmp_path / "kept"
+
+    monkeypatch.setattr(planning.packages, "prepare", prepare)
+    (tmp_path / "r.txt").touch()
+    for options in ({"script": str(theirs)}, {}):
+        words = {**options, "requirements": str(tmp_path / "r.txt"), "runtime": "local", "workers": "0"}
+        planned = planning.plan(Request(**words, tensorboard_port="0"))
+        assert str(tmp_path / "kept") == planned.compose["tasks"]["chief"]["environment"]["PYTHONPATH"]
+    startup.start(planned, Commands(), began=time.time())
+    assert "resolved\n" == (planned.run.path / "requirements.txt").read_text()
+    write_json(planned.run.summary, {"state": "stopped"})
+    assert tmp_path / "kept" == planning.plan(Request(resume=planned.run.name, runtime="local")).payload.packages
+    assert {(tmp_path / "r.txt", planning.packages.host_python())} == set(requested)
+    docker(WORKING_ENGINE)
+    planning.plan(Request(script=str(theirs), requirements=str(tmp_path / "r.txt")))
+    assert (tmp_path / "r.txt", "3.11") == requested[-1]
+
+
+@pytest.mark.parametrize("scripted", [True, False])
+def test_a_plan_that_is_not_started_installs_no_packages(
+    resolved: None, theirs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scripted: bool
+) -> None:
+    monkeypatch.setattr(planning.packages, "FOLDER", tmp_path / "kept")
+    monkeypatch.setattr(planning.packages, "_run", lambda *_: pytest.fail("pip is called for nothing"))
+    monkeypatch.setattr(planning.packages, "_resolve", lambda *_: [])
+    (expected := tmp_path / "r.txt").touch()
+    options = {"script": str(theirs)} if scripted else {}
+    planned = planning.plan(
+        Request(**options, requirements=str(expected), runtime="local", workers="0"), installs=False
+    )
+    assert not (tmp_path / "kept").exists()
+    assert planning.packages.folder(expected, planning.packages.host_python()) == planned.payload.packages
+    command = planning.packages.command(expected, planning.packages.host_python())
+    assert command == startup.commands(planned)[0]

@@ -1,0 +1,210 @@
+"""What cannot be planned or started: with which exit code, and that nothing was started."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.host.image import engine
+from cluster.host.launch import planning, startup
+from cluster.host.options import topology
+from cluster.host.options.request import Request
+from cluster.host.runtime import memory as limits
+from cluster.host.runtime import tensorboard
+from cluster.host.runtime.local import supervisor
+from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, PrerequisiteError
+from tests.unit.launching import WORKING_ENGINE, Commands, refusal
+
+# What cannot be done
+
+
+@pytest.mark.parametrize(
+    ("request_", "named"),
+    [
+        (Request(workers="-1"), ["--workers"]),
+        (Request(workers="0", ps="1"), ["--ps", "--workers"]),
+        (Request(strategy="mirrored", workers="2"), ["--strategy", "--workers"]),
+        (Request(loop="fitt"), ["--loop", "'fit'"]),
+        (Request(strategy="tpu", runtime="docker"), ["--runtime", "--strategy"]),
+        (Request(script="s.py", preset="mnist"), ["--preset"]),
+        (Request(script="s.py", loop="fit", checkpoint_every="5"), ["--loop and --checkpoint-every"]),
+        (Request(script="s.py", precision="bf16"), ["--precision"]),
+        (Request(script="s.py", bitwise_elastic="2"), ["--bitwise-elastic"]),
+        (Request(script="s.py", evaluator=True), ["--evaluator"]),
+        (Request(separate_chief=True), ["--separate-chief", "--script"]),
+        (Request(hang_timeout="0"), ["--hang-timeout"]),
+        (Request(max_restarts="-1"), ["--max-restarts"]),
+        (Request(script="absent.py"), ["--script 'absent.py'"]),
+        (Request(script="/"), ["--script '/'"]),
+        (Request(resume="one", script="s.py"), ["--script", "--resume"]),
+        (Request(requirements="absent.txt"), ["--requirements"]),
+        (Request(runtime="dokcer"), ["--runtime 'dokcer'", "'docker'"]),
+        (Request(runtime="local", memory="8GiB"), ["--memory", "--runtime docker"]),
+        (Request(gpu_runtime="cdi", nccl_debug="INFO"), ["--gpu-runtime and --nccl-debug", "--gpus"]),
+        (Request(name="a/b"), ["'a/b'"]),
+        (Request(tensorboard_port="65536"), ["--tensorboard-port"]),
+        (Request(resume="absent"), ["'absent'"]),
+        (Request(resume="a/b"), ["'a/b'"]),
+        (Request(resume="one", name="two", fresh=True), ["--name and --fresh", "--resume"]),
+        (Request(trust=True), ["--trust", "--resume"]),
+        (Request(data_workers="-1"), ["--data-workers"]),
+        (Request(data_workers="2", runtime="local"), ["--data-workers", "--source"]),
+        (Request(script="s.py", data_workers="2"), ["--data-workers"]),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused(
+    resolved: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request_: Request, named: list[str]
+) -> None:
+    monkeypatch.setenv("TPU_NAME", "a-tpu")
+    error = refusal(request_)
+    assert EXIT_USAGE == error.exit_code
+    assert [] == [option for option in named if option not in str(error)], error
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("request_", "named"),
+    [
+        (Request(preset="fashion-mnst"), "--preset 'fashion-mnst'"),
+        (Request(overrides=("--global-batch", "100")), "-- --global-batch 102"),
+        (Request(bitwise_elastic="six"), "--bitwise-elastic six"),
+        (Request(micro_batches="5"), "--micro-batches 5"),
+        (Request(micro_batches="5", bitwise_elastic="6"), "--micro-batches 5"),
+    ],
+)
+def test_a_configuration_that_makes_no_sense_is_refused(tmp_path: Path, request_: Request, named: str) -> None:
+    error = refusal(request_)
+    assert EXIT_USAGE == error.exit_code
+    assert named in str(error)
+    assert not (tmp_path / "runs").exists()
+
+
+# What the machine lacks
+
+
+def test_a_tpu_that_is_not_there_is_reported_before_anything_else(
+    resolved: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("TPU_NAME", raising=False)
+    monkeypatch.setattr(topology, "DEVICE_FILES", {"tpu": (f"{tmp_path}/accel*",)})
+    error = refusal(Request(strategy="tpu", workers="2", ps="1"))
+    assert EXIT_PREREQUISITE == error.exit_code
+    assert str(error).startswith("--strategy tpu: ")
+    assert "set TPU_NAME" in str(error)
+    (tmp_path / "accel0").touch()
+    planned = planning.plan(Request(strategy="tpu", devices="8"))
+    assert ("local", "TPUStrategy", 8) == (
+        planned.runtime.name,
+        planned.cluster.strategy_class,
+        planned.cluster.replicas,
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (None, "docker is not installed"),
+        ("echo 'Cannot connect to the Docker daemon.' >&2; exit 1", "Cannot connect to the Docker daemon."),
+        ("exec /bin/sleep 60", "docker info did not answer in 0.2 s"),
+        ("exit 0", "no Docker Engine answers (no output)"),
+        ("echo '\"\"'", "no Docker Engine answers"),
+        ('[ "$1" = info ] && echo \'"26.1.5"\'', "Docker Engine 26.1.5 has no Compose plugin"),
+    ],
+)
+def test_without_an_engine_runs_are_local_and_containers_are_refused(
+    resolved: None,
+    docker: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    script: str | None,
+    message: str,
+) -> None:
+    monkeypatch.setattr(engine.ask, "__kwdefaults__", {"timeout_s": 0.2 if script and "sleep" in script else 10})
+    if script is None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        docker(script)
+    error = refusal(Request(runtime="docker"))
+    assert EXIT_PREREQUISITE == error.exit_code
+    assert message in str(error)
+    assert str(error).endswith("or use --runtime local")
+    planned = planning.plan(Request(runtime="auto"))
+    assert "local" == planned.runtime.name
+    assert message in planned.why_runtime
+
+
+def test_with_an_engine_runs_are_containers(resolved: None, docker: Callable[[str], Path]) -> None:
+    docker(WORKING_ENGINE)
+    planned = planning.plan(Request())
+    assert ("docker", "containers: Docker Engine 26.1.5, Compose 2.26.1") == (planned.runtime.name, planned.why_runtime)
+    assert ["chief:2222", "worker-0:2222", "worker-1:2222"] == [task.address for task in planned.cluster.tasks]
+
+
+def start_refusal(request_: Request) -> ClusterError:
+    """Return the error that ends the start of a run that could be planned; nothing may have been started."""
+    planned, commands = planning.plan(request_), Commands()
+    with pytest.raises(PrerequisiteError) as refused:
+        startup.start(planned, commands, began=time.time())
+    assert [] == commands
+    assert not planned.run.path.exists()
+    return refused.value
+
+
+def test_a_port_in_use_does_not_end_the_start(resolved: None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        request = Request(runtime="local", tensorboard_port=str(server.getsockname()[1]))
+        startup.check_machine(planning.plan(request))
+
+
+def test_our_own_tensorboard_does_not_count_as_another_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setattr(tensorboard, "running", lambda runs_dir: port)
+        tensorboard.check_port(tmp_path, port)
+
+
+def test_a_full_disk_ends_the_start(resolved: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup.shutil, "disk_usage", lambda path: SimpleNamespace(free=100 * 2**20))
+    message = str(start_refusal(Request(runtime="local", tensorboard_port="0")))
+    assert message.startswith("100 MiB are free for ")
+    assert "a run needs 512; free space" in message
+
+
+def test_too_little_memory_ends_the_start(resolved: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "TASK_MEMORY_BYTES", 2**60)
+    assert "3 tasks need about" in str(start_refusal(Request(runtime="local", tensorboard_port="0")))
+
+
+@pytest.mark.parametrize("folder", ["/proc/runs", "a file/runs"])
+def test_a_runs_folder_that_cannot_be_made_ends_the_start(
+    resolved: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: str
+) -> None:
+    (tmp_path / "a file").touch()
+    monkeypatch.setenv("RUNS_DIR", str(tmp_path / folder))
+    message = str(start_refusal(Request(runtime="local", tensorboard_port="0")))
+    assert message.startswith(f"runs folder {tmp_path / folder}: ")
+    assert message.endswith("; set RUNS_DIR to one you own")
+
+
+def test_a_run_folder_that_cannot_be_written_ends_the_start(
+    resolved: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make, started = Path.mkdir, []
+
+    def read_only(path: Path, *arguments: Any, **options: Any) -> None:
+        if "run" in path.parts:  # root may write anywhere, so the refusal is played
+            raise PermissionError(13, "Permission denied")
+        make(path, *arguments, **options)
+
+    planned = planning.plan(Request(name="run", runtime="local", tensorboard_port="0"))
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    monkeypatch.setattr(supervisor, "start", started.append)
+    with pytest.raises(PrerequisiteError, match=rf"run folder {tmp_path}/runs/run: Permission denied; .* RUNS_DIR"):
+        startup.start(planned, Commands(), began=time.time())
+    assert [] == started

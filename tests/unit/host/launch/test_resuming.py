@@ -1,0 +1,151 @@
+"""What a run may be gone on with: nothing that skips or repeats data, or that its checkpoint does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cluster.contract import spec
+from cluster.contract.run import provenance
+from cluster.contract.run.folder import RunFolder
+from cluster.host.launch import planning
+from cluster.host.launch.resuming import check
+from cluster.host.options.request import Request
+from cluster.system.errors import EXIT_USAGE, UsageError
+from cluster.system.journal import append_json
+from cluster.system.json_files import read_json, write_json
+from train.config import TrainConfig
+
+MakeRun = Callable[..., RunFolder]
+
+
+@pytest.fixture
+def trained(make_run: MakeRun) -> Callable[..., RunFolder]:
+    """Makes a run that has saved at step 600 of 938, in epoch 1.92, with these settings and topology."""
+
+    def make(steps: int = 600, topology: dict[str, Any] | None = None, **config: Any) -> RunFolder:
+        run = make_run("demo", **(topology or {"workers": 2}))
+        write_json(run.config, {**TrainConfig().to_json(), **config})
+        append_json(run.metrics("chief"), {"step": 10, "epoch": 0.032})
+        if steps:
+            write_json(run.checkpoints / f"ckpt-{steps}.json", {"step": steps, "files": {}})
+        return run
+
+    return make
+
+
+def notes(run: RunFolder, preset: str = "", topology: dict[str, Any] | None = None, **config: Any) -> list[str]:
+    """Return the notes about a run that goes on with these changes."""
+    changed = {**read_json(run.config), **config}
+    cluster = spec.build(**topology) if topology else run.load_cluster()
+    return check(run, preset, changed, cluster)
+
+
+def refusal(run: RunFolder, **changes: Any) -> str:
+    with pytest.raises(UsageError) as refused:
+        notes(run, **changes)
+    assert EXIT_USAGE == refused.value.exit_code
+    assert 1 == len(str(refused.value).splitlines())
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "parts"),
+    [
+        ("global_batch", 384, ("--global-batch 384", "with 192", "skip or repeat data", "--fresh")),
+        ("seed", 7, ("--seed 7", "with 42", "skip or repeat data", "--fresh")),
+        ("dataset", "mnist", ("--dataset mnist", "with fashion_mnist", "skip or repeat data", "--fresh")),
+        ("source", "stream", ("--source stream", "with memory", "skip or repeat data", "--fresh")),
+        ("model", "resnet50", ("--model resnet50", "with two_conv_cnn", "would not fit", "--fresh")),
+        ("preset", "mnist", ("--preset mnist", "fashion_mnist", "--fresh")),
+    ],
+)
+def test_what_its_steps_or_its_checkpoint_depend_on_stays(
+    trained: Callable[..., RunFolder], name: str, value: Any, parts: tuple[str, ...]
+) -> None:
+    error = refusal(trained(), **{name: value})
+    assert [] == [part for part in parts if part not in error]
+
+
+def test_another_optimizer_does_not_fit_but_another_step_size_does(trained: Callable[..., RunFolder]) -> None:
+    run, settings = trained(), TrainConfig().to_json()["optimizer"]
+    assert refusal(run, optimizer=settings | {"name": "sgd"}).startswith("--optimizer.name sgd: ")
+    assert [] == notes(run, optimizer=settings | {"learning_rate": 1e-4, "schedule": "cosine"})
+    assert refusal(run, optimizer=settings | {"ema": 0.9}).startswith("--optimizer.ema 0.9: ")
+    assert refusal(run, callbacks="tutorial").startswith("--callbacks 'tutorial': ")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"epochs": 6.0},
+        {"epochs": 2.0},
+        {"max_steps": 601},
+        {"checkpoint_every": 50},
+        {"precision": "bf16"},
+        {"bitwise_elastic": 6},
+        {"topology": {"workers": 5}},
+        {"topology": {"workers": 2, "ps": 1}},
+    ],
+)
+def test_everything_else_may_change(trained: Callable[..., RunFolder], changes: dict[str, Any]) -> None:
+    assert [] == notes(trained(), **changes)
+
+
+def test_a_run_that_has_saved_nothing_may_become_any_other(trained: Callable[..., RunFolder]) -> None:
+    assert [] == notes(trained(steps=0), seed=7, global_batch=384, model="resnet50", max_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("previous", "requested"),
+    [
+        (("custom", {"workers": 2, "ps": 1}), {"loop": "fit"}),
+        (("fit", {"workers": 2, "ps": 1}), {"loop": "custom"}),
+        (("fit", {"workers": 0}), {"topology": {"workers": 2, "ps": 1}}),
+    ],
+)
+def test_one_keras_does_not_read_the_other_s_checkpoints(
+    trained: Callable[..., RunFolder], previous: tuple[str, dict[str, Any]], requested: dict[str, Any]
+) -> None:
+    assert "Keras" in refusal(trained(loop=previous[0], topology=previous[1]), **requested)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_synchronous_training_may_change_its_loop(trained: Callable[..., RunFolder], workers: int) -> None:
+    assert [] == notes(trained(topology={"workers": workers}), loop="fit")
+
+
+@pytest.mark.parametrize("changes", [{"max_steps": 599}, {"epochs": 1.9}, {"epochs": 1.0, "max_steps": 900}])
+def test_what_it_has_done_already_cannot_be_less(trained: Callable[..., RunFolder], changes: dict[str, Any]) -> None:
+    assert "done" in refusal(trained(), **changes)
+
+
+@pytest.mark.parametrize(
+    ("previous", "changes", "limit"),
+    [
+        ({"max_steps": 600}, {}, "--max-steps"),
+        ({"max_steps": 600}, {"epochs": 6.0}, "--max-steps"),
+        ({"epochs": 1.92}, {}, "--epochs"),
+        ({"epochs": 1.919}, {}, "--epochs"),  # the last step runs into the next epoch
+    ],
+)
+def test_a_run_that_has_nothing_left_to_do_says_so(
+    trained: Callable[..., RunFolder], previous: dict[str, Any], changes: dict[str, Any], limit: str
+) -> None:
+    (note,) = notes(trained(**previous), **changes)
+    assert limit in note
+
+
+def test_a_plan_checks_it_and_starts_nothing(trained: Callable[..., RunFolder]) -> None:
+    run = trained()
+    write_json(run.summary, {"state": "stopped"})
+    provenance.write(run)
+    for overrides in (("--global-batch", "384"), ("--seed=7",)):
+        with pytest.raises(UsageError):
+            planning.plan(Request(resume="demo", runtime="local", overrides=overrides))
+    planned = planning.plan(Request(resume="demo", runtime="local", overrides=("--max-steps", "600")))
+    assert planned.about_resuming
+    assert planned.about_resuming[0] in planned.notes

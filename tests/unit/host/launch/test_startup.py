@@ -1,0 +1,137 @@
+"""A start and an end: what is run, what is left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster.contract.run import owner
+from cluster.contract.run.folder import RunFolder
+from cluster.host.image import build, engine, images
+from cluster.host.launch import configuration, folders, planning, startup, teardown
+from cluster.host.options.request import Request
+from cluster.host.runtime.compose import overlay
+from cluster.host.runtime.local import supervisor
+from cluster.system.errors import ClusterError
+from cluster.system.json_files import read_json, write_json
+from tests.unit.launching import CONFIG, WORKING_ENGINE, Commands
+
+MakeRun = Callable[..., RunFolder]
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One command in the place of those that build the images."""
+    monkeypatch.setattr(build, "commands", lambda accelerator: ["docker build ."])
+    monkeypatch.setattr(images, "inspect", lambda image: {"image": image, "id": "sha256:1"})
+
+
+# A start
+
+
+def test_a_local_start_prepares_data_and_leaves_the_whole_folder(
+    resolved: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, commands = [], Commands()
+    monkeypatch.setattr(supervisor, "start", started.append)
+    planned = planning.plan(Request(name="one", workers="1", runtime="local", tensorboard_port="0"))
+    startup.start(planned, commands, began=123.0)
+    assert [startup.data_command("prepare", "fashion_mnist")] == commands
+    assert [planned.run] == started
+    assert (CONFIG, planned.cluster) == (read_json(planned.run.config), planned.run.load_cluster())
+    assert 123.0 == read_json(planned.run.control / "started.json")["time"]
+    assert planned.run == folders.find_run() == folders.find_run("one")
+
+
+def test_data_that_is_ready_is_not_prepared_and_nothing_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`rerun --json` starts a run, too, and its output is read by a program."""
+    monkeypatch.setattr(configuration, "resolve", lambda *_: (dict(CONFIG), (), "all of it"))
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
+    commands = Commands()
+    startup.start(
+        planning.plan(Request(name="one", runtime="local", tensorboard_port="0")), commands, began=time.time()
+    )
+    assert ([], "") == (commands, capsys.readouterr().out)
+
+
+def test_a_container_start_builds_images_then_brings_up_every_task(
+    resolved: None, built: None, docker: Callable[[str], Path]
+) -> None:
+    calls, commands = docker(WORKING_ENGINE), Commands()
+    planned = planning.plan(Request(name="one", workers="1", tensorboard_port="0"))
+    startup.start(planned, commands, began=time.time())
+    assert commands == startup.commands(planned)
+    assert startup.data_command("prepare", "fashion_mnist") == commands[0]
+    assert "docker build ." == commands[1]
+    assert commands[2].endswith("up --detach --no-build --pull never chief worker-0")
+    assert f"-f {planned.run.compose}" in commands[2]
+    requested = [call.split() for call in calls.read_text().splitlines()]
+    probed = [["info", "--format", "{{json", ".ServerVersion}}"], ["compose", "version", "--short"]]
+    assert [*probed, ["info", "--format", "{{.MemTotal}}"]] == requested
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+def test_root_hands_the_run_folder_to_the_unprivileged_user(
+    resolved: None, built: None, docker: Callable[[str], Path]
+) -> None:
+    docker(WORKING_ENGINE)
+    planned = planning.plan(Request(name="one", workers="0", tensorboard_port="0"))
+    startup.start(planned, Commands(), began=time.time())
+    paths = [planned.run.path, *planned.run.path.rglob("*")]
+    assert {(10001, 10001)} == {(path.stat().st_uid, path.stat().st_gid) for path in paths}
+
+
+# The end
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ({"runtime": "local"}, []),
+        ({"x-runtime": "docker"}, [f"down --timeout {s} --volumes --remove-orphans" for s in (0, 10)]),
+    ],
+)
+def test_what_was_started_is_ended_by_its_own_engine(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, how: dict[str, str], expected: list[str]
+) -> None:
+    run, commands, killed = make_run(), Commands(), []
+    write_json(run.compose, how)
+    monkeypatch.setattr(supervisor, "kill", killed.append)
+    teardown.kill(run, commands)
+    teardown.remove(run, commands)
+    assert "stopped" == run.outcome["state"]
+    assert expected == [command.partition(f" --project-name {overlay.project(run.path)} ")[2] for command in commands]
+    assert killed == ([] if expected else [run, run])
+
+
+def test_leftovers_are_the_runs_of_this_folder_that_live(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = make_run("left")
+    make_run("ended")
+    gone, contained = RunFolder(left.path.with_name("gone")), RunFolder(left.path.with_name("contained"))
+    for run, runtime in ((left, "local"), (gone, "local"), (contained, "docker")):
+        owner.begin(run, runtime)
+    monkeypatch.setattr(supervisor, "processes_left", lambda run, table: [1] if run in (left, gone) else [])
+    monkeypatch.setattr(engine, "ask", lambda *words: (1, "no engine"))
+    found = teardown.leftovers(folders.runs_dir())
+    assert ({"gone": ["local"], left.name: ["local"]}, ["contained"]) == (
+        {name: [each.name for each in runtimes] for name, runtimes in found.found.items()},
+        list(found.unreachable),
+    )
+
+
+def test_no_current_run_is_reported(tmp_path: Path, make_run: MakeRun) -> None:
+    with pytest.raises(ClusterError, match="there is no current run; start one with `invoke up`"):
+        folders.find_run()
+    run = make_run("gone")
+    (tmp_path / "runs" / ".current").write_text("gone\n")
+    assert run == folders.find_run()
+    shutil.rmtree(run.path)
+    with pytest.raises(ClusterError, match="there is no current run"):
+        folders.find_run()

@@ -1,0 +1,244 @@
+"""Run files: what `plan --write` writes is what `--file` reads, and a mistake is found with its line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.host.checks import documents
+from cluster.host.cli.tasks import docs
+from cluster.host.options import run_file
+from cluster.host.options.request import OPTIONS, Request
+from cluster.system.errors import EXIT_USAGE, UsageError
+from cluster.system.paths import ROOT
+
+CONFIG = {
+    "preset": "fashion_mnist",
+    "loop": "custom",
+    "precision": "fp32",
+    "epochs": 3.0,
+    "max_steps": None,
+    "global_batch": 192,
+    "checkpoint_every": "auto",
+    "deterministic": True,
+    "model": "two_conv_cnn",
+    "optimizer": {"name": "adam", "learning_rate": 0.002},
+}
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+PATHS = st.text("abc /.é\"'#=\\", min_size=1).filter(lambda name: not name.startswith(("~", "/")) and name.strip("/."))
+
+
+def values(name: str) -> st.SearchStrategy[Any]:
+    """Return the values that an option may have in a request."""
+    option = OPTIONS[name]
+    if option.is_path and option.kinds == (list,):
+        return st.lists(PATHS.map(lambda path: f"A_KEY={path}"), min_size=1).map(tuple)
+    if option.is_path:
+        return PATHS
+    if option.kinds == (bool,):
+        return st.just(True)
+    if option.kinds == (list,):
+        return st.lists(TEXT, min_size=1).map(tuple)
+    numbers = st.integers(0, 10**9).map(str)
+    return numbers if option.kinds == (int,) else TEXT | numbers if int in option.kinds else TEXT
+
+
+REQUESTS = st.fixed_dictionaries({}, optional={name: values(name) for name in OPTIONS})
+
+
+def read(folder: Path, text: str) -> run_file.RunFile:
+    """Return what a file with this text says."""
+    path = folder / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    return run_file.read(str(path))
+
+
+def absolute(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options with the files that they name as a run file names them."""
+
+    def full(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(f"A_KEY={full(each.removeprefix('A_KEY='))}" for each in value)
+        return str(Path(value).absolute())
+
+    return {name: full(value) if OPTIONS[name].is_path else value for name, value in options.items()}
+
+
+@settings(deadline=None, max_examples=60)
+@given(options=REQUESTS)
+def test_the_options_that_are_written_are_read_again(
+    tmp_path_factory: pytest.TempPathFactory, options: dict[str, Any]
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    text = run_file.render(Request(**options), {}, folder)
+    tomllib.loads(text)
+    assert absolute(options) == absolute(dict(read(folder, text).options))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "epochs": st.floats(),
+            "max_steps": st.none() | st.integers(),
+            "deterministic": st.booleans(),
+            "model": TEXT,
+        },
+    ),
+    st.fixed_dictionaries({}, optional={"name": TEXT, "learning_rate": st.floats()}),
+)
+def test_the_overrides_that_are_written_are_read_again(
+    tmp_path_factory: pytest.TempPathFactory, overrides: dict[str, Any], optimizer: dict[str, Any]
+) -> None:
+    config = CONFIG | overrides | {"optimizer": CONFIG["optimizer"] | optimizer}
+    typed = [f"--{name}" for name in overrides] + [f"--optimizer.{name}=any" for name in optimizer]
+    text = run_file.render(Request(overrides=typed), config, Path("/"))
+    expected = overrides | {f"optimizer.{name}": value for name, value in optimizer.items()}
+    words = {f"--{name.replace('_', '-')}={value}" for name, value in expected.items() if name != "deterministic"}
+    if "deterministic" in expected:
+        words.add("--deterministic" if expected["deterministic"] else "--no-deterministic")
+    assert words == set(read(tmp_path_factory.getbasetemp(), text).train)
+
+
+def test_overrides_are_written_with_the_types_of_the_configuration() -> None:
+    typed = ["--optimizer.learning_rate", "1e-3", "--epochs=1", "--no-deterministic", "--precision", "bf16"]
+    config = CONFIG | {"epochs": 1.0, "deterministic": False, "precision": "bf16", "optimizer": {"learning_rate": 1e-3}}
+    text = run_file.render(Request(workers="2", overrides=typed), config, Path("/"))
+    expected = {
+        "workers": 2,
+        "precision": "bf16",
+        "train": {"epochs": 1.0, "deterministic": False, "optimizer": {"learning-rate": 0.001}},
+    }
+    assert expected == tomllib.loads(text)
+
+
+def test_a_script_s_arguments_are_written_and_the_command_line_replaces_them(tmp_path: Path) -> None:
+    request = Request(script=str(tmp_path / "fit.py"), overrides=("--lr", "0.1", 'a "b"'))
+    config = {"script": "fit.py", "arguments": []}
+    written = read(tmp_path, run_file.render(request, config, tmp_path))
+    assert (str(tmp_path / "fit.py"), ("--lr", "0.1", 'a "b"')) == (written.options["script"], written.args)
+    assert ("--lr", "0.1", 'a "b"') == written.request({}, []).arguments
+    assert ("1",) == written.request({}, ["1"]).arguments
+
+
+def test_options_on_the_command_line_win(tmp_path: Path) -> None:
+    file = read(tmp_path, 'workers = 3\nruntime = "local"\nenv = ["A=1"]\n[train]\nepochs = 2\n')
+    request = file.request({"workers": "1", "env": ("A=2",)}, ["--epochs", "4"])
+    assert ("1", "local", ("A=1", "A=2")) == (request.workers, request.runtime, request.env)
+    assert ["--epochs=2", "--epochs", "4"] == request.training()
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "named"),
+    [
+        ("\nworkesr = 2\n", 2, ["'workesr'", "'workers'"]),
+        ("workers = '2'\n", 1, ["workers", '"2"', "integer"]),
+        ("workers = true\n", 1, ["workers", "true", "integer"]),
+        ("workers = 2.5\n", 1, ["workers", "2.5", "integer"]),
+        ("# it\nevaluator = 1\n", 2, ["evaluator", "1", "boolean"]),
+        ("gpus = [0, 1]\n", 1, ["gpus", "[0, 1]", "integer or string"]),
+        ("env = 'A=1'\n", 1, ["env", '"A=1"', "array of strings"]),
+        ("env = [1]\n", 1, ["env", "[1]", "array of strings"]),
+        ("args = [1]\n", 1, ["args", "[1]", "array of strings"]),
+        ("train = 1\n", 1, ["train", "1", "table"]),
+        ("loop = 'fit'\n[train]\nprecision = 'bf16'\n", 3, ["'precision'", "above [train]"]),
+        ("[train]\nepochs = [1]\n", 2, ["epochs", "[1]", "number"]),
+        ("[train.optimizer]\nname = 1979-05-27\n", 2, ["optimizer.name", "1979-05-27", "string"]),
+        ("workers = 2\nworkers = 3\n", None, ["line 2"]),
+        ("workers\n", None, ["line 1"]),
+        (f"workers = {'1' * 5000}\n", None, ["TOML"]),
+    ],
+)
+def test_a_mistake_is_refused_with_its_place(tmp_path: Path, text: str, line: int | None, named: list[str]) -> None:
+    with pytest.raises(UsageError) as refused:
+        read(tmp_path, text)
+    message = str(refused.value)
+    assert EXIT_USAGE == refused.value.exit_code
+    assert [] == [each for each in [*named, f"run.toml:{line}: " if line else "run.toml"] if each not in message], (
+        message
+    )
+
+
+@pytest.mark.parametrize("name", ["absent.toml", "", "binary.toml"])
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "binary.toml").write_bytes(b"\xff")
+    with pytest.raises(UsageError, match="--file"):
+        run_file.read(str(tmp_path / name))
+
+
+def test_what_is_wrong_with_a_value_is_reported_with_its_line(tmp_path: Path) -> None:
+    file = read(tmp_path, "workers = 600\n\n[train]\nglobal_batch = 5\n")
+    for message, line in (("--workers '600': too many", 1), ("--global-batch 5: too few", 4)):
+        assert f"run.toml:{line}: {message}" in str(file.located(UsageError(message), {}, []))
+    assert "--ps 1" == str(file.located(UsageError("--ps 1"), {}, []))
+    assert "--workers 700" == str(file.located(UsageError("--workers 700"), {"workers": "700"}, []))
+    assert "--global-batch 7" == str(file.located(UsageError("--global-batch 7"), {}, ["--global-batch=7"]))
+
+
+def test_a_file_that_exists_is_not_overwritten(tmp_path: Path) -> None:
+    path = run_file.write(str(tmp_path / "run.toml"), Request(workers="3"), {})
+    assert {"workers": 3} == tomllib.loads(path.read_text())
+    with pytest.raises(UsageError, match="exists"):
+        run_file.write(str(path), Request(), {})
+
+
+def invoke(*words: str, folder: Path, code: int = 0) -> str:
+    """Run `invoke` as a user does who has run files in a folder; return what it prints, or the error."""
+    command = [sys.executable, "-m", "invoke", *words]
+    environment = os.environ | {"RUNS_DIR": str(folder / "runs")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert code == done.returncode, done.stderr
+    return done.stderr if code else done.stdout
+
+
+def test_the_plan_of_a_written_file_is_the_plan_that_wrote_it(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("from train.presets.fashion_mnist import preset\n")
+    (tmp_path / "run.toml").write_text("preset = 'beside:preset'\nworkers = 3\n")
+    given = [
+        "--name=one",
+        "--workers=1",
+        "--runtime=local",
+        "--env=A=1",
+        "--checkpoint-every=30s",
+        "--tensorboard-port=0",
+    ]
+    words = ["--", "--epochs", "1", "--optimizer.learning-rate", "1e-3", "--no-deterministic"]
+    run_toml, written = (str(tmp_path / name) for name in ("run.toml", "written.toml"))
+    first = invoke("plan", "--json", "--file", run_toml, "--write", written, *given, *words, folder=tmp_path)
+    again = invoke("plan", "--json", "--file", written, folder=tmp_path)
+    plans = [json.loads(each) for each in (first, again)]
+    assert "beside:preset" == plans[0]["config"]["preset"]
+    for plan in plans:
+        for task in [*plan["tasks"], *plan["compose"]["tasks"].values()]:  # free ports
+            task.pop("address", None), task.pop("tf_config", None), task.pop("environment", None)
+    assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[train]\nepoch = 1\n", "run.toml:2: override '--epoch=1' is not an option"),
+        ("workers = 600\n", "run.toml:1: --workers '600': "),
+        ("workesr = 2\n", "run.toml:1: 'workesr' is no option"),
+    ],
+)
+def test_a_mistake_in_a_file_ends_with_2_and_its_line(tmp_path: Path, text: str, named: str) -> None:
+    (tmp_path / "run.toml").write_text(text)
+    error = invoke("up", "--runtime=local", "--file", str(tmp_path / "run.toml"), folder=tmp_path, code=EXIT_USAGE)
+    assert 1 == len(error.splitlines())
+    assert named in error
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_documented_options_are_those_that_are_declared() -> None:
+    assert docs.tables() == documents.written(docs.PAGE, docs.BEGIN), "run `invoke docs.options --write`"

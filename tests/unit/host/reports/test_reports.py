@@ -1,0 +1,354 @@
+"""The table of runs, their comparison and the page about one: what they show, and what a hostile run cannot do."""
+
+from __future__ import annotations
+
+import base64
+import html.parser
+import json
+import math
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from invoke import Exit, MockContext
+
+import tasks
+from cluster.contract.run.folder import RunFolder
+from cluster.host.reports import charts, comparison, curves, inspection, listing, page
+from cluster.host.view.ended import ended_lines
+from cluster.host.view.sparkline import sparkline, thinned
+from cluster.system import messages
+from cluster.system.errors import EXIT_USAGE
+from cluster.system.journal import append_json
+from cluster.system.json_files import write_json
+from train import inspection as weights
+
+PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n").decode()
+EVIL = "</style><script>alert(1)</script><img src=http://example.invalid/x onerror=alert(1)>\x1b[2J"
+VOID = {"meta", "img", "br"}
+
+MakeRun = Callable[..., RunFolder]
+
+
+@pytest.fixture
+def ended(make_run: MakeRun) -> MakeRun:
+    """Makes a run that trained for some steps and ended."""
+
+    def make(name: str = "one", rate: float = 0.1, sha256: str | None = "a" * 64, **summary: Any) -> RunFolder:
+        run = make_run(name, workers=1)
+        write_json(run.config, {"global_batch": 96, "optimizer": {"learning_rate": rate}})
+        write_json(run.manifest, {"code": {"commit": "0123456789abcdef", "changes_sha256": None}, "runtime": "local"})
+        for step in range(1, 6):
+            append_json(run.metrics("chief"), {"step": step, "loss": rate / step, "accuracy": step / 10, "time": step})
+        run.event("worker-0", "fault", step=3, kind="kill")
+        run.event("chief", "first step", step=1)
+        run.end("succeeded")
+        restart = {"generation": 1, "task": "worker-0", "cause": "killed", "detected_s": 0.5, "resumed_s": 2.25}
+        split = {"input": 1.0, "compute": 6.0, "start": 2.0, "restart": 1.0}
+        value = {"state": "succeeded", "steps": 5, "wall_s": 10.0, "weights_sha256": sha256, "restarts": [restart]}
+        value |= {"metrics": {"eval_accuracy": 0.9, "eval_loss": 0.3}, "goodput_split": split}
+        write_json(run.summary, value | summary)
+        return run
+
+    return make
+
+
+def ran(name: str, *arguments: Any, **options: Any) -> int:
+    """Run a task; return its exit code."""
+    try:
+        tasks.ns[name](MockContext(), *arguments, **options)
+    except Exit as ended:
+        return int(ended.code)
+    return 0
+
+
+class Page(html.parser.HTMLParser):
+    """Checks that every tag is closed in turn, and collects tags, links and text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.links: list[str] = []
+        self.handlers: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert [] == self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+        self.handlers += [name for name, _ in attrs if name.startswith("on")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert tag == self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+# All runs
+
+
+def test_runs_are_listed_the_newest_first(
+    ended: MakeRun, make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_json(ended("old").control / "started.json", {"time": 1.0, "runtime": "local"})
+    make_run("new", workers=2)
+    assert 0 == ran("runs", json=True)
+    new, old = json.loads(capsys.readouterr().out)["runs"]
+    assert ("new", "not started", 3) == (new["run"], new["result"], new["tasks"])
+    assert ("old", "succeeded", "accuracy", 0.9, "01234567", 1) == tuple(
+        old[name] for name in ("run", "result", "metric", "score", "commit", "restarts")
+    )
+    assert old["disk_bytes"] > 0
+    assert 0 == ran("runs")
+    assert 3 == len(capsys.readouterr().out.splitlines())
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_a_narrow_terminal_shows_of_the_runs_what_matters(make_run: MakeRun, width: int) -> None:
+    found = listing.rows(make_run("fashion_mnist-20261122-230318", workers=2).path.parent)
+    head, row = listing.table(found, width)
+    assert max(len(head), len(row)) <= width
+    assert {"RUN", "RESULT", "DURATION", "SCORE", "DISK"} <= set(head.split())
+    assert set(head.split()) < set(listing.table(found)[0].split()) == set(listing.COLUMNS)
+
+
+def test_a_damaged_run_is_listed_as_such(make_run: MakeRun) -> None:
+    run = make_run("one")
+    run.cluster.write_text("{")
+    write_json(run.manifest, {"code": [EVIL]})
+    (row,) = listing.rows(run.path.parent)
+    assert "damaged" == row["result"]
+    assert listing.table([row])
+
+
+def test_a_run_that_gave_no_sign_of_life_for_long_is_lost(make_run: MakeRun) -> None:
+    run = make_run("one", workers=0)
+    beat = {"task": "chief", "state": "training", "updated_at": time.time()}
+    write_json(run.status("chief"), beat)
+    assert "training" == listing.row(run)["result"]
+    write_json(run.status("chief"), beat | {"updated_at": 1.0})
+    assert "lost" == listing.row(run)["result"]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "shown"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 * 2**29, "1.5 GiB"), (2**60, "1048576.0 TiB")],
+)
+def test_sizes(num_bytes: int, shown: str) -> None:
+    assert shown == messages.size(num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("wall_s", "shown"),
+    [(None, "-"), (4.12, "4.1 s"), (61, "1 min 01 s"), (3599.9, "1 h 00 min"), (7260, "2 h 01 min")],
+)
+def test_durations(wall_s: float | None, shown: str) -> None:
+    assert shown == listing.duration(wall_s)
+
+
+# The score
+
+
+@pytest.mark.parametrize(
+    ("metrics", "metric", "reached"),
+    [
+        ({"eval_loss": 0.2, "eval_absolute_error": 0.3561}, "absolute_error", 0.3561),
+        ({"eval_loss": 0.2, "eval_digit_accuracy": 0.75, "eval_parity_loss": 0.1}, "digit_accuracy", 0.75),
+        ({"eval_loss": 0.25}, "loss", 0.25),
+        ({"eval_loss": 0.25, "eval_accuracy": None}, "loss", 0.25),
+        ({"loss": 0.25}, None, None),
+        ({}, None, None),
+    ],
+)
+def test_a_run_is_shown_with_its_own_metric(
+    ended: MakeRun, metrics: dict[str, float | None], metric: str | None, reached: float | None
+) -> None:
+    run = ended("one", metrics=metrics)
+    row = listing.row(run)
+    assert (metric, reached) == (row["metric"], row["score"])
+    shown = "" if metric is None else f"{metric} {reached:.4f}"
+    assert shown in ended_lines(run, "runs/one")[0]
+    assert not metric or {metric, f"{reached:.4f}"} <= set(listing.table([row])[1].split())
+    results = comparison.compare([run, ended("two", metrics={})])["results"]
+    assert {name: [value, None] for name, value in metrics.items()}.items() <= results.items()
+    assert (metric or "score") in page._head(run, row)
+
+
+# Differences
+
+
+def test_only_what_differs_is_compared(ended: MakeRun) -> None:
+    one, other = ended("one", rate=0.1), ended("other", rate=0.2)
+    value = comparison.compare([one, other])
+    assert {"config.optimizer.learning_rate": [0.1, 0.2]} == value["differences"]
+    assert {"runs": ["one", "other"], "identical": True, "detail": "sha256 aaaaaaaaaaaa", "distance": None} == value[
+        "weights"
+    ][0]
+    assert any("0.2" in line for line in comparison.lines(value, [one, other]))
+
+
+def test_other_weights_are_different_also_where_none_can_be_read(ended: MakeRun) -> None:
+    (pair,) = comparison.compare([ended("one"), ended("other", sha256="b" * 64)])["weights"]
+    assert pair["identical"] is False
+    assert pair["detail"]
+
+
+def test_secrets_are_not_compared(ended: MakeRun) -> None:
+    one, other = ended("one"), ended("other")
+    write_json(
+        other.manifest, {"environment": {"variables": {"TF_CLUSTER_TOKEN": "x", "MY_PASSWORD": "y", "CORES": 2}}}
+    )
+    names = comparison.compare([one, other])["differences"]
+    assert "environment.variables.CORES" in names
+    assert not [name for name in names if "TOKEN" in name or "PASSWORD" in name]
+
+
+def test_compare_writes_the_curves_as_one_picture(
+    ended: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended("one")
+    ended("other", rate=0.3)
+    ended("third", rate=0.4)
+    path = tmp_path / "curves.svg"
+    assert 0 == ran("compare", "one", "other", "third", plot=str(path), json=True)
+    root = ET.parse(path).getroot()
+    named = [each.text for each in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert {"one", "other", "third"} == set(named)
+    assert ["one", "other", "third"] == json.loads(capsys.readouterr().out)["runs"]
+
+
+@pytest.mark.parametrize("names", [("one", ""), ("one", "one"), ("one", "none"), ("", "")])
+def test_compare_needs_two_runs(ended: MakeRun, names: tuple[str, str]) -> None:
+    ended("one")
+    assert EXIT_USAGE == ran("compare", *names)
+
+
+# Curves and charts
+
+
+def test_curves_hold_finite_numbers_of_every_name(make_run: MakeRun) -> None:
+    run = make_run()
+    for value in (1.0, "x", None, True, math.inf, 2.0):
+        with run.metrics("chief").open("a") as file:
+            file.write(json.dumps({"step": 1, "odd": value}) + "\n")
+    assert [(1, 1.0), (1, 2.0)] == curves.of(run)["odd"]
+
+
+def test_long_curves_keep_their_ends() -> None:
+    long = [(float(at), 0.0) for at in range(100_001)]
+    thin = thinned(long, curves.MAX_POINTS)
+    assert len(thin) <= curves.MAX_POINTS
+    assert (long[0], long[-1]) == (thin[0], thin[-1])
+
+
+@pytest.mark.parametrize("values", [(0.0, 1.0), (2.0, 2.0), (-5.0, 1e9), (1e-9, 2e-9), (0.0, 0.0)])
+def test_ticks_enclose_the_values(values: tuple[float, float]) -> None:
+    found = charts.ticks(*values)
+    assert found[0] <= values[0] + 1e-6 * abs(values[0])
+    assert found[-1] >= values[1] - 1e-6 * abs(values[1])
+    assert 2 <= len(found) <= 9
+
+
+def test_a_sparkline_falls_as_its_values_do() -> None:
+    line = sparkline([3.0, 2.0, 1.0, 0.0])
+    assert sorted(line, reverse=True) == list(line)
+    assert "" == sparkline([1.0])
+
+
+# The page
+
+
+def test_a_page_shows_the_run_and_needs_no_network(ended: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ended("one")
+    assert 0 == ran("report", "one", quick=True)
+    text = (run.path / "report.html").read_text()
+    shown = Page(text)
+    for title in ("Curves", "Cluster", "Timeline", "Where the time went", "Configuration"):
+        assert title in shown.text
+    assert "0.9000" in shown.text
+    assert "2.25 s" in shown.text
+    assert "fault kill worker-0 step 3" in shown.text
+    assert [] == shown.links
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_a_hostile_run_cannot_change_its_page(ended: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ended("one", weights_sha256=EVIL, state="failed", cause={"task": EVIL, "error": EVIL})
+    write_json(run.config, {"global_batch": 1, EVIL: EVIL})
+    write_json(run.environment, {EVIL: [EVIL]})
+    write_json(run.manifest, {"code": {"commit": EVIL}, "image": EVIL})
+    append_json(run.metrics("chief"), {"step": 7, EVIL[:50]: 1.0})
+    run.event(EVIL, "fault", step=1, kind=EVIL)
+    run.begin_generation(1, task=EVIL, cause=EVIL)
+    (run.export / "assets").mkdir(parents=True)
+    (run.export / "saved_model.pb").write_bytes(b"")
+    found = {"classes": [EVIL], "confusion": [[1]], "wrong": [{"truth": EVIL, "said": EVIL, "share": 1.0, "png": PNG}]}
+    monkeypatch.setattr(inspection, "classify", lambda run, trust: found)
+    shown = Page(page.render(run))
+    assert EVIL in shown.text
+    assert "script" not in shown.tags
+    assert [] == shown.handlers
+    assert [f"data:image/png;base64,{PNG}"] == shown.links
+
+
+def test_a_run_without_results_has_a_page(make_run: MakeRun) -> None:
+    assert "Cluster" in Page(page.render(make_run("one", workers=1))).text
+
+
+def test_a_page_says_why_there_are_no_predictions(ended: MakeRun) -> None:
+    run = ended("one")
+    run.export.mkdir()
+    (run.export / "saved_model.pb").write_bytes(b"")
+    (run.control / "started.json").write_text("{}")  # so that it is not as it was started
+    assert "--trust" in Page(page.render(run)).text
+
+
+def test_a_report_is_not_written_to_a_folder_that_does_not_exist(ended: MakeRun, tmp_path: Path) -> None:
+    ended("one")
+    assert EXIT_USAGE == ran("report", "one", output=str(tmp_path / "missing" / "x.html"), quick=True)
+
+
+# What TensorFlow says of the weights
+
+
+@pytest.mark.parametrize(
+    "printed",
+    [
+        "no JSON",
+        "[]",
+        "{}",
+        '{"classes": ["a"], "confusion": [[-1]], "wrong": []}',
+        '{"classes": ["a"], "confusion": [[1, 2]], "wrong": []}',
+        '{"classes": ["a"], "confusion": [[1]], "wrong": [{"truth": "a", "said": "a", "share": 1, "png": "AAAA"}]}',
+        "[" * 100_000,
+    ],
+)
+def test_what_the_process_prints_is_checked(ended: MakeRun, monkeypatch: pytest.MonkeyPatch, printed: str) -> None:
+    run = ended("one")
+    monkeypatch.setattr(inspection.processes, "run", lambda *given, **more: (0, printed, ""))
+    with pytest.raises(inspection.Unavailable):
+        inspection.classify(run, trust=True)
+
+
+def test_distances_are_those_of_all_weights() -> None:
+    one = {"a": np.array([3.0, 4.0]), "b": np.zeros((1, 2))}
+    other = {"a": np.array([3.0, 4.0]), "b": np.array([[0.0, 0.5]])}
+    apart = weights._apart(one, other)
+    assert (False, 4, 0.5, 0.1) == tuple(apart[name] for name in ("identical", "weights", "largest", "relative"))
+    assert apart["where"].startswith("b ")
+    assert weights._apart(one, one)["identical"]
+    assert {"comparable": False} == weights._apart(one, {"a": one["a"]})

@@ -1,0 +1,234 @@
+"""Rendered manifests: valid by the published schemas, with the names, codes and privileges that the docs promise."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from ruamel.yaml import YAML
+
+from cluster.contract import spec, tf_config
+from cluster.contract.run import launch_records
+from cluster.contract.spec import Role
+from cluster.host.cli.tasks import k8s
+from cluster.host.launch.kubernetes import NAME
+from cluster.host.runtime.kubernetes import jobs, objects
+from cluster.host.runtime.kubernetes.pods import Manifest
+from cluster.system.errors import EXIT_DONE, EXIT_INTERRUPTED
+
+HERE = Path(__file__).parent
+CONFIG = {"dataset": "fashion_mnist", "source": "memory", "global_batch": 192}
+TOPOLOGIES = [
+    *({"workers": workers} for workers in (0, 1, 2, 64)),
+    {"workers": 2, "ps": 1},
+    {"workers": 64, "ps": 8, "evaluator": True},
+]
+HOSTS = {"jobset": jobs.jobset_hosts, "tfjob": jobs.tfjob_hosts}
+KINDS = {"jobset": jobs.jobset, "tfjob": jobs.tfjob}
+
+
+def manifest(
+    kind: str, gpus: int = 0, name: str = "a-run", environment: dict[str, str] | None = None, **topology: Any
+) -> Manifest:
+    cluster = HOSTS[kind](spec.build(**topology), name)
+    images = ("train:cpu", "tensorboard")
+    given = {"A": "$(B)"} if environment is None else environment
+    return Manifest(name, cluster, CONFIG, {"max_restarts": 3}, *images, "claim", 2**32, 2, gpus, given)
+
+
+def rendered(kind: str, made: Manifest) -> list[dict[str, Any]]:
+    beside = [objects.records(made), objects.network_policy(made), *objects.tensorboard(made)]
+    return [*beside, objects.claim(made, "1Gi"), objects.data_job(made), KINDS[kind](made)]
+
+
+@cache
+def validator(kind: str) -> Draft202012Validator:
+    schemas = json.loads((HERE / "schemas.json").read_text())
+    return Draft202012Validator(schemas | {"$ref": f"#/$defs/{kind}"})
+
+
+def complaints(document: Any) -> list[str]:
+    found = validator(document["kind"]).iter_errors(document)
+    return [f"{error.json_path}: {error.message}" for error in found]
+
+
+def templates(kind: str, made: Manifest) -> dict[str, Any]:
+    job = KINDS[kind](made)["spec"]
+    if kind == "tfjob":
+        return {name: each["template"] for name, each in job["tfReplicaSpecs"].items()}
+    return {each["name"]: each["template"]["spec"]["template"] for each in job["replicatedJobs"]}
+
+
+def expanded(text: str, values: dict[str, str]) -> str:
+    return re.sub(r"\$\$|\$\((\w+)\)", lambda match: values[match[1]] if match[1] else "$", text)
+
+
+def environments(made: Manifest) -> dict[str, dict[str, str]]:
+    """Return what each pod of a JobSet gets, by its host name, as Kubernetes expands it."""
+    found = {}
+    for job in jobs.jobset(made)["spec"]["replicatedJobs"]:
+        (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+        for index in range(job["template"]["spec"]["completions"]):
+            values: dict[str, str] = {}
+            for variable in container["env"]:
+                text = variable.get("value", str(index))  # only the index comes from elsewhere
+                values[variable["name"]] = expanded(text, values)
+            found[f"a-run-{job['name']}-0-{index}.a-run"] = values
+    return found
+
+
+@pytest.mark.parametrize(("kind", "topology", "gpus"), [*itertools.product(KINDS, TOPOLOGIES, [0, 2])])
+def test_every_object_is_what_its_published_schema_says(kind: str, topology: dict[str, Any], gpus: int) -> None:
+    documents = rendered(kind, manifest(kind, gpus, **topology))
+    assert [] == [complaint for each in documents for complaint in complaints(each)]
+    assert len({(each["kind"], each["metadata"]["name"]) for each in documents}) == len(documents)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_number_of_workers_to_64_is_valid(kind: str) -> None:
+    for workers in range(1, 65):
+        made = manifest(kind, workers % 3, workers=workers, ps=workers % 4, evaluator=workers % 2 == 0)
+        job = KINDS[kind](made)
+        assert [] == complaints(job)
+        replicas = job["spec"].get("tfReplicaSpecs", {}).values() or job["spec"]["replicatedJobs"]
+        counts = [each["replicas"] if kind == "tfjob" else each["template"]["spec"]["completions"] for each in replicas]
+        assert len(made.spec.tasks) == sum(counts)
+
+
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
+    name=st.from_regex(NAME, fullmatch=True),
+    workers=st.integers(1, 64),
+    ps=st.integers(0, 8),
+    evaluator=st.booleans(),
+    gpus=st.integers(0, 8),
+    environment=st.dictionaries(st.from_regex("[A-Z_]{1,9}", fullmatch=True), st.text(max_size=20), max_size=3),
+)
+@settings(deadline=None, max_examples=15)
+def test_whatever_is_requested_is_valid_and_read_as_it_was_meant(kind: str, gpus: int, **requested: Any) -> None:
+    documents = rendered(kind, manifest(kind, gpus, **requested))
+    assert [] == [complaint for each in documents for complaint in complaints(each)]
+    assert documents == list(YAML(typ="safe").load_all(k8s._text(documents)))
+
+
+def test_a_field_that_kubernetes_does_not_know_is_noticed() -> None:
+    job = jobs.jobset(manifest("jobset"))
+    job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["volumeMount"] = []
+    assert complaints(job)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_each_pod_is_the_task_that_its_host_name_is_in_tf_config(topology: dict[str, Any]) -> None:
+    made = manifest("jobset", **topology)
+    found = environments(made)
+    assert {task.host: task.name for task in made.spec.tasks} == {host: each["TASK"] for host, each in found.items()}
+    for task in made.spec.tasks:
+        assert tf_config.dumps(made.spec, task) == found[task.host].get("TF_CONFIG")
+        assert "$(B)" == found[task.host]["A"]
+
+
+def test_host_names_of_the_largest_cluster_are_labels_of_dns() -> None:
+    name = "a" * 40
+    for hosts in HOSTS.values():
+        for task in hosts(spec.build(workers=512, ps=2, evaluator=True), name).tasks:
+            assert len(task.host.partition(".")[0] + "-abcde") <= 63
+
+
+def test_no_task_has_a_privilege() -> None:
+    for kind in KINDS:
+        for template in templates(kind, manifest(kind, workers=1, ps=1, evaluator=True)).values():
+            pod = template["spec"]
+            (container,) = pod["containers"]
+            assert pod["securityContext"]["runAsNonRoot"] is True
+            assert {"type": "RuntimeDefault"} == pod["securityContext"]["seccompProfile"]
+            assert pod["automountServiceAccountToken"] is False
+            assert {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+                "readOnlyRootFilesystem": True,
+            } == container["securityContext"]
+            assert container["resources"]["limits"]["memory"]
+
+
+def test_only_the_chief_and_the_workers_get_gpus() -> None:
+    for kind in KINDS:
+        for name, template in templates(kind, manifest(kind, 2, workers=1, ps=1, evaluator=True)).items():
+            (container,) = template["spec"]["containers"]
+            trains = name.lower() in (Role.CHIEF, Role.WORKER)
+            assert (2 if trains else None) == container["resources"]["limits"].get("nvidia.com/gpu")
+            values = {each["name"]: each.get("value") for each in container["env"]}
+            assert (None if trains else "-1") == values.get("CUDA_VISIBLE_DEVICES")
+
+
+def test_a_failed_run_fails_the_set_and_a_stopped_one_is_started_again() -> None:
+    job = jobs.jobset(manifest("jobset"))["spec"]
+    assert {"FailJobSet"} == {rule["action"] for rule in job["failurePolicy"]["rules"]}
+    for each in job["replicatedJobs"]:
+        assert "Never" == each["template"]["spec"]["template"]["spec"]["restartPolicy"]
+        rules = each["template"]["spec"]["podFailurePolicy"]["rules"]
+        by_code = {code: rule["action"] for rule in rules for code in rule.get("onExitCodes", {}).get("values", [])}
+        assert {1: "FailJob", 2: "FailJob", 3: "FailJob", 4: "FailJob", EXIT_INTERRUPTED: "Ignore"} == by_code
+        assert EXIT_DONE not in by_code
+
+
+def test_only_tasks_of_the_run_are_let_in_to_tensorflow() -> None:
+    made = manifest("jobset")
+    policy = objects.network_policy(made)["spec"]
+    own = {"matchLabels": made.labels("task")}
+    assert own == policy["podSelector"]
+    ports = [{"protocol": "TCP", "port": port} for port in (2222, 2223, 2224)]
+    assert [{"from": [{"podSelector": own}], "ports": ports}] == policy["ingress"]
+    assert {"Ingress", "Egress"} == set(policy["policyTypes"])
+    assert [{"podSelector": own}] == policy["egress"][0]["to"]
+    labels = [template["metadata"]["labels"] for template in templates("jobset", made).values()]
+    assert all(made.labels("task") == each for each in labels)
+
+
+def test_the_records_are_those_of_a_run_folder() -> None:
+    made = manifest("jobset", workers=1)
+    data = objects.records(made)["data"]
+    assert made.spec == launch_records.cluster(json.loads(data["cluster.json"]))
+    assert CONFIG == launch_records.config(json.loads(data["config.json"]))
+    assert 3 == launch_records.started(json.loads(data["started.json"]))["max_restarts"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_golden_base_lists_what_it_holds_and_is_valid(kind: str) -> None:
+    folder = HERE / "golden" / kind
+    base = YAML(typ="safe").load(folder / "kustomization.yaml")
+    once = {"claim.yaml", "data.yaml", "kustomization.yaml"}
+    assert {path.name for path in folder.iterdir()} - once == set(base["resources"])
+    for path in folder.glob("*.yaml"):
+        for document in YAML(typ="safe").load_all(path):
+            if document["kind"] != "Kustomization":
+                assert [] == complaints(document)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kustomize_builds_a_base_and_an_overlay_of_it(kind: str, tmp_path: Path) -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("there is no kubectl")
+    shutil.copytree(HERE / "golden" / kind, tmp_path / "base")
+    overlay = {"namespace": "mine", "labels": [{"pairs": {"team": "a"}}], "resources": ["base"]}
+    YAML(typ="safe").dump(overlay, tmp_path / "kustomization.yaml")
+    command = ["kubectl", "kustomize", str(tmp_path)]
+    built = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    base = YAML(typ="safe").load(tmp_path / "base" / "kustomization.yaml")["resources"]
+    of_base = [each for name in base for each in YAML(typ="safe").load_all(tmp_path / "base" / name)]
+    documents = list(YAML(typ="safe").load_all(built))
+    assert {(each["kind"], each["metadata"]["name"]) for each in documents} == {
+        (each["kind"], each["metadata"]["name"]) for each in of_base
+    }
+    for document in documents:
+        assert [] == complaints(document)
+        assert ("mine", "a") == (document["metadata"]["namespace"], document["metadata"]["labels"]["team"])

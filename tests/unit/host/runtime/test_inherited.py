@@ -1,0 +1,190 @@
+"""What tasks take over from the environment of whoever calls `up`: a list, and nothing beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from cluster.agent.__main__ import secret_variables
+from cluster.contract import spec
+from cluster.contract.run import provenance
+from cluster.contract.run.folder import RunFolder
+from cluster.host.launch import planning
+from cluster.host.launch.inputs.scripts import lay_out
+from cluster.host.options.request import Request
+from cluster.host.runtime import inherited
+from cluster.host.runtime.compose import access
+from cluster.host.runtime.compose.overlay import UNPRIVILEGED, Containers, overlay
+from cluster.host.runtime.compose.runtime import task_environment
+from cluster.host.runtime.local import supervisor
+from cluster.host.runtime.local.runtime import processes_of
+from cluster.host.runtime.payload import Payload
+from cluster.system.errors import PrerequisiteError, UsageError
+from cluster.system.json_files import read_json, write_json
+from tests.unit.gang import Gang
+from tests.unit.launching import refusal
+
+PRINTS = "import json, os; json.dump(dict(os.environ), open('seen.json', 'w'))"
+STALE = {
+    "TF_CONFIG": "garbage",
+    "TASK": "worker-9",
+    "RUN_DIR": "/elsewhere",
+    "GATE_FD": "7",
+    "AWS_SECRET_ACCESS_KEY": "secret",
+    "MY_OWN": "value",
+    "PYTHONSAFEPATH": "1",
+    "PYTHONOPTIMIZE": "2",
+    "PYTHONSTARTUP": "/nowhere",
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=true",
+    "LC_TIME": "C",
+}
+
+
+@pytest.fixture
+def stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of somebody who does other things, too."""
+    for name, value in STALE.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def run_script(make_run: Callable[..., RunFolder], tmp_path: Path) -> Iterator[Callable[..., dict[str, str]]]:
+    """Runs a script as the chief alone and returns the environment that it saw; takes `--env` as typed, and secrets."""
+    started: list[RunFolder] = []
+
+    def run(*env: str, **secrets: Path) -> dict[str, str]:
+        script = tmp_path / "theirs" / "script.py"
+        script.parent.mkdir()
+        script.write_text(PRINTS)
+        folder, payload = make_run(workers=0), Payload(script, env=env, secrets=secrets)
+        started.append(folder)
+        cluster = folder.load_cluster()
+        more, command = payload.environment(cluster, payload.local_path()), payload.command()
+        write_json(folder.config, payload.to_json())
+        write_json(folder.compose, processes_of(cluster, folder.path, tmp_path / "data", command, more))
+        lay_out(payload, folder, cluster)
+        supervisor.start(folder)
+        assert "succeeded" == Gang(folder).summary()["state"]
+        seen: dict[str, str] = json.loads((folder.work("chief") / "seen.json").read_text())
+        return seen
+
+    yield run
+    for folder in started:
+        supervisor.kill(folder)
+
+
+@pytest.mark.usefixtures("stale")
+def test_a_task_sees_what_is_listed_and_nothing_else(run_script: Callable[..., dict[str, str]]) -> None:
+    seen = run_script()
+    assert {"XLA_FLAGS", "LC_TIME"} == STALE.keys() & {name for name in seen if seen[name] == STALE.get(name)}
+    assert ("chief", None) == (seen["TASK"], seen.get("TF_CONFIG"))
+    unlisted = {
+        name
+        for name in seen
+        if name not in inherited.PROCESS | inherited.OWN | set(inherited.PROXIES)
+        and not name.startswith((*inherited.PREFIXES, *inherited.DEVICE_PREFIXES, "LC_"))
+    }
+    assert {"RESTART_PAUSE_S", "WARM_SPARE", "PYTHONUNBUFFERED"} == unlisted  # the first two are ours
+
+
+@pytest.mark.usefixtures("stale")
+def test_options_add_to_the_list(run_script: Callable[..., dict[str, str]], tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("precious\n")
+    seen = run_script("MY_OWN", "ANOTHER=a=b c", "EMPTY=", A_KEY=tmp_path / "key")
+    assert "precious" == seen["A_KEY"]
+    assert ("value", "a=b c", "") == (seen["MY_OWN"], seen["ANOTHER"], seen["EMPTY"])
+    assert "AWS_SECRET_ACCESS_KEY" not in seen
+
+
+@pytest.mark.usefixtures("stale")
+def test_a_value_of_the_caller_s_is_written_nowhere(tmp_path: Path) -> None:
+    payload = Payload(env=("AWS_SECRET_ACCESS_KEY",))
+    cluster = spec.build(1)
+    processes = processes_of(
+        cluster, tmp_path, tmp_path, payload.command(), payload.environment(cluster, payload.local_path())
+    )
+    assert ["AWS_SECRET_ACCESS_KEY"] == processes["inherits"]
+    given = task_environment(payload, cluster)
+    services = overlay(cluster, Containers(tmp_path, tmp_path, "image", "1:1", 2**30, environment=given), [])
+    for service in services["services"].values():
+        seen = service["environment"]
+        assert (None, None) == (seen["AWS_SECRET_ACCESS_KEY"], seen["XLA_FLAGS"])  # passed on by name
+        assert not {"MY_OWN", "PYTHONOPTIMIZE", "LC_TIME", "PATH", "HOME"} & seen.keys()
+        assert "garbage" != seen["TF_CONFIG"]
+    assert "secret" not in json.dumps([processes, services])
+
+
+def test_a_path_of_this_machine_does_not_reach_containers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERAS_HOME", "/home/me/.keras")
+    assert "KERAS_HOME" in inherited.for_process()
+    assert "KERAS_HOME" not in inherited.for_container(way_out=True)
+
+
+def test_a_relative_pythonpath_means_the_caller_s_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"mine{os.pathsep}{os.pathsep}/theirs")
+    assert f"{tmp_path / 'mine'}{os.pathsep}/theirs" == inherited.for_process()["PYTHONPATH"]
+
+
+@pytest.mark.parametrize(
+    "words", ["", "=1", "A B=1", "1A=1", "TF_CONFIG={}", "TASK", "PYTHONPATH=/x", "NOT_SET_HERE", "Ä=1"]
+)
+def test_what_can_be_no_variable_of_a_task_is_refused(words: str) -> None:
+    refused = refusal(Request(env=(words,), runtime="local", tensorboard_port="0"))
+    assert isinstance(refused, UsageError)
+    assert "--env" in str(refused)
+
+
+@pytest.mark.parametrize("words", ["", "A_KEY", "A_KEY=", "A B=key", "TASK=key", "A_KEY=none", "A_KEY=.", "B=key"])
+def test_what_can_be_no_secret_of_a_task_is_refused(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "key").write_text("precious")
+    refused = refusal(Request(env=("B=1",), secret=(words,), runtime="local", tensorboard_port="0"))
+    assert isinstance(refused, UsageError)
+    assert "--secret" in str(refused)
+    assert "precious" not in str(refused)
+
+
+def test_a_secret_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SECRET_FILES", json.dumps({"A_KEY": str(tmp_path / "none")}))
+    with pytest.raises(PrerequisiteError, match="A_KEY"):
+        secret_variables()
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner", "readable"), [(0o600, 0, False), (0o600, UNPRIVILEGED, True), (0o644, 0, True)]
+)
+def test_containers_that_root_starts_can_read_a_secret_or_it_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: int, owner: int, readable: bool
+) -> None:
+    key = tmp_path / "key"
+    key.write_text("precious")
+    status = list(key.stat())
+    status[0], status[4] = stat.S_IFREG | mode, owner
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    monkeypatch.setattr(Path, "stat", lambda _: os.stat_result(status))
+    with nullcontext() if readable else pytest.raises(PrerequisiteError, match="chown"):
+        access.check_readable(Payload(secrets={"A_KEY": key}), "10001:10001")
+
+
+def test_a_run_goes_on_with_its_variables(
+    monkeypatch: pytest.MonkeyPatch, make_run: Callable[..., RunFolder], tmp_path: Path
+) -> None:
+    (tmp_path / "key").write_text("precious")
+    run = make_run("one", workers=0)
+    write_json(run.config, {"script": __file__, "arguments": [], "separate_chief": False})
+    started = run.control / "started.json"
+    write_json(started, read_json(started) | {"env": ["A=1"], "secrets": [f"B={tmp_path / 'key'}"]})
+    write_json(run.summary, {"state": "stopped"})
+    provenance.write(run)
+    planned = planning.plan(Request(resume="one", runtime="local", tensorboard_port="0"))
+    assert (("A=1",), {"B": tmp_path / "key"}) == (planned.payload.env, planned.payload.secrets)
+    assert "1" == planned.compose["tasks"]["chief"]["environment"]["A"]

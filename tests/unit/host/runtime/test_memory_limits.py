@@ -1,0 +1,235 @@
+"""How much memory containers may use, and what is reported of a program that needed more."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster.agent import standby
+from cluster.agent.agent import Agent
+from cluster.agent.gang.board import Board
+from cluster.contract.recovery import attempts
+from cluster.contract.run.folder import RunFolder
+from cluster.host.image import engine
+from cluster.host.launch import planning, startup
+from cluster.host.options.request import Request
+from cluster.host.runtime import memory
+from cluster.host.runtime.memory import Memory
+from cluster.system import memory as machine
+from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE, PrerequisiteError
+from cluster.system.json_files import read_json, write_json
+from cluster.system.paths import ROOT
+from tests.unit.gang import StartGang
+from tests.unit.launching import WORKING_ENGINE, refusal
+
+MakeRun = Callable[..., RunFolder]
+GIB = 2**30
+
+# What is asked for
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("", 0), ("8GiB", 8 * GIB), ("1.5gib", 3 * GIB // 2), ("600MiB", 600 * 2**20), ("99999TiB", 99999 * 2**40)],
+)
+def test_a_limit_is_an_amount_of_memory(text: str, expected: int) -> None:
+    assert expected == memory.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["8", "8GB", "8 GiB", "-8GiB", "0GiB", "599MiB", "1e3GiB", "GiB", "8GiB\n", "٨GiB", "$8GiB"]
+)
+def test_or_is_refused(resolved: None, text: str) -> None:
+    error = refusal(Request(memory=text, runtime="local"))
+    expected = "at least 600MiB" if text in ("0GiB", "599MiB") else "a number and MiB, GiB or TiB"
+    assert (EXIT_USAGE, True) == (error.exit_code, str(error).startswith(f"--memory {text!r}: expected {expected}"))
+
+
+def test_local_processes_have_no_limit(resolved: None) -> None:
+    error = refusal(Request(memory="8GiB", runtime="local"))
+    assert (EXIT_USAGE, True) == (error.exit_code, str(error).startswith("--memory: "))
+    assert Memory() == planning.plan(Request(name="one", runtime="local")).memory
+
+
+def test_tasks_share_nine_tenths_unless_requested_otherwise() -> None:
+    assert 6 * GIB == memory.of_containers("", 3, 20 * GIB).task_bytes
+    assert 8 * GIB == memory.of_containers("8GiB", 3, 20 * GIB).task_bytes
+
+
+@pytest.mark.parametrize(
+    ("requested", "num_tasks", "message"),
+    [
+        ("8GiB", 3, "--memory 8GiB for 3 tasks makes 24.0 GiB, the engine's machine has 20.0 GiB; use --memory "
+         "6826MiB, or fewer tasks"),
+        ("", 31, "31 tasks that share 18.0 GiB of memory get 595 MiB each, and TensorFlow alone takes 600 MiB; use "
+         "at most 30 tasks here"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(requested: str, num_tasks: int, message: str) -> None:
+    with pytest.raises(PrerequisiteError) as refused:
+        memory.of_containers(requested, num_tasks, 20 * GIB).check(num_tasks)
+    assert (EXIT_PREREQUISITE, message) == (refused.value.exit_code, str(refused.value))
+
+
+def test_what_fits_is_not() -> None:
+    memory.of_containers("6826MiB", 3, 20 * GIB).check(3)
+    memory.of_containers("", 30, 20 * GIB).check(30)
+
+
+def with_memory(total: str) -> str:
+    """Return the script of a `docker` whose machine has so much memory."""
+    return WORKING_ENGINE.replace("info)", f'info) case "$*" in *MemTotal*) echo {total}; exit;; esac;', 1)
+
+
+def test_a_container_s_limit_is_of_the_engine_s_machine(resolved: None, docker: Callable[[str], Path]) -> None:
+    docker(with_memory(str(20 * GIB)))
+    planned = planning.plan(Request(name="one", workers="2"))
+    tasks = planned.compose["services"].values()
+    assert [(6 * GIB, 6 * GIB)] * 3 == [(task["mem_limit"], task["memswap_limit"]) for task in tasks]
+    with pytest.raises(PrerequisiteError, match="--memory 8GiB for 3 tasks makes"):
+        startup.check_machine(planning.plan(Request(name="one", workers="2", memory="8GiB")))
+
+
+@pytest.mark.parametrize("total", ["0", "unknown", "", "-1"])
+def test_an_engine_that_does_not_report_is_on_this_machine(docker: Callable[[str], Path], total: str) -> None:
+    docker(with_memory(total))
+    assert machine.total_bytes() == engine.memory_bytes() > machine.available_bytes()
+
+
+def test_a_run_keeps_its_limit_and_another_number_of_tasks_shares_anew(
+    resolved: None, make_run: MakeRun, docker: Callable[[str], Path]
+) -> None:
+    docker(with_memory(str(20 * GIB)))
+    run = make_run(workers=2)
+    write_json(run.summary, {"state": "stopped"})
+
+    def resumed(**requested: str) -> int:
+        return planning.plan(Request(resume="run", runtime="docker", trust=True, **requested)).memory.task_bytes
+
+    assert (6 * GIB, 18 * GIB) == (resumed(), resumed(workers="0"))
+    write_json(run.control / "started.json", read_json(run.control / "started.json") | {"memory": "5GiB"})
+    assert (5 * GIB, 5 * GIB, 4 * GIB) == (resumed(), resumed(workers="0"), resumed(memory="4GiB"))
+    assert Memory("5GiB") == planning.plan(Request(resume="run", runtime="local", trust=True)).memory
+
+
+# What the kernel reports
+
+
+V2 = {
+    "memory.max": f"{4 * GIB}\n",
+    "memory.current": f"{3 * GIB}\n",
+    "memory.stat": f"anon 7\ninactive_file {GIB}\nactive_file 9\n",
+    "memory.events": "low 0\nhigh 0\nmax 12\noom 2\noom_kill 2\noom_group_kill 0\n",
+}
+V1 = {
+    "memory/memory.limit_in_bytes": V2["memory.max"],
+    "memory/memory.usage_in_bytes": V2["memory.current"],
+    "memory/memory.stat": V2["memory.stat"],
+    "memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n",
+}
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
+    """Have the kernel report this of the container that the test is in."""
+    monkeypatch.setattr(machine, "CGROUP", tmp_path / "cgroup")
+
+    def tell(found: dict[str, str]) -> None:
+        for name, text in found.items():
+            path = tmp_path / "cgroup" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+    return tell
+
+
+@pytest.mark.parametrize("files", [V2, V1], ids=["v2", "v1"])
+def test_limit_room_and_kills_are_the_kernel_s(kernel: Callable[[dict[str, str]], None], files: dict[str, str]) -> None:
+    kernel(files)
+    assert (4 * GIB, 2 * GIB, 2) == (machine.limit_bytes(), machine.headroom_bytes(), machine.kills())
+
+
+@pytest.mark.parametrize("files", [{}, {"memory.max": "max\n"}])
+def test_without_a_limit_there_is_room(kernel: Callable[[dict[str, str]], None], files: dict[str, str]) -> None:
+    kernel(files)
+    assert (True, 0) == (machine.headroom_bytes() > 2**60, machine.kills())
+
+
+def test_a_standby_process_leaves_room_for_its_own_task(
+    kernel: Callable[[dict[str, str]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WARM_SPARE", "1")
+    monkeypatch.setenv("WARM_SPARE_DELAY_S", "0")
+    monkeypatch.setattr(standby.memory, "available_bytes", lambda: 100 * GIB)
+    kernel(V2 | {"memory.current": str(4 * GIB)})  # 1 GiB of it files
+    kept = standby.Standby(lambda environment: pytest.fail("a standby process was started"), 0, 1)
+    kept.keep(training=True)
+    kept.keep(training=True)
+    assert kept.settled and kept.take() is None
+
+
+class Ended:
+    """A program that printed nothing."""
+
+    pid = 0
+
+    def error(self, _code: int) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("code", "kills", "standby_killed", "message"),
+    [
+        (-9, 3, False, "killed for memory: the task may use 4.0 GiB, see --memory of up"),
+        (-9, 4, True, "killed for memory: the task may use 4.0 GiB, see --memory of up"),
+        (-9, 3, True, "exit code 137 (SIGKILL: killed)"),  # that was the standby process
+        (-9, 2, False, "exit code 137 (SIGKILL: killed)"),
+        (-11, 3, False, "exit code 139 (SIGSEGV: crashed in native code)"),
+    ],
+)
+def test_an_agent_reports_whether_memory_killed_its_program(
+    make_run: MakeRun,
+    kernel: Callable[[dict[str, str]], None],
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    kills: int,
+    standby_killed: bool,
+    message: str,
+) -> None:
+    kernel(V2)
+    agent = Agent(Board(make_run(workers=0).path), "chief", [], 1.0)
+    kernel({"memory.events": f"oom_kill {kills}\n"})
+    monkeypatch.setattr(standby.Standby, "killed", standby_killed)
+    end = agent._end_of(Ended(), code, 0)
+    assert (message, None) == (end.cause, end.error)
+    assert (attempts.OWN if code == -11 or "memory" in message else attempts.OUTSIDE) == end.kind
+
+
+def test_a_run_whose_task_keeps_being_killed_for_memory_ends_with_that(start_gang: StartGang, tmp_path: Path) -> None:
+    # The agents read what the trainer writes in the kernel's place, the moment before it is killed.
+    events = tmp_path / "memory.events"
+    events.write_text("oom_kill 0\n")
+    lines = f"""
+from pathlib import Path
+kept = Path({str(events)!r})
+kept.write_text(f"oom_kill {{int(kept.read_text().split()[1]) + 1}}\\n")
+print("a line of something else", flush=True)
+os.kill(os.getpid(), {int(signal.SIGKILL)})
+"""
+    folder = tmp_path / "patched"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(
+        f"import pathlib, sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+        f"from cluster.system import memory\nmemory.CGROUP = pathlib.Path({str(tmp_path)!r})\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))
+        gang = start_gang(lines, workers=0)
+        summary = gang.summary()
+    assert "failed" == summary["state"]
+    assert summary["cause"]["error"].startswith("failed 4 times without progress: killed for memory: the ")
+    assert {"killed for memory"} == {restart["cause"].partition(":")[0] for restart in summary["restarts"]}

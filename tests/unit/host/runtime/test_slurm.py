@@ -1,0 +1,322 @@
+"""The runtime of Slurm jobs beside a Slurm with given answers."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster.contract import spec
+from cluster.contract.run import owner
+from cluster.contract.run.folder import RunFolder
+from cluster.host.gpu.placement import Placement
+from cluster.host.launch import planning
+from cluster.host.options.request import Request
+from cluster.host.runtime import registry
+from cluster.host.runtime.base import Workload
+from cluster.host.runtime.job import Job
+from cluster.host.runtime.memory import Memory
+from cluster.host.runtime.network import Network
+from cluster.host.runtime.payload import Payload
+from cluster.host.runtime.slurm import runtime as slurm
+from cluster.system import processes
+from cluster.system.errors import PrerequisiteError, UsageError
+from cluster.system.json_files import write_json
+
+
+class Site:
+    """A Slurm with one job, which each look finds one state further."""
+
+    def __init__(self, run: RunFolder, *states: str) -> None:
+        self.run, self.states = run, list(states)
+        self.commands: list[str] = []
+        self.questions, self.waits_s = 0, 0.0
+
+    def answer(self, command: list[str], timeout_s: float) -> tuple[int, str, str]:
+        self.questions += 1
+        self.waits_s += timeout_s
+        state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        if state == "down":
+            return 1, "", "slurm_load_jobs error: Unable to contact slurm controller"
+        if command[0] == "sinfo":
+            return 0, "3 idle\n", ""
+        mine, another = f"12|{state}|{slurm.job_name(self.run)}\n" if state else "", "13|RUNNING|another\n"
+        return 0, mine if any(word.startswith("--name=") for word in command) else mine + another, ""
+
+    def sh(self, command: str) -> None:
+        self.commands.append(command)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """A run that was queued."""
+    folder = RunFolder(tmp_path / "runs" / "a-run")
+    folder.create()
+    write_json(folder.compose, {"runtime": "slurm", "script": ""})
+    owner.begin(folder, "slurm")
+    return folder
+
+
+def site(run: RunFolder, monkeypatch: pytest.MonkeyPatch, *states: str) -> Site:
+    made = Site(run, *states)
+    monkeypatch.setattr(processes, "run", made.answer)
+    monkeypatch.setattr(slurm, "POLL_S", 0.0)
+    monkeypatch.setitem(registry.RUNTIMES, "slurm", slurm.Slurm())  # which remembers no answer
+    return made
+
+
+def work(run: RunFolder, **job: str) -> Workload:
+    cluster = spec.build(workers=1)
+    return Workload(
+        run=run,
+        cluster=cluster,
+        data_dir=run.path.parent,
+        payload=Payload(),
+        gpus=Placement(),
+        memory=Memory(""),
+        network=Network(),
+        job=Job(**job),
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "alive"),
+    [("PENDING", True), ("RUNNING", True), ("COMPLETING", True), ("CANCELLED", False), ("", False), ("down", True)],
+)
+def test_a_run_lives_while_its_job_runs_or_is_queued(
+    run: RunFolder, state: str, alive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site(run, monkeypatch, state)
+    assert alive == slurm.Slurm().alive(run)
+
+
+def test_a_job_that_ends_by_itself_is_not_cancelled(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = site(run, monkeypatch, "RUNNING", "COMPLETING", "")
+    slurm.Slurm().remove(run, there.sh, 10)
+    assert [] == there.commands
+
+
+def test_replacements_of_a_runs_tasks_end_with_it(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    there, name = site(run, monkeypatch, ""), slurm.job_name(run)
+    shown = [f"14|PENDING|{name}.worker-1\n15|PENDING|{name}-else\n", ""]
+    monkeypatch.setattr(
+        processes,
+        "run",
+        lambda command, _: (0, "" if any(word.startswith("--name=") for word in command) else shown.pop(0), ""),
+    )
+    assert not slurm.Slurm().alive(run)
+    slurm.Slurm().remove(run, there.sh, 10)
+    assert ["scancel 14"] == there.commands
+
+
+def test_a_job_that_does_not_end_is_cancelled_and_waited_for(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = site(run, monkeypatch, "RUNNING", "RUNNING", "COMPLETING", "COMPLETED")
+    slurm.Slurm().remove(run, there.sh, 0)
+    assert ["scancel --signal=KILL --full 12"] == there.commands
+
+
+def test_what_is_left_is_found_by_the_name_of_its_job(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    site(run, monkeypatch, "PENDING")
+    runtime = slurm.Slurm()
+    assert frozenset({"a-run"}) == runtime.remains(run.path.parent, ["a-run", "another"]).names
+    site(run, monkeypatch, "down")
+    assert runtime.remains(run.path.parent, ["a-run"]).unreachable
+    assert not runtime.remains(run.path.parent, ["another"]).unreachable  # Slurm is not asked for nothing
+
+
+def test_a_controller_that_does_not_answer_is_asked_once_however_many_runs_there_are(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, runtime = site(run, monkeypatch, "down"), slurm.Slurm()
+    assert runtime.remains(run.path.parent, ["a-run"]).unreachable
+    assert all(runtime.alive(RunFolder(run.path.parent / name)) for name in ("a-run", "b-run", "c-run"))
+    with pytest.raises(PrerequisiteError):
+        runtime.remove(run, there.sh, 0)
+    assert 1 == there.questions
+
+
+def test_the_check_of_hosts_waits_once_and_not_long_for_a_controller(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, runtime = site(run, monkeypatch, "down"), slurm.Slurm()
+    found = [*runtime.examine_hosts(run.path.parent, run.path.parent), *runtime.examine()]
+    assert ["failed", "warning"] == [each.state for each in found]
+    assert (1, True) == (there.questions, there.waits_s <= 5)
+
+
+def test_nobody_is_asked_for_a_run_whose_job_is_known_to_be_gone(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = site(run, monkeypatch, "down")
+    owner.forget(run)
+    assert not slurm.Slurm().remains(run.path.parent, ["a-run"]).unreachable
+    assert 0 == there.questions
+
+
+def test_the_job_is_queued_by_a_script_that_names_it(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = site(run, monkeypatch, "")
+    slurm.Slurm().start(work(run, partition="main"), there.sh)
+    path = run.control / "job.sh"
+    assert [f"sbatch {path}"] == there.commands
+    text = path.read_text()
+    assert f"#SBATCH --job-name={slurm.job_name(run)}\n" in text
+    assert "#SBATCH --partition=main\n" in text
+    assert "export CUDA_VISIBLE_DEVICES=-1\n" in text
+    assert text in slurm.Slurm().commands(work(run), {"script": text})[0]
+
+
+def test_a_script_is_what_the_agents_of_a_job_start(run: RunFolder) -> None:
+    payload = Payload(Path("/theirs/a script.py"), ("--epochs", "3 4"))
+    text = slurm.Slurm().render(replace(work(run), payload=payload))["script"]
+    assert " -m cluster.agent --script '/theirs/a script.py' --epochs '3 4' &\n" in text
+    assert "TF_USE_LEGACY_KERAS" not in text  # Keras 3, as everywhere
+
+
+def test_a_value_that_the_caller_has_is_in_no_file_of_the_run(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = site(run, monkeypatch, "")
+    monkeypatch.setenv("A_SECRET", "hidden")
+    given = replace(work(run), payload=Payload(env=("A_SECRET", "ANOTHER=shown")))
+    slurm.Slurm().start(given, there.sh)
+    path = run.control / "job.sh"
+    assert [f"sbatch --export=A_SECRET {path}"] == there.commands
+    assert ("hidden" in path.read_text(), "shown" in path.read_text()) == (False, True)
+
+
+def test_agents_of_a_job_with_an_image_run_in_it(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTHONPATH", "LD_PRELOAD", "TF_CUDA_PATHS"):  # this machine's
+        monkeypatch.setenv(name, "/here")
+    image = tmp_path / "an image.sif"
+    text = slurm.Slurm().render(work(run, apptainer=str(image), gpus_per_task="1"))["script"]
+    (line,) = (line for line in text.splitlines() if line.startswith("srun"))
+    agent = " ".join(shlex.split(line.removesuffix(" &"))).partition(" task ")[2]
+    assert agent.startswith("apptainer --silent exec ")
+    assert agent.endswith(f"--bind={run.path}:{run.path}:rw {image} python -m cluster.agent")
+    assert " --nv " in agent
+    assert "=/here" not in text
+    assert "--nv" not in slurm.Slurm().render(work(run, apptainer=str(image)))["script"]
+
+
+def test_packages_are_not_installed_beside_those_of_an_image(run: RunFolder, tmp_path: Path) -> None:
+    needing = replace(work(run, apptainer=str(tmp_path)), payload=Payload(packages=tmp_path))
+    with pytest.raises(UsageError, match="--requirements"):
+        slurm.Slurm().render(needing)
+    odd = replace(work(run, apptainer=str(tmp_path)), data_dir=tmp_path / "a,b")
+    with pytest.raises(UsageError, match="a,b"):
+        slurm.Slurm().render(odd)
+
+
+def test_a_machine_without_slurm_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(PrerequisiteError, match="sinfo"):
+        registry.choose("slurm")
+    assert [] == slurm.Slurm().examine()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"gpus": "all"}, "--gpus"),
+        ({"gpu_runtime": "cdi"}, "--gpu-runtime"),
+        ({"memory": "8GiB"}, "--memory"),
+        ({"network": "private"}, "--network"),
+        ({"time": "1"}, "--time"),
+        ({"nodes": "none"}, "--nodes"),
+        ({"apptainer": "/no/such.sif"}, "--apptainer"),
+        ({"gpus_per_task": "2", "devices": "3"}, "--devices"),
+    ],
+)
+def test_what_a_job_cannot_have_is_refused(
+    options: dict[str, str], named: str, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site(run, monkeypatch, "")
+    with pytest.raises(UsageError, match=named):
+        planning.plan(Request(runtime="slurm", tensorboard_port="0", **options))
+
+
+UNAVAILABLE = "allocation failure: Requested node configuration is not available"
+
+
+@pytest.mark.parametrize(
+    ("complaint", "nodes", "refused"),
+    [
+        ("", "3 idle\n", False),
+        (
+            "sbatch: error: invalid partition specified: nope\nallocation failure: Invalid partition name specified",
+            "",
+            True,
+        ),
+        ("sbatch: error: Invalid generic resource (gres) specification", "", True),
+        (UNAVAILABLE, "2 idle\n1 mixed\n", True),
+        (UNAVAILABLE, "2 idle\n1 down*\n", False),
+        ("allocation failure: Unable to contact slurm controller (connect failure)", "", False),
+    ],
+)
+def test_what_slurm_would_never_take_is_refused_before_anything_is_queued(
+    complaint: str, nodes: str, refused: bool, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(command: list[str], _timeout_s: float) -> tuple[int, str, str]:
+        if command[0] == "sinfo":
+            return 0, nodes, ""
+        assert ["sbatch", "--test-only"] == command[:2]
+        assert {"--partition=nope", "--nodes=9", "--ntasks=2"} <= set(command)
+        return int(bool(complaint)), "", complaint
+
+    monkeypatch.setattr(processes, "run", answer)
+    with pytest.raises(UsageError, match="--partition nope --nodes 9") if refused else contextlib.nullcontext():
+        slurm.Slurm().preflight(work(run, partition="nope", nodes="9"))
+
+
+@pytest.mark.parametrize(
+    ("printed", "has_log", "expected"),
+    [
+        ("", False, ""),
+        ("12|RUNNING|None|n1\n", False, ""),
+        ("12|PENDING|Resources|n/a\n", False, "job 12 is queued: Resources"),
+        ("9|FAILED|RaisedSignal|n2\n12|PENDING|Priority|n/a\n", True, "job 12 is queued: Priority"),
+        ("12|PENDING|launch failed requeued held|n/a\n", False, "`scontrol release 12`"),
+        ("12|FAILED|NonZeroExitCode|n1\n", False, "RUNS_DIR"),
+        ("12|FAILED|NonZeroExitCode|n1\n", True, "logs/slurm.log"),
+    ],
+)
+def test_why_no_task_is_heard_is_what_the_controller_says(
+    printed: str, has_log: bool, expected: str, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "run", lambda *_: (0, printed, ""))
+    if has_log:
+        run.log("slurm").write_text("")
+    said = slurm.Slurm().situation(run)
+    assert expected in said if expected else not said
+
+
+def test_options_of_a_job_need_a_job() -> None:
+    with pytest.raises(UsageError, match="--partition and --nodes"):
+        planning.plan(Request(runtime="local", partition="main", nodes="2"))
+
+
+def test_each_gpu_is_a_replica(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    site(run, monkeypatch, "")
+    plan = planning.plan(Request(runtime="slurm", workers="0", gpus_per_task="2", tensorboard_port="0"))
+    assert ("mirrored", 2) == (plan.cluster.strategy, plan.cluster.devices)
+    assert "#SBATCH --gpus-per-task=2\n" in plan.compose["script"]
+    assert "export CUDA_VISIBLE_DEVICES" not in plan.compose["script"]
+    assert plan.network.warning == ""
+
+
+def test_a_network_that_nothing_closes_is_warned_of(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    site(run, monkeypatch, "")
+    plan = planning.plan(Request(runtime="slurm", workers="1", tensorboard_port="0"))
+    assert "docs/slurm.md" in plan.network.warning
+    assert plan.network.warning in plan.notes
+
+
+def test_a_task_has_as_many_threads_as_its_job_requests_processors(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site(run, monkeypatch, "")
+    plan = planning.plan(Request(runtime="slurm", cpus_per_task="5", tensorboard_port="0"))
+    assert 5 == plan.config["threads"]

@@ -1,0 +1,75 @@
+"""The batch script of a run."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.contract import spec
+from cluster.host.runtime.job import EMPTY, Job, minutes
+from cluster.host.runtime.slurm import batch
+from cluster.system.errors import UsageError
+
+RUN = Path("/shared/runs/a run")
+
+
+def script(job: Job = EMPTY, *, elastic: bool = False, **topology: int) -> str:
+    environment, words = {"DATA_DIR": "/shared/the data"}, ["--script", "a b.py"]
+    return batch.script(spec.build(**topology), "a-job", RUN, job, environment, words, elastic=elastic)
+
+
+def directives(text: str) -> dict[str, str]:
+    words = [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")]
+    return {name: value for name, _, value in (word.partition("=") for word in words)}
+
+
+def test_the_job_has_a_slurm_task_for_each_of_ours() -> None:
+    assert "5" == directives(script(workers=2, ps=2))["ntasks"]
+
+
+def test_what_is_left_out_is_left_to_the_site() -> None:
+    assert not {"partition", "account", "time", "nodes", "gpus-per-task"} & set(directives(script()))
+
+
+def test_what_is_asked_for_is_in_the_script() -> None:
+    requested = {"partition": "gpu,long", "account": "lab", "time": "2-12:00", "nodes": "3"}
+    found = directives(script(Job(**requested, gpus_per_task="2")))
+    assert requested | {"gpus-per-task": "2"} == {name: found[name] for name in (*requested, "gpus-per-task")}
+
+
+def test_the_job_saves_before_its_time_is_over_and_is_queued_again() -> None:
+    found = directives(script())
+    assert f"B:USR1@{batch.SAVE_S}" == found["signal"]
+    assert "requeue" in found
+
+
+def test_the_job_of_an_elastic_run_outlives_its_nodes() -> None:
+    srun = next(line for line in script(elastic=True).splitlines() if line.startswith("srun "))
+    assert {"--no-kill", "--wait=0"} <= set(srun.split())
+    assert "no-kill" in directives(script(elastic=True))
+    assert "no-kill" not in script()
+
+
+@pytest.mark.parametrize("python", ["/usr/bin/python3", "/it's (1) $(false)/bin/python"])
+def test_the_script_is_one_that_bash_can_read(monkeypatch: pytest.MonkeyPatch, python: str) -> None:
+    monkeypatch.setattr(sys, "executable", python)
+    assert python in shlex.split(next(line for line in script().splitlines() if line.startswith("srun ")))
+    subprocess.run(["bash", "-n"], input=script(), text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("90", 90), ("90:30", 90.5), ("1:30:00", 90), ("2-0", 2880), ("1-12:30", 2190), ("0-1:30:30", 90.5)],
+)
+def test_a_time_limit_is_read_as_slurm_reads_it(text: str, expected: float) -> None:
+    assert expected == minutes(text)
+
+
+@pytest.mark.parametrize("job", [Job(time="soon"), Job(time="1"), Job(partition="a b"), Job(account="$(x)")])
+def test_what_is_no_word_for_slurm_is_refused(job: Job) -> None:
+    with pytest.raises(UsageError, match="--"):
+        job.check()

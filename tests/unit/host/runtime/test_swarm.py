@@ -1,0 +1,290 @@
+"""The runtime of a Swarm beside an engine that answers as recorded, and the stack that it renders."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.contract import spec
+from cluster.contract.run import owner
+from cluster.contract.run.folder import RunFolder
+from cluster.host.gpu.placement import Placement
+from cluster.host.launch import planning
+from cluster.host.options.request import Request
+from cluster.host.runtime import network, registry
+from cluster.host.runtime.base import Workload
+from cluster.host.runtime.job import EMPTY, Job
+from cluster.host.runtime.memory import Memory
+from cluster.host.runtime.network import Network
+from cluster.host.runtime.payload import Payload
+from cluster.host.runtime.swarm import nodes, runtime, stack
+from cluster.host.runtime.swarm.runtime import Swarm
+from cluster.system.errors import PrerequisiteError, UsageError
+
+SWARM = {"LocalNodeState": "active", "ControlAvailable": True, "Nodes": 2, "NodeID": "a"}
+
+
+class Engine:
+    """A manager's engine: what it answers to the first words of a command, and what it was asked to run."""
+
+    def __init__(self) -> None:
+        self.swarm: dict[str, Any] = SWARM
+        self.nodes = [self.node("a", "h1"), self.node("b", "h2", engine="ssh://h2")]
+        self.tasks: list[dict[str, str]] = []
+        self.images = {"": "sha256:1", "ssh://h2": "sha256:1"}
+        self.stacks: list[str] = []
+        self.commands: list[str] = []
+
+    @staticmethod
+    def node(identity: str, name: str, state: str = "ready", availability: str = "active", engine: str = "") -> Any:
+        labels = {nodes.ENGINE_LABEL: engine} if engine else {}
+        spec_ = {"Availability": availability, "Labels": labels}
+        return {"ID": identity, "Spec": spec_, "Description": {"Hostname": name}, "Status": {"State": state}}
+
+    def ask(self, *words: str, timeout_s: float = 0) -> tuple[int, str]:
+        host = ""
+        if words[0] == "--host":
+            host, words = words[1], words[2:]
+        if words[0] == "info":
+            return 0, self.swarm["NodeID"] if "NodeID" in words[-1] else json.dumps(self.swarm)
+        answers = {
+            "node ls": "a b",
+            "node inspect": json.dumps(self.nodes),
+            "stack ps": "\n".join(map(json.dumps, self.tasks)),
+            "stack ls": "\n".join(self.stacks),
+            "image inspect": self.images.get(host, ""),
+            "secret ls": "",
+            "network ls": "",
+        }
+        return 0, answers[" ".join(words[:2])]
+
+    def sh(self, command: str) -> None:
+        self.commands.append(command)
+
+
+@pytest.fixture
+def manager(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """The engine that is asked."""
+    made = Engine()
+    monkeypatch.setattr(nodes.engine, "ask", made.ask)
+    monkeypatch.setattr(runtime, "POLL_S", 0.0)
+    monkeypatch.setattr(runtime, "UNPLACED_S", -1.0)
+    return made
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """A run on a Swarm."""
+    folder = RunFolder(tmp_path / "runs" / "a-run")
+    folder.create()
+    owner.begin(folder, "swarm")
+    return folder
+
+
+def work(run: RunFolder, job: Job = EMPTY, **more: Any) -> Workload:
+    given = Workload(
+        run=run,
+        cluster=spec.build(workers=1, evaluator=True),
+        data_dir=run.path.parent,
+        payload=Payload(),
+        gpus=Placement(),
+        memory=Memory(""),
+        network=Network(),
+        job=job,
+    )
+    return replace(given, **more)
+
+
+def service(rendered: dict[str, Any], task: str = "worker-0") -> dict[str, Any]:
+    found: dict[str, Any] = rendered["services"][task]
+    return found
+
+
+def test_every_task_is_a_service_without_privileges(run: RunFolder) -> None:
+    rendered = Swarm().render(work(run))
+    assert ["chief", "worker-0", "evaluator"] == list(rendered["services"])
+    found = service(rendered)
+    assert ("dnsrr", "on-failure") == (found["deploy"]["endpoint_mode"], found["deploy"]["restart_policy"]["condition"])
+    assert (True, ["ALL"], ["cluster"]) == (found["read_only"], found["cap_drop"], found["networks"])
+    assert "worker-0" == found["hostname"] == found["environment"]["TASK"]
+    assert "-1" == found["environment"]["CUDA_VISIBLE_DEVICES"]
+    assert {"driver": "overlay", "internal": True, "labels": {"tf-cluster.run": "a-run"}} == rendered["networks"][
+        "cluster"
+    ]
+
+
+def test_what_is_requested_of_the_swarm_is_in_the_stack(run: RunFolder) -> None:
+    job = Job(
+        partition="big", constraint="node.labels.a == b, engine.labels.c!=d", cpus_per_task="2", gpus_per_task="4"
+    )
+    given = work(run, job, memory=Memory("2GiB", 2**31), network=Network(network.ENCRYPTED))
+    rendered = Swarm().render(given)
+    deploy = service(rendered)["deploy"]
+    placed = ["node.labels.a==b", "engine.labels.c!=d", "node.labels.tf-cluster.partition==big"]
+    assert placed == deploy["placement"]["constraints"]
+    assert {"pids": 4096, "memory": str(2**31), "cpus": "2"} == deploy["resources"]["limits"]
+    gpus = {"discrete_resource_spec": {"kind": "NVIDIA-GPU", "value": 4}}
+    assert [gpus] == deploy["resources"]["reservations"]["generic_resources"]
+    assert "4" == service(rendered)["environment"]["GPUS_GIVEN"]
+    assert service(rendered)["image"].endswith(":gpu")
+    assert "generic_resources" not in service(rendered, "evaluator")["deploy"]["resources"]["reservations"]
+    assert {"encrypted": "true"} == rendered["networks"]["cluster"]["driver_opts"]
+
+
+def test_a_value_of_the_callers_is_a_secret(run: RunFolder, manager: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_KEY", "precious")
+    given = work(run, payload=Payload(env=("A_KEY", "B=$c")))
+    rendered = Swarm().render(given)
+    name = stack.name(run.path)
+    assert {"A_KEY": {"external": True, "name": f"{name}-A_KEY"}} == rendered["secrets"]
+    assert "A_KEY" not in service(rendered)["environment"]
+    assert "$$c" == service(rendered)["environment"]["B"]
+    monkeypatch.setattr(runtime.build, "commands", lambda accelerator: [accelerator])
+    commands = Swarm().commands(given, rendered)[1:]
+    assert commands[0].startswith('printf %s "$A_KEY" | docker secret create ')
+    assert commands[1].endswith(f" {name}")
+    assert "precious" not in json.dumps([rendered, commands])
+
+
+def test_the_name_of_a_stack_leaves_room_for_its_services(tmp_path: Path) -> None:
+    names = {stack.name(tmp_path / ("x" * 63)), stack.name(tmp_path / ("x" * 62 + "y"))}
+    assert 2 == len(names)
+    assert all(len(f"{name}_worker-511") <= 63 for name in names)
+
+
+@pytest.mark.parametrize(
+    "swarm",
+    [{"LocalNodeState": "inactive"}, {"LocalNodeState": "active", "ControlAvailable": False}],
+)
+def test_an_engine_that_manages_no_swarm_is_refused(manager: Engine, swarm: dict[str, Any]) -> None:
+    manager.swarm = swarm
+    with pytest.raises(PrerequisiteError):
+        registry.choose("swarm")
+    assert [] == Swarm().examine()
+
+
+def test_hosts_that_lack_the_image_get_it_where_their_engine_is_known(manager: Engine) -> None:
+    assert ([], []) == nodes.carry("an/image:cpu")
+    manager.images["ssh://h2"] = "sha256:older"
+    manager.nodes += [Engine.node("c", "h3"), Engine.node("d", "h4", availability="drain")]
+    commands, unknown = nodes.carry("an/image:cpu")
+    assert ["docker save an/image:cpu | docker --host ssh://h2 load --quiet"] == commands
+    assert ["h3"] == unknown
+    assert ["warning"] == [each.state for each in Swarm().examine()]
+
+
+def task(name: str, state: str, error: str = "") -> dict[str, str]:
+    return {"Name": f"s_{name}.1", "CurrentState": f"{state} 2 seconds ago", "Error": error, "Node": "h2"}
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        task("worker-0", "Rejected", "No such image: tf-cluster/train:cpu"),
+        task("worker-0", "Rejected", "invalid mount config: bind source path does not exist: /runs"),
+        task("worker-0", "Pending", "no suitable node (insufficient resources on 2 nodes)"),
+    ],
+)
+def test_a_task_that_no_host_can_start_is_an_error(manager: Engine, broken: dict[str, str]) -> None:
+    manager.tasks = [task("chief", "Running"), broken]
+    with pytest.raises(PrerequisiteError, match="worker-0"):
+        runtime._await_places("s", ["chief", "worker-0"])
+
+
+def test_a_start_has_begun_once_every_task_has_a_host(manager: Engine) -> None:
+    manager.tasks = [task("chief", "Running"), task("worker-0", "Starting")]
+    runtime._await_places("s", ["chief", "worker-0"])
+
+
+def test_what_is_left_is_found_and_removed_by_its_stack(run: RunFolder, manager: Engine) -> None:
+    swarm, name = Swarm(), stack.name(run.path)
+    swarm.remove(run, manager.sh, 10)
+    assert [] == manager.commands
+    manager.stacks = ["another", name]
+    assert frozenset({"a-run"}) == swarm.remains(run.path.parent, ["a-run", "another"]).names
+    swarm.remove(run, manager.sh, 10)
+    assert [f"docker stack rm --detach=false {name}"] == manager.commands
+    manager.swarm = {"LocalNodeState": "inactive"}
+    with pytest.raises(PrerequisiteError):
+        swarm.remove(run, manager.sh, 10)
+
+
+def test_a_run_lives_while_the_swarm_is_to_run_a_task_of_it(run: RunFolder, manager: Engine) -> None:
+    assert not Swarm().alive(run)
+    manager.tasks = [task("chief", "Running")]
+    assert Swarm().alive(run)
+
+
+@pytest.mark.parametrize(
+    ("requested", "way_out", "warns"),
+    [("", "", True), ("private", "", True), ("encrypted", "", False), ("encrypted", "where a script", True)],
+)
+def test_a_network_that_nothing_closes_is_warned_of(requested: str, way_out: str, warns: bool) -> None:
+    assert warns == bool(Swarm().network(requested, "", way_out=way_out, serves=True).warning)
+    assert "" == Swarm().network(requested, "", way_out=way_out, serves=False).warning
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"nodes": "2"}, "--nodes"),
+        ({"account": "physics"}, "--account"),
+        ({"constraint": "gpu"}, "--constraint"),
+        ({"network": "host"}, "--network"),
+        ({"gpus": "all"}, "--gpus"),
+    ],
+)
+def test_what_a_swarm_cannot_give_is_refused(options: dict[str, str], named: str, manager: Engine) -> None:
+    with pytest.raises(UsageError, match=named):
+        planning.plan(Request(runtime="swarm", tensorboard_port="0", **options))
+
+
+def described(node: dict[str, Any], cpus: int, memory_bytes: int, gpus: int = 0) -> dict[str, Any]:
+    """Return a host that says what it has, and where it is."""
+    kinds: list[dict[str, Any]] = [{"DiscreteResourceSpec": {"Kind": "SSD", "Value": 3}}]
+    kinds += [{"NamedResourceSpec": {"Kind": nodes.GPU, "Value": f"GPU-{number}"}} for number in range(gpus)]
+    resources = {"NanoCPUs": cpus * 10**9, "MemoryBytes": memory_bytes, "GenericResources": kinds}
+    node["Spec"]["Labels"] |= {"rack": "a", stack.PARTITION_LABEL: "big"}
+    node["Description"] |= {"Resources": resources, "Engine": {"Labels": {"disk": "fast"}}}
+    return node
+
+
+@pytest.mark.parametrize(
+    ("job", "fits"),
+    [
+        (Job(), True),
+        (Job(partition="big", constraint="node.labels.rack==A, engine.labels.disk != slow"), True),
+        (Job(partition="small"), False),
+        (Job(constraint="node.labels.rack!=a,node.hostname==h1"), False),
+        (Job(constraint="node.hostname==h3"), False),
+        (Job(constraint="node.platform.os==plan9"), True),  # which only the Swarm can say
+        (Job(cpus_per_task="8", gpus_per_task="2"), True),
+        (Job(cpus_per_task="9"), False),
+        (Job(gpus_per_task="3"), False),
+        (Job(partition="big", cpus_per_task="4"), True),
+        (Job(constraint="node.hostname==h2", cpus_per_task="9"), True),  # which says nothing of what it has
+    ],
+)
+def test_what_no_host_has_is_refused_before_anything_is_started(
+    job: Job, fits: bool, run: RunFolder, manager: Engine
+) -> None:
+    described(manager.nodes[0], 8, 2**34, gpus=2)
+    if not job.constraint:
+        manager.nodes[1:] = []
+    with contextlib.nullcontext() if fits else pytest.raises(UsageError, match="no host of the Swarm"):
+        Swarm().preflight(work(run, job))
+
+
+def test_memory_that_no_host_has_is_refused(run: RunFolder, manager: Engine) -> None:
+    manager.nodes = [described(Engine.node("a", "h1"), 8, 2**34)]
+    Swarm().preflight(work(run, memory=Memory("16GiB", 2**34)))
+    with pytest.raises(UsageError, match="--memory 17GiB: .*16.0 GiB"):
+        Swarm().preflight(work(run, memory=Memory("17GiB", 17 * 2**30)))
+    manager.nodes[0]["Spec"]["Availability"] = "drain"
+    with pytest.raises(PrerequisiteError):
+        Swarm().preflight(work(run))

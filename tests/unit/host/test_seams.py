@@ -1,0 +1,230 @@
+"""A runtime, a fault and a strategy added from outside: nothing else has to change for them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.contract import spec, strategies, tf_config
+from cluster.contract.run import owner
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.spec import ClusterSpec
+from cluster.contract.strategies import Strategy
+from cluster.host.control import chaos, ending, faults, watch
+from cluster.host.launch import folders, planning, startup
+from cluster.host.options.request import Request
+from cluster.host.runtime import registry
+from cluster.host.runtime.base import Availability, Remains, Runtime, Shell, Workload
+from cluster.host.runtime.faults import FaultInjector
+from cluster.host.runtime.local.faults import ProcessFaults
+from cluster.host.view.status import read_status
+from cluster.system import processes
+from cluster.system.errors import EXIT_DONE, EXIT_USAGE, UsageError
+from cluster.system.json_files import write_json
+from cluster.system.paths import ROOT
+from cluster.system.ports import free_ports
+from tests import fast
+from tests.unit.launching import Commands
+from tests.waiting import wait_for
+
+SCRIPT = "import time\nwhile True:\n    time.sleep(0.05)\n"
+
+
+class Nudges(ProcessFaults):
+    """Faults of processes, and a new one."""
+
+    def nudge(self, task: str) -> None:
+        """Continue a program that is not stopped."""
+        self.signal(task, signal.SIGCONT, "program")
+
+
+class Toy(Runtime):
+    """Agents of this machine that nobody looks after."""
+
+    name = "toy"
+    tasks = "toys"
+
+    def __init__(self) -> None:
+        self.agents: dict[str, list[subprocess.Popen[bytes]]] = {}
+
+    def probe(self) -> Availability:
+        return Availability(True, "made of wood")
+
+    def ports(self, num_tasks: int) -> tuple[int, ...]:
+        return free_ports(num_tasks)
+
+    def render(self, work: Workload) -> dict[str, Any]:
+        shared = {"RUN_DIR": str(work.run.path), "DATA_DIR": str(work.data_dir)}
+        environments = {
+            task.name: shared | {"TASK": task.name, "TF_CONFIG": tf_config.dumps(work.cluster, task) or ""}
+            for task in work.cluster.tasks
+        }
+        command = [sys.executable, "-m", "cluster.agent", *work.payload.command()]
+        return {
+            "x-runtime": self.name,
+            "tasks": {name: {"command": command, "environment": given} for name, given in environments.items()},
+        }
+
+    def preflight(self, work: Workload, ending: int = 0) -> None:
+        pass
+
+    def commands(self, work: Workload, rendered: dict[str, Any]) -> list[str]:
+        return [f"play with {name}" for name in rendered["tasks"]]
+
+    def start(self, work: Workload, sh: Shell) -> None:
+        owner.begin(work.run, self.name)
+        self.agents[work.run.name] = [
+            subprocess.Popen(
+                task["command"], cwd=ROOT, env=os.environ | task["environment"], preexec_fn=processes.die_with_parent
+            )
+            for task in work.run.composed["tasks"].values()
+        ]
+
+    def alive(self, run: RunFolder) -> bool:
+        return any(agent.poll() is None for agent in self.agents.get(run.name, []))
+
+    def remove(self, run: RunFolder, sh: Shell, grace_s: int) -> None:
+        for agent in self.agents.pop(run.name, []):
+            agent.kill()
+            agent.wait()
+
+    def remains(self, runs_dir: Path, names: Collection[str]) -> Remains:
+        return Remains(frozenset(name for name in names if self.alive(RunFolder(runs_dir / name))))
+
+    def faults(self, run: RunFolder) -> FaultInjector:
+        return Nudges(run)
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> Toy:
+    """A runtime that is registered like ours, and a kind of fault."""
+    made = Toy()
+    monkeypatch.setitem(registry.RUNTIMES, made.name, made)
+    monkeypatch.setitem(faults.KINDS, "nudge", faults.FaultKind("nudge"))
+    return made
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """A script that never ends."""
+    path = tmp_path / "own" / "script.py"
+    path.parent.mkdir()
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_a_runtime_from_outside_is_planned(toy: Toy, script: Path) -> None:
+    planned = planning.plan(Request(runtime="toy", script=str(script), workers="1", tensorboard_port="0"))
+    assert ("toy", "toys: made of wood") == (planned.runtime.name, planned.why_runtime)
+    assert ["play with chief", "play with worker-0"] == startup.commands(planned)
+    shown = planned.to_json()
+    assert ("toy", "private") == (shown["runtime"], shown["network"])
+    with pytest.raises(UsageError):
+        planning.plan(Request(runtime="toy", script=str(script), network="host"))
+    with pytest.raises(UsageError):
+        planning.plan(Request(runtime="toy", script=str(script), memory="2GiB"))
+
+
+def test_a_runtime_from_outside_runs_a_cluster(toy: Toy, script: Path) -> None:
+    fast.leave_out("starts a cluster")
+    sh = Commands()
+    request = Request(runtime="toy", script=str(script), workers="1", tensorboard_port="0")
+    run = startup.begin(planning.plan(request), sh, began=time.time()).run
+    try:
+        assert watch.until_training(run, lambda _: None)
+        assert ["training", "training"] == [task["state"] for task in read_status(run)["tasks"]]
+        assert "toy" == run.load_started()["runtime"]
+        _disturb(run)
+        assert "stopped" == watch.stop(run, "a test")["state"]
+        wait_for(lambda: not toy.alive(run), "the end of the agents")
+        assert EXIT_DONE == ending.down(folders.runs_dir(), run.name, 1, sh)
+        assert owner.read(run) is None
+    finally:
+        toy.remove(run, sh, 0)
+    assert [] == sh
+
+
+def test_what_is_left_on_a_runtime_from_outside_is_found_and_ended(toy: Toy, script: Path) -> None:
+    fast.leave_out("starts a cluster")
+    sh = Commands()
+    request = Request(runtime="toy", script=str(script), workers="0", tensorboard_port="0")
+    run = startup.begin(planning.plan(request), sh, began=time.time()).run
+    try:
+        assert watch.until_training(run, lambda _: None)
+        assert EXIT_DONE == ending.down(folders.runs_dir(), None, 0, sh)
+        assert not toy.alive(run)
+        assert run.ended
+    finally:
+        toy.remove(run, sh, 0)
+
+
+def _disturb(run: RunFolder) -> None:
+    """Inject what is known, what is new, and what the runtime cannot do."""
+    fault = chaos.Fault("nudge", "worker-0")
+    chaos.check(run, fault)
+    registry.of(run).faults(run).inject(fault.kind, fault.task)
+    for kind in ("partition", "nothing"):
+        with pytest.raises(UsageError) as refused:
+            chaos.check(run, chaos.Fault(kind, "worker-0"))
+        assert EXIT_USAGE == refused.value.exit_code
+
+
+# A strategy
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Strategy:
+    """A strategy of two devices in one process, registered like ours."""
+    record = Strategy(
+        name="pair",
+        class_name="PairStrategy",
+        trial="--devices 2",
+        topology="--workers 0 --devices 2",
+        fits=lambda workers, ps, devices: (workers, ps, devices) == (0, 0, 2),
+        one_process=True,
+    )
+    monkeypatch.setitem(strategies.STRATEGIES, record.name, record)
+    return record
+
+
+def test_a_strategy_from_outside_is_planned_and_its_record_read(pair: Strategy, resolved: None) -> None:
+    request = Request(strategy="pair", devices="2", runtime="local", tensorboard_port="0")
+    planned = planning.plan(request)
+    assert ("PairStrategy", 2) == (planned.to_json()["strategy"], planned.cluster.replicas)
+    planned.run.create()
+    write_json(planned.run.cluster, planned.cluster.to_json())
+    assert planned.cluster == planned.run.load_cluster()
+    with pytest.raises(UsageError):
+        planning.plan(Request(strategy="pair", devices="3", runtime="local"))
+
+
+def test_a_strategy_from_outside_is_built_and_runs_a_step(pair: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast.leave_out("imports TensorFlow")
+    import tensorflow as tf
+
+    from train import strategy
+
+    def build(_spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strategy:
+        return tf.distribute.MirroredStrategy([f"/{device}" for device in devices])
+
+    monkeypatch.setitem(strategy.BUILDERS, "pair", build)
+    cluster = spec.build(workers=0, devices=2, strategy="pair")
+    built = strategy.build(cluster, ["CPU:0"])
+    with built.scope():
+        variable = tf.Variable(1.0)
+    built.run(lambda: variable.assign_add(1.0))
+    assert 2.0 == variable.numpy()
+
+
+def test_images_hold_the_agent_the_contract_and_the_system_and_nothing_of_the_host() -> None:
+    """An image that lacks one of them starts no task."""
+    copied = {line for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!cluster")}
+    assert {"!cluster/__init__.py", "!cluster/agent", "!cluster/contract", "!cluster/system"} == copied

@@ -1,0 +1,104 @@
+"""The view of a run that trains."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.contract.run.folder import RunFolder
+from cluster.host.runtime import registry
+from cluster.host.view.live import Live
+from cluster.host.view.status import live_lines, read_status
+from tests.unit.beats import beat, save
+
+HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+
+
+def test_without_a_terminal_only_news_are_printed(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    live = Live()
+    for state, step in [("waiting", 0), ("waiting", 0), ("training", 5), ("saving", 6), ("training", 7), ("done", 8)]:
+        beat(run, "chief", state, step=step)
+        live.show(read_status(run))
+    assert ["chief waiting", "chief training", "step 5", "chief done"] == capsys.readouterr().out.splitlines()
+
+
+def test_a_step_that_takes_long_is_reported_once(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Live, "LINE_EVERY_S", 0.0)
+    live = Live()
+    for step in (5, 5, 5, 6):
+        beat(run, "chief", "training", step=step)
+        live.show(read_status(run))
+    assert ["chief training", "step 5", "step 6"] == capsys.readouterr().out.splitlines()
+
+
+def test_why_a_run_does_not_begin_is_printed_once(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = iter(["job 7 is queued: Priority"] * 2 + ["job 7 is queued: Resources", ""])
+    monkeypatch.setattr(registry.LOCAL, "situation", lambda run: next(said))
+    live = Live()
+    for _ in range(4):
+        live.show(read_status(run))
+    beat(run, "chief", "training", step=5)
+    live.show(read_status(run))
+    lines = ["job 7 is queued: Priority", "job 7 is queued: Resources", "chief training", "step 5"]
+    assert lines == capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("no_colour", [False, True])
+def test_in_a_terminal_the_table_redraws_itself(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_colour: bool
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TERM", "xterm")
+    if no_colour:
+        monkeypatch.setenv("NO_COLOR", "1")
+    beat(run, "chief", "training", step=1)
+    with Live() as live:
+        live.show(read_status(run))
+        first = capsys.readouterr().out.removeprefix(HIDE_CURSOR)
+        assert 5 == len(first.splitlines())
+        assert max(map(len, first.splitlines())) <= 40  # a wrapped line could not be taken back
+        beat(run, "chief", "training", step=2)
+        live.show(read_status(run))
+        assert capsys.readouterr().out.startswith("\r\x1b[2K\x1b[1A\x1b[2K\x1b[1A\x1b[2K")
+    assert SHOW_CURSOR in capsys.readouterr().out
+    live.clear()
+    assert "" == capsys.readouterr().out
+
+
+def test_the_screen_shows_how_far_a_run_is(run: RunFolder) -> None:
+    beat(run, "chief", "training", step=30, steps_total=120, examples_per_s=480.0, loss=0.5)
+    beat(run, "worker-0", "training", step=30)
+    run.event("worker-0", "restarted", cause="killed", step=20)
+    save(run, 10)
+    shown = live_lines(read_status(run), [3.0, 2.0, 1.0], 80)
+    assert max(map(len, shown[:-3])) <= 80
+    text = "\n".join(shown)
+    for part in (
+        " 25%",
+        "step 30/120",
+        "18 s left",
+        "loss   █▅▁ 0.5000",
+        "saved  step 10, ",
+        "worker-0: restarted (killed) at step 20",
+    ):
+        assert part in text, part
+    assert ["TASK", "chief", "worker-0"] == [line.split()[0] for line in shown[-3:]]
+
+
+def test_the_screen_of_a_run_that_has_just_begun_is_short(run: RunFolder) -> None:
+    assert "step 0" in "\n".join(live_lines(read_status(run), [], 40))
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "dumb")
+    beat(run, "chief", "training", step=1)
+    with Live() as live:
+        live.show(read_status(run))
+    assert ["chief training", "step 1"] == capsys.readouterr().out.splitlines()

@@ -1,0 +1,344 @@
+"""Tasks that are forked from their supervisor: to everything else they are like any other process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.contract import spec
+from cluster.contract.run.folder import RunFolder
+from cluster.host.gpu.placement import Placement
+from cluster.host.launch import teardown
+from cluster.host.runtime.local import supervisor
+from cluster.host.runtime.local.runtime import processes_of
+from cluster.system import processes
+from cluster.system.json_files import read_json, write_json
+from tests.unit.gang import Gang, StartGang
+from tests.waiting import wait_for
+
+LOADED = """
+from tests.unit import preloaded
+(run.path / f"{NAME}.{GENERATION}.loaded").write_text(str(preloaded.loaded_by))
+"""
+
+
+@pytest.fixture
+def start(start_gang: StartGang) -> StartGang:
+    return partial(start_gang, preload="tests.unit.preloaded")
+
+
+BeforeStart = Callable[[Callable[[RunFolder], object]], None]
+
+
+@pytest.fixture
+def before_start(monkeypatch: pytest.MonkeyPatch) -> BeforeStart:
+    """Takes what is done to a run's folder before its supervisor starts."""
+
+    def prepare(change: Callable[[RunFolder], object]) -> None:
+        begin = supervisor.start
+
+        def changed(run: RunFolder) -> None:
+            change(run)
+            begin(run)
+
+        monkeypatch.setattr(supervisor, "start", changed)
+
+    return prepare
+
+
+def supervisor_of(gang: Gang) -> int:
+    """Return the one child of the run's first process, which does nothing else than wait for it."""
+    keeper = gang.keeper["pid"]
+    return int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text())
+
+
+def loaded_by(gang: Gang, generation: int = 0) -> dict[str, str]:
+    """Return for every task which process had imported what it needs."""
+    return {path.name.split(".")[0]: path.read_text() for path in gang.run.path.glob(f"*.{generation}.loaded")}
+
+
+def test_every_program_is_forked_from_the_supervisor(start: StartGang) -> None:
+    gang = start(f"{LOADED}\ntrain(2), meet(), finish()", workers=1)
+    loader = supervisor_of(gang)
+    summary = gang.summary()
+    assert ("succeeded", {"chief": 0, "worker-0": 0}) == (summary["state"], summary["tasks"])
+    assert dict.fromkeys(("chief", "worker-0"), f"[{loader}]") == loaded_by(gang)
+    assert not gang.run.log("supervisor").read_text()
+
+
+def test_a_killed_program_is_forked_again(start: StartGang) -> None:
+    gang = start(f"{LOADED}\ntrain(3)\nif not GENERATION: work()\ntrain(4), meet(), finish()", workers=1)
+    loader = supervisor_of(gang)
+    gang.await_step("worker-0", 3)
+    os.kill(gang.pid("worker-0"), signal.SIGKILL)
+    summary = gang.summary()
+    assert ("succeeded", 1) == (summary["state"], len(summary["restarts"]))
+    assert dict.fromkeys(("chief", "worker-0"), f"[{loader}]") == loaded_by(gang, generation=1)
+
+
+def test_a_killed_agent_takes_its_program_with_it_and_comes_back(start: StartGang) -> None:
+    gang = start("train(3)\nif not GENERATION: work()\ntrain(4), meet(), finish()", workers=1)
+    for task in ("chief", "worker-0"):
+        gang.await_step(task, 3)
+    program = processes.identity(gang.pid("worker-0"))
+    os.kill(gang.pid("worker-0", "agent"), signal.SIGKILL)
+    summary = gang.summary()
+    assert "succeeded" == summary["state"]
+    assert ["the whole task was killed"] == [restart["cause"] for restart in summary["restarts"]]
+    assert not processes.alive(program)
+
+
+def test_everything_dies_with_the_supervisor(start: StartGang) -> None:
+    gang = start("train(2), work()", workers=1)
+    for task in ("chief", "worker-0"):
+        gang.await_step(task, 2)
+    assert 6 == len(supervisor.processes_left(gang.run))
+    os.kill(supervisor_of(gang), signal.SIGKILL)
+    wait_for(lambda: not supervisor.processes_left(gang.run), "the end of all processes", timeout_s=3)
+
+
+def test_the_end_of_a_forked_process_is_reported(start: StartGang) -> None:
+    gang = start("train(2), print('error: the value', file=sys.stderr), sys.exit(3)", workers=0)
+    cause = gang.summary()["cause"]
+    assert ("failed", 3, "the value") == (gang.summary()["state"], cause["exit_code"], cause["error"])
+
+
+def test_an_unknown_error_ends_a_forked_process_with_its_traceback(start: StartGang) -> None:
+    gang = start("train(2), [][1]", workers=0)
+    assert "IndexError: list index out of range" == gang.summary()["cause"]["error"]
+    assert "Traceback (most recent call last)" in gang.run.log("chief").read_text()
+
+
+def test_a_run_is_under_way_while_it_imports_and_can_be_stopped(start: StartGang, before_start: BeforeStart) -> None:
+    before_start(lambda run: (run.path / "import-lasts").touch())
+    gang = start("train(2), finish()", workers=1)
+    wait_for(lambda: len(gang.run.heartbeats()) == 2, "the heartbeats of both tasks")
+    assert {"starting"} == {beat["state"] for beat in gang.run.heartbeats().values()}
+    assert teardown.in_progress(gang.run)
+    os.kill(supervisor_of(gang), signal.SIGTERM)
+    wait_for(lambda: gang.run.stop_requested, "the request to stop")
+    (gang.run.path / "import-lasts").unlink()
+    assert ("stopped", []) == (gang.summary()["state"], gang.summary()["restarts"])
+
+
+def test_if_the_import_fails_each_task_reports_it(start: StartGang, before_start: BeforeStart) -> None:
+    before_start(lambda run: (run.path / "import-fails").touch())
+    gang = start(f"{LOADED}\ntrain(2), meet(), finish()", workers=1)
+    assert "succeeded" == gang.summary()["state"]
+    assert {"chief": "[]", "worker-0": "[]"} == loaded_by(gang)
+    assert gang.run.log("supervisor").read_text().endswith("ImportError: no such library\n")
+
+
+def test_only_tasks_of_the_training_program_without_accelerator_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan(command: list[str], gpus: Placement | None = None, **topology: Any) -> str | None:
+        cluster = spec.build(workers=0, ports=(7001,), **topology)
+        return processes_of(cluster, Path("/runs/r"), Path("/data"), command, gpus=gpus).get("preload")
+
+    assert "train.startup.preload" == plan([])
+    assert plan(["--script", "/theirs.py"]) is None
+    assert plan([], Placement({"chief": ("0",)})) is None
+    assert plan([], strategy="tpu") is None
+    monkeypatch.setenv("SHARED_IMPORT", "0")
+    assert plan([]) is None
+
+
+# Agents that import by themselves, as in containers
+
+KILLED_ONCE = f"{LOADED}\ntrain(3)\nif not GENERATION: work()\ntrain(4), meet(), finish()"
+
+
+@pytest.fixture
+def start_apart(start: StartGang) -> StartGang:
+    return partial(start, apart=True)
+
+
+def agents(gang: Gang) -> dict[str, str]:
+    """Return, as `loaded_by` does, the process of each task's agent."""
+    return {name: f"[{gang.pid(name, 'agent')}]" for name in ("chief", "worker-0")}
+
+
+def test_an_agent_forks_every_program_from_itself(start_apart: StartGang) -> None:
+    gang = start_apart(KILLED_ONCE, workers=1)
+    gang.await_step("worker-0", 3)
+    importers = agents(gang)
+    os.kill(gang.pid("worker-0"), signal.SIGKILL)
+    summary = gang.summary()
+    assert ("succeeded", 1) == (summary["state"], len(summary["restarts"]))
+    assert importers == loaded_by(gang) == loaded_by(gang, generation=1)
+
+
+def test_an_agent_that_comes_back_reports_its_death_before_it_imports(start_apart: StartGang) -> None:
+    gang = start_apart(KILLED_ONCE, workers=1)
+    gang.await_step("worker-0", 3)
+    before = agents(gang)
+    (gang.run.path / "import-lasts").touch()
+    os.kill(gang.pid("worker-0", "agent"), signal.SIGKILL)
+    wait_for(lambda: gang.run.generation == 1, "the next generation")
+    wait_for(lambda: gang.beat("worker-0").get("generation") == 1, "a heartbeat of the agent that imports")
+    (gang.run.path / "import-lasts").unlink()
+    summary = gang.summary()
+    assert ["the whole task was killed"] == [restart["cause"] for restart in summary["restarts"]]
+    after = loaded_by(gang, generation=1)
+    assert before["chief"] == after["chief"]
+    assert before["worker-0"] != after["worker-0"] != "[]"
+
+
+def test_an_agent_that_comes_back_to_do_nothing_imports_nothing(start_apart: StartGang) -> None:
+    gang = start_apart("train(2)\nif NAME == 'chief': work()\nfinish()", workers=1)
+    wait_for(lambda: gang.beat("worker-0")["state"] == "done", "the end of worker-0's work")
+    (gang.run.path / "import-fails").touch()
+    before = gang.pid("worker-0", "agent")
+    os.kill(before, signal.SIGKILL)
+    gang.run.request_stop("a test")
+    assert "stopped" == gang.summary()["state"]
+    beat = gang.beat("worker-0")
+    assert 2 == beat["step"]
+    assert "importing" not in beat
+
+
+def test_a_run_whose_agents_import_can_be_stopped(start_apart: StartGang, before_start: BeforeStart) -> None:
+    before_start(lambda run: (run.path / "import-lasts").touch())
+    gang = start_apart("train(2), finish()", workers=1)
+    wait_for(lambda: len(gang.run.heartbeats()) == 2, "the heartbeats of both tasks")
+    gang.run.request_stop("a test")
+    (gang.run.path / "import-lasts").unlink()
+    assert ("stopped", []) == (gang.summary()["state"], gang.summary()["restarts"])
+
+
+@pytest.mark.parametrize(
+    ("how", "variables"),
+    [
+        ("disabled", {"SHARED_IMPORT": "0"}),
+        ("with GPUs", {"GPUS_GIVEN": "1"}),
+        ("import-fails", {}),
+        ("import-kills", {}),
+    ],
+)
+def test_where_an_agent_cannot_import_each_program_does(
+    start_apart: StartGang, before_start: BeforeStart, how: str, variables: dict[str, str]
+) -> None:
+    def spoil(run: RunFolder) -> None:
+        started = read_json(run.compose)
+        for task in started["tasks"].values():
+            task["environment"] |= variables
+        write_json(run.compose, started)
+        (run.path / how).touch()
+
+    before_start(spoil)
+    gang = start_apart(f"{LOADED}\ntrain(2), meet(), finish()", workers=1)
+    assert ("succeeded", []) == (gang.summary()["state"], gang.summary()["restarts"])
+    assert {"chief": "[]", "worker-0": "[]"} == loaded_by(gang)
+
+
+# A forked process by itself. Its parent is a new process: the one that runs the tests has threads.
+
+PARENT = """
+import json, os, signal, subprocess, sys, threading
+from cluster.system import fork_server
+import types
+sys.modules["nothing"] = types.SimpleNamespace(load=lambda: None)
+fork_server.preload("nothing")
+signal.signal(signal.SIGTERM, lambda *_: print("the parent's handler"))
+os.environ["ONLY_THE_PARENTS"] = "1"
+kept, other = os.pipe(), os.pipe()
+def begin(code, **more):
+    how = dict(env={"GIVEN": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) | more
+    return fork_server.start([sys.executable, "-c", code, "word"], **how)
+"""
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> Callable[[str], Any]:
+    """Runs lines in a process that may fork; returns their output, as JSON."""
+
+    def run(lines: str) -> Any:
+        done = subprocess.run(
+            [sys.executable, "-c", f"{PARENT}\n{lines}"], capture_output=True, text=True, timeout=300, check=True
+        )
+        assert not done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+def test_a_forked_process_has_the_environment_files_and_arguments_it_was_given(parent: Callable[[str], Any]) -> None:
+    printed = parent('''
+code = """
+import json, os, sys
+files = sorted(int(name) for name in os.listdir("/proc/self/fd"))
+open_ones = [number for number in files if os.path.exists(f"/proc/self/fd/{number}")]
+print(json.dumps([dict(os.environ), open_ones, sys.argv, os.readlink("/proc/self/fd/0"), __name__, os.getsid(0)]))
+"""
+forked = begin(code, pass_fds=(kept[0],), start_new_session=True)
+said = json.loads(forked.stdout.read())
+print(json.dumps([said, kept[0], forked.pid, forked.wait(10), type(forked).__name__]))
+''')
+    (environment, files, words, standard_input, name, session), kept, pid, code, kind = printed
+    assert ({"GIVEN": "1"}, ["-c", "word"], "/dev/null") == (environment, words, standard_input)
+    assert [0, 1, 2, kept] == files
+    assert ("__main__", pid, 0, "ForkedProcess") == (name, session, code, kind)
+
+
+@pytest.mark.parametrize(
+    ("code", "ended"),
+    [
+        ("import sys; sys.exit(7)", 7),
+        ("raise SystemExit", 0),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
+        ("import os; os._exit(5)", 5),
+    ],
+)
+def test_a_forked_process_ends_as_a_new_one_would(parent: Callable[[str], Any], code: str, ended: int) -> None:
+    assert ended == parent(f"print(begin({code!r}).wait(10))")
+
+
+def test_what_a_forked_process_prints_is_not_lost_when_it_is_killed(parent: Callable[[str], Any]) -> None:
+    assert "a line\n" == parent("""
+forked = begin("import os, signal; print('a line'); os.kill(os.getpid(), signal.SIGKILL)")
+print(json.dumps(forked.stdout.read().decode()))
+""")
+
+
+def test_a_forked_process_uses_the_temporary_folder_that_it_is_given(
+    parent: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """Where an agent deletes them after its program, however that ended."""
+    printed = parent(f"""
+import tempfile
+before = tempfile.gettempdir()
+forked = begin("import tempfile; print(tempfile.gettempdir())", env={{"TMPDIR": {str(tmp_path)!r}}})
+print(json.dumps([before, forked.stdout.read().decode().strip()]))
+""")
+    assert str(tmp_path) == printed[1] != printed[0]
+
+
+def test_waiting_for_a_forked_process_has_a_timeout(parent: Callable[[str], Any]) -> None:
+    printed = parent("""
+forked = begin("import signal; signal.pause()", process_group=0)
+try:
+    forked.wait(0.05)
+except subprocess.TimeoutExpired as error:
+    late = error.timeout
+before = forked.poll()
+assert os.getpgid(forked.pid) == forked.pid
+forked.send_signal(signal.SIGTERM)
+print(json.dumps([late, before, forked.wait(10), forked.poll()]))
+""")
+    assert [0.05, None, -signal.SIGTERM, -signal.SIGTERM] == printed
+
+
+def test_a_command_other_than_python_is_a_new_process(parent: Callable[[str], Any]) -> None:
+    assert "Popen" == parent("""
+new = fork_server.start(["true"], env={}, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+new.wait(10)
+print(json.dumps(type(new).__name__))
+""")

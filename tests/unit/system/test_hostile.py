@@ -1,0 +1,404 @@
+"""Hostile words: they stay the words that they are, in commands, overlays, paths and TF_CONFIG, or are refused."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from invoke import Context, Exit, MockContext
+
+import tasks
+from cluster.contract import spec, tf_config, user_code
+from cluster.contract.run.folder import RunFolder
+from cluster.host.checks import rerun
+from cluster.host.cli.command_line import report_errors
+from cluster.host.gpu import placement
+from cluster.host.gpu.placement import Placement
+from cluster.host.image import engine, images
+from cluster.host.launch import configuration, folders, planning, startup
+from cluster.host.launch.inputs.scripts import check_script
+from cluster.host.options.request import Request
+from cluster.host.runtime import registry
+from cluster.host.runtime.compose import commands, overlay
+from cluster.host.runtime.compose.faults import ContainerFaults
+from cluster.host.runtime.compose.overlay import Containers
+from cluster.host.runtime.local import supervisor
+from cluster.host.runtime.local.runtime import processes_of
+from cluster.system.errors import EXIT_USAGE, UsageError
+from cluster.system.json_files import write_json
+
+MakeRun = Callable[..., RunFolder]
+
+NASTY = [
+    "; rm -rf ~ #", "$(id)", "`id`", "${HOME}", "$HOME", "$$", "$", "a b", "' \" \\", "'; id; '", "*", "", " ", "%n",
+    "x\nsecond line", "\r", "\x1b]0;title\x07", "\x1b[2J", "\u202eback", "\u2028", "\n- privileged: true", "~", "!!int",
+    "..", "../..", "/etc/passwd", ".", "-", "-rf", "--help", "a:b", "a,b", "{}", "}}", "&a", "*a", "#",
+]  # fmt: skip
+TEXT = st.sampled_from(NASTY) | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30)
+"""What can be typed: anything but NUL, which ends a word for the system itself."""
+FILE = TEXT.map(lambda text: text.replace("/", "")).filter(lambda name: name not in ("", ".", ".."))
+ANY = TEXT | st.text(max_size=30)
+"""And what another program could hand over, or a record hold."""
+
+unhurried = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+
+
+def outcome(parse: Callable[..., Any], *words: str) -> Any:
+    """Return what words are taken for, or the error that refuses them, which is one line."""
+    try:
+        return parse(*words)
+    except UsageError as error:
+        return error if "\n" not in str(error) else pytest.fail(f"more than a line: {error}")
+
+
+def refused(task: str, c: Context | None = None, **options: Any) -> str:
+    """Return the one line with which a task refuses its options as wrong usage."""
+    with pytest.raises(Exit) as ended:
+        tasks.ns[task](c or Context(), **options)
+    message = ended.value.message or ""
+    assert (EXIT_USAGE, True) == (ended.value.code, message.startswith("error: "))
+    assert message.isprintable()  # one line, and nothing that a terminal obeys
+    return message
+
+
+# Names and paths
+
+
+@pytest.mark.parametrize("name", ["..", "../x", "/etc", "a/b", "a\0b", "a\n", "a\nb", "-rf", ".x", "~", "x" * 64, "é"])
+@pytest.mark.parametrize("task", ["status", "logs", "wait", "stop", "down", "rerun", "export"])
+def test_no_task_takes_a_run_name_that_is_none(name: str, task: str) -> None:
+    assert "run name " in refused(task, run=name)
+
+
+@unhurried
+@given(ANY)
+def test_a_run_lies_in_the_folder_of_runs(name: str) -> None:
+    taken = outcome(spec.check_run_name, name)
+    if taken == name:
+        run = RunFolder(folders.runs_dir() / name)
+        assert folders.runs_dir() == Path(os.path.normpath(run.path)).parent
+        assert re.fullmatch(r"[a-z0-9][a-z0-9_-]*", overlay.project(run.path))
+    else:
+        assert isinstance(taken, UsageError)
+
+
+@unhurried
+@given(ANY, ANY)
+def test_a_run_that_was_not_named_has_a_name_that_can_be_one(preset: str, script: str) -> None:
+    spec.check_run_name(Request(preset=preset).run_name())
+    spec.check_run_name(Request(script=script).run_name())
+
+
+@unhurried
+@given(ANY)
+def test_a_script_is_a_file_that_is_there(name: str) -> None:
+    with pytest.raises(UsageError) as error:
+        check_script(f"{name}/nowhere.py", folders.runs_dir())
+    assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("path", ["a\0b", "a\nb", "\x1b[2J"])
+@pytest.mark.parametrize("option", ["script", "requirements"])
+def test_a_path_that_is_no_line_is_refused(option: str, path: str) -> None:
+    c = MockContext()
+    c._set(remainder="")
+    assert f"--{option} {path!r}: a path without control characters" in refused("plan", c, **{option: path})
+
+
+@unhurried
+@given(ANY)
+@example("all\n")
+@example("0,1\n")
+def test_gpus_are_ids_or_refused(word: str) -> None:
+    for gpus, per_task in ((word, ""), ("", word)):
+        expected = outcome(placement.parse, gpus, per_task)
+        if not isinstance(expected, UsageError):
+            assert all(re.fullmatch(r"[0-9]+|MIG-[0-9A-Za-z/-]+", name) for name in (expected.ids if expected else ()))
+    with pytest.raises(UsageError):
+        placement.device_handling(word + "?", "")
+
+
+@unhurried
+@given(ANY)
+@example("nan")
+@example("inf")
+@example("-1")
+def test_numbers_are_numbers_or_refused(word: str) -> None:
+    for parse in (rerun.parse_tolerance, lambda text: spec.parse_count("workers", text, 0, 512)):
+        taken = outcome(parse, word)
+        assert isinstance(taken, UsageError) or 0 <= taken < float("inf")
+
+
+@unhurried
+@given(name=ANY.filter(lambda name: name not in ("chief", "worker-0")))
+def test_a_task_is_one_of_the_cluster(name: str) -> None:
+    with pytest.raises(UsageError) as error:
+        spec.build(1).task(name)
+    assert str(error.value).isprintable()
+
+
+@unhurried
+@given(ANY)
+def test_whatever_an_error_quotes_it_is_one_harmless_line(text: str) -> None:
+    def body(c: Context) -> None:
+        raise UsageError(text)
+
+    with pytest.raises(Exit) as ended:
+        report_errors(body)(Context())
+    assert str(ended.value.message).isprintable()
+
+
+# Shell commands
+
+
+def words_of(command: str) -> tuple[dict[str, str], list[str]]:
+    """Return the variables and the words that a shell makes of a command."""
+    variables, words = {}, shlex.split(command)
+    while words and re.match(r"[A-Za-z_]+=", words[0]):
+        name, _, variables_value = words.pop(0).partition("=")
+        variables[name] = variables_value
+    return variables, words
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    folder = tmp_path / "their $HOME; `id`"
+    folder.mkdir()
+    (folder / "fit it.py").touch()
+    return folder / "fit it.py"
+
+
+@unhurried
+@given(arguments=st.lists(TEXT, max_size=4), data=FILE)
+def test_a_dry_run_s_commands_are_the_words_that_were_meant(
+    script: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], data: str
+) -> None:
+    monkeypatch.setenv("DATA_DIR", str(tmp_path / data))
+    requested = Request(script=str(script), overrides=arguments, runtime="local", workers="1", name="one")
+    for line in startup.commands(planning.plan(requested)):
+        variables, words = words_of(line)
+        assert [sys.executable, "-m", "cluster.agent", "--script", str(script), *arguments, "&"] == words
+        assert (str(tmp_path / data), str(tmp_path / "runs" / "one")) == (variables["DATA_DIR"], variables["RUN_DIR"])
+        assert {"worker"} == set(json.loads(variables["TF_CONFIG"])["cluster"])
+
+
+def test_a_shell_reads_them_so(tmp_path: Path) -> None:
+    show = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['DATA_DIR']]))"
+    rendered = processes_of(spec.build(0), tmp_path, tmp_path / "".join(NASTY).replace("/", ""), [])["tasks"]["chief"]
+    rendered["command"] = [sys.executable, "-c", show, *NASTY]
+    environment = " ".join(f"{name}={shlex.quote(value)}" for name, value in rendered["environment"].items())
+    done = subprocess.run(
+        f"{environment} {shlex.join(rendered['command'])}", shell=True, capture_output=True, check=True
+    )
+    assert [NASTY, rendered["environment"]["DATA_DIR"]] == json.loads(done.stdout)
+
+
+@unhurried
+@given(folder=FILE, name=TEXT, path=st.lists(FILE, max_size=2))
+def test_commands_on_folders_and_datasets_are_the_words_that_were_meant(
+    folder: str, name: str, path: list[str]
+) -> None:
+    overlay = Path("/runs") / folder / "compose.json"
+    assert str(overlay) in words_of(commands.up(overlay, spec.build(1)))[1]
+    assert ["chief", "worker-0"] == words_of(commands.up(overlay, spec.build(1)))[1][-2:]
+    variables, words = words_of(commands.tensorboard(Path("/") / folder, 6006, "up"))
+    assert (f"/{folder}", ["docker", "compose"]) == (variables["RUNS_DIR"], words[:2])
+    variables, words = words_of(startup.data_command("prepare", name, path=path))
+    assert ["--name", name] == words[4:6]
+    assert os.pathsep.join(path) == variables.get("PYTHONPATH", "")
+
+
+@pytest.mark.slow
+@unhurried
+@given(base=TEXT, folder=FILE)
+@example(base="x", folder="a,type=env,b")
+@example(base="x", folder='a"b,c')
+def test_an_image_s_build_is_the_words_that_were_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str, folder: str
+) -> None:
+    bundle = tmp_path / folder[:20]
+    bundle.touch()
+    monkeypatch.setenv("SSL_CERT_FILE", str(bundle))
+    words = shlex.split(images.build_command("train", "cpu", images.Base(base), "--tag=x"))
+    bundle.unlink()
+    assert f"--build-arg=BASE_IMAGE={base}" in words
+    (secret,) = [word.removeprefix("--secret=") for word in words if word.startswith("--secret=")]
+    assert [["id=ca", f"src={bundle}"]] == [*csv.reader(io.StringIO(secret, newline=""))]
+
+
+@unhurried
+@given(preset=TEXT, override=TEXT)
+def test_a_preset_and_an_override_are_words_of_no_shell(preset: str, override: str) -> None:
+    requested: list[list[str]] = []
+
+    class Process(subprocess.Popen[bytes]):
+        """Answers at once, and remembers what it was started with."""
+
+        def __init__(self, words: list[str], *, env: dict[str, str], **options: Any) -> None:
+            assert not options.get("shell")
+            requested.append(words)
+            write_json(Path(env[user_code.RESULT_FILE]), {"value": {"config": {}, "code_dirs": [], "data": ""}})
+            super().__init__(["true"], **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", Process)
+        configuration.resolve(Request(preset=preset, overrides=(override,)), None, None, Path("/data"))
+    (words,) = requested
+    assert f"--preset={preset or 'fashion_mnist'}" in words
+    assert ["--", override] == words[-2:]
+
+
+@pytest.mark.parametrize("pid", ["1; id", "$(id)", None, [1]])
+def test_a_process_id_that_a_task_made_up_is_no_command(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, pid: Any
+) -> None:
+    run, requested = make_run(), []
+    monkeypatch.setattr(ContainerFaults, "_container", lambda self, task: "c")
+    monkeypatch.setattr(engine, "ask", lambda *words, **options: requested.append(words))
+    write_json(run.programs("chief"), {"program": {"pid": pid}})
+    with pytest.raises(UsageError):
+        ContainerFaults(run).signal("chief", 9, "program")
+    assert [] == requested
+
+
+# Overlays
+
+
+def strings(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield from (text for part in value.values() for text in strings(part))
+    elif isinstance(value, list):
+        yield from (text for part in value for text in strings(part))
+    elif isinstance(value, str):
+        yield value
+
+
+@unhurried
+@given(folder=FILE, data=FILE, value=TEXT, command=st.lists(TEXT, max_size=3), gpu=TEXT)
+def test_an_overlay_holds_what_was_meant_and_no_variable(
+    folder: str, data: str, value: str, command: list[str], gpu: str
+) -> None:
+    given_gpus = Placement({"chief": (gpu,)})
+    run_dir, mounts = Path("/runs") / folder, [(Path("/") / data, "/code/0")]
+    containers = Containers(
+        run_dir, Path("/") / data, "i", "1:1", 2**30, mounts, {"X": value}, way_out=True, gpus=given_gpus
+    )
+    read = json.loads(json.dumps(overlay.overlay(spec.build(0), containers, command)))
+    assert all("$" not in text.replace("$$", "") for text in strings(read))
+    chief = read["services"]["chief"]
+    meant = {key: [text.replace("$$", "$") for text in strings(chief.get(key, []))] for key in ("command", "volumes")}
+    assert command == meant["command"]
+    assert {f"/runs/{folder}", f"/{data}", f"/runs/.scratch/{folder}"} <= set(meant["volumes"])
+    assert value == chief["environment"]["X"].replace("$$", "$")
+    (device,) = chief["deploy"]["resources"]["reservations"]["devices"]
+    assert [gpu] == [text.replace("$$", "$") for text in device["device_ids"]]
+    own = {"extends", "image", "hostname", "user", "environment", "volumes", "labels", "networks", "command"}
+    assert set(chief) <= own | {
+        "mem_limit",
+        "memswap_limit",
+        "deploy",
+        "shm_size",
+        "ulimits",
+    }  # no word becomes another key
+
+
+# TF_CONFIG
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
+    lambda inside: st.lists(inside, max_size=3) | st.dictionaries(TEXT, inside, max_size=3),
+    max_leaves=6,
+)
+LIKE_ONE = st.fixed_dictionaries(
+    {
+        "cluster": st.dictionaries(
+            st.sampled_from(["chief", "worker"]) | TEXT, st.lists(TEXT | JSON, max_size=2) | JSON
+        ),
+        "task": st.fixed_dictionaries({"type": st.sampled_from(["chief", "worker"]) | JSON, "index": JSON}),
+    }
+)
+
+
+@unhurried
+@given(ANY | JSON.map(json.dumps) | LIKE_ONE.map(json.dumps))
+@example("[" * 100_000)
+@example('{"cluster": {"chief": ["a:1"]}, "task": {"type": "chief", "index": Infinity}}')
+@example('{"cluster": {"chief": ["a\\n:1"]}, "task": {"type": "chief", "index": 0}}')
+@example('{"cluster": {"chief": ["a b:1"]}, "task": {"type": "chief", "index": 0}}')
+@example('{"cluster": {"chief": ["a: 1"]}, "task": {"type": "chief", "index": 0}}')
+@example('{"cluster": {"chief": ["a:1"], "x\\n": []}, "task": {"type": "chief", "index": 0}}')
+def test_tf_config_is_one_or_refused_in_one_line(text: str) -> None:
+    taken = outcome(tf_config.parse, text)
+    if isinstance(taken, UsageError):
+        assert len(str(taken)) < 1500
+    else:
+        cluster, _, _ = taken
+        addresses = [address for addresses in cluster.values() for address in addresses]
+        assert all(re.fullmatch(r"[A-Za-z0-9_.:\[\]-]+:[0-9]+", address) for address in addresses)
+        assert all(re.fullmatch(r"\w+", role) for role in cluster)
+
+
+# Secrets
+
+SECRET = "hunter2-do-not-tell"
+
+
+@pytest.fixture
+def secretive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller whose environment holds secrets, as they often lie there."""
+    for name in ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "WANDB_API_KEY", "DATABASE_PASSWORD"):
+        monkeypatch.setenv(name, SECRET)
+    for name in ("HTTPS_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, f"http://user:{SECRET}@proxy:3128")
+    monkeypatch.setenv("TF_USE_LEGACY_KERAS", "0")
+
+
+@pytest.mark.parametrize("runtime", ["local", "docker"])
+@pytest.mark.parametrize("scripted", [False, True])
+def test_no_file_plan_label_or_command_of_a_run_holds_a_secret(
+    secretive: None,
+    resolved: None,
+    script: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    runtime: str,
+    scripted: bool,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
+    monkeypatch.setattr(registry, "choose", lambda *_: (registry.get(runtime), "requested"))
+    monkeypatch.setattr(engine, "ask", lambda *words, **options: (1, ""))
+    monkeypatch.setattr(images, "inspect", lambda image: {"image": image, "id": "sha256:1"})
+    monkeypatch.setattr(images, "default_base", lambda commands_given="": images.Base("base"))
+    for folder in (tmp_path, script.parent):
+        folder.chmod(0o755)
+    script.chmod(0o644)
+    key = tmp_path / "key"
+    key.write_text(SECRET)
+    key.chmod(0o644)
+    commands_given = Request(
+        script=str(script) if scripted else "", name="one", workers="1", tensorboard_port="6006",
+        secret=(f"WANDB_API_KEY={key}",),
+    )  # fmt: skip
+    monkeypatch.setattr(startup, "check_machine", lambda plan: None)
+    planned, ran = planning.plan(commands_given), []
+    startup.start(planned, ran.append, began=time.time())
+    assert SECRET not in json.dumps(planned.to_json())
+    assert not [command for command in (*ran, *startup.commands(planned)) if SECRET in command]
+    written = [path for path in folders.runs_dir().rglob("*") if path.is_file() and not path.is_symlink()]
+    assert {"compose.json", "manifest.json", "config.json", "cluster.json"} <= {path.name for path in written}
+    assert not [path for path in written if SECRET.encode() in path.read_bytes()]
+    if runtime == "docker" and scripted:  # by its name alone
+        assert None is planned.compose["services"]["chief"]["environment"]["HTTPS_PROXY"]

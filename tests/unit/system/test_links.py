@@ -1,0 +1,330 @@
+"""Links that a task leaves in its run's folder: whoever looks after the run follows none out of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from invoke import Context, Exit
+
+import tasks
+from cluster.contract import spec
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.heartbeat import Heartbeat
+from cluster.host.launch import planning, startup
+from cluster.host.options.request import Request
+from cluster.host.runtime.compose import access, overlay
+from cluster.host.runtime.local import supervisor
+from cluster.host.runtime.local.faults import ProcessFaults
+from cluster.host.view.logs import print_logs
+from cluster.system import files, journal, json_files
+from tests.unit.launching import Commands
+
+MakeRun = Callable[..., RunFolder]
+SECRET = '{"state": "done", "task": "chief", "updated_at": 0, "step": 0, "secret": 1}\n'
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """A folder that is none of the run's business, with what reads and writes there would be seen by."""
+    folder = tmp_path / "outside"
+    folder.mkdir()
+    for name in ("chief.json", "chief.log", "7.json", "secret"):
+        (folder / name).write_text(SECRET)
+    return folder
+
+
+@pytest.fixture
+def untouched(outside: Path) -> Callable[[], bool]:
+    """Whether nothing has changed there."""
+    seen = {path.name: path.read_text() for path in outside.iterdir()}
+    return lambda: seen == {path.name: path.read_text() for path in outside.iterdir()}
+
+
+def swap(path: Path, target: Path) -> None:
+    """Put a link in the place of a file or a folder, as its owner can."""
+    if os.path.lexists(path):
+        path.rename(path.with_name(path.name + ".aside"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(target)
+
+
+READS = {
+    "status": lambda run: run.heartbeats(),
+    "outcome": lambda run: run.outcome,
+    "summary": lambda run: run.ended,
+    "events": lambda run: run.events(),
+    "losses": lambda run: run.losses(),
+    "logs": lambda run: print_logs(run, ["chief"], follow=False),
+    "hash": lambda run: files.sha256(run.checkpoints / "secret"),
+}
+AT = {
+    "status": "status/chief.json",
+    "outcome": "control/outcome.json",
+    "summary": "summary.json",
+    "events": "events.jsonl",
+    "losses": "metrics/chief.jsonl",
+    "logs": "logs/chief.log",
+    "hash": "checkpoints/secret",
+}
+
+
+@pytest.mark.parametrize("what", READS)
+def test_no_file_of_a_run_is_read_through_a_link(
+    make_run: MakeRun, outside: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run()
+    swap(run.path / AT[what], outside / "secret")
+    if what in ("logs", "hash"):
+        with pytest.raises(files.LinkError) as refused:
+            READS[what](run)
+        assert str(run.path / AT[what]) == refused.value.filename
+    else:
+        assert not READS[what](run)  # as where there is none
+    assert "secret" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what", ["status", "events"])
+def test_that_there_is_one_is_said_once(
+    make_run: MakeRun, outside: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run()
+    swap(run.path / AT[what], outside / "secret")
+    assert not READS[what](run)
+    assert not READS[what](run)
+    (said,) = caplog.messages
+    assert str(run.path / AT[what]) in said
+
+
+@pytest.mark.parametrize("what", ["status", "logs"])
+def test_nor_through_a_folder_that_is_one(
+    make_run: MakeRun, outside: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run()
+    swap((run.path / AT[what]).parent, outside)
+    if what == "logs":
+        with pytest.raises(files.LinkError):
+            READS[what](run)
+    else:
+        assert not READS[what](run)
+    assert "secret" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.mkdir()])
+@pytest.mark.parametrize("at", sorted(set(AT.values())))
+def test_what_is_no_plain_file_is_not_waited_for(make_run: MakeRun, make: Callable[[Path], None], at: str) -> None:
+    run = make_run()
+    make(run.path / at)
+    with pytest.raises(json_files.DamagedError):
+        json_files.read_json(run.path / at)
+    with pytest.raises(files.LinkError):
+        files.open_file(run.path / at, "rb")
+
+
+WRITES = {
+    "control": lambda run: run.end("stopped"),
+    "control/generations": lambda run: run.begin_generation(1),
+    "status": lambda run: json_files.write_json(run.status("chief"), {}),
+    "metrics": lambda run: journal.append_json(run.metrics("chief"), {}),
+    "logs": lambda run: files.open_file(run.log("chief"), "ab"),
+    "work": lambda run: files.make_folder(run.work("chief")),
+}
+
+
+@pytest.mark.parametrize("folder", WRITES)
+def test_nothing_is_written_through_a_folder_that_is_a_link(
+    make_run: MakeRun, outside: Path, untouched: Callable[[], bool], folder: str
+) -> None:
+    run = make_run()
+    swap(run.path / folder, outside)
+    with pytest.raises(files.LinkError):
+        WRITES[folder](run)
+    assert untouched()
+
+
+@pytest.mark.parametrize("mode", ["ab", "wb", "r+b"])
+def test_no_file_is_written_through_a_link(
+    make_run: MakeRun, outside: Path, untouched: Callable[[], bool], mode: str
+) -> None:
+    run = make_run()
+    swap(run.events_log, outside / "secret")
+    with pytest.raises(files.LinkError):
+        files.open_file(run.events_log, mode)
+    run.event("chief", "noted")  # never the end of whoever writes it
+    swap(run.control / "reserve", outside / "secret")
+    with pytest.raises(files.LinkError):
+        files.open_file(run.control / "reserve", "wb")
+    assert untouched()
+
+
+def test_a_file_that_is_replaced_takes_the_place_of_a_link(
+    make_run: MakeRun, outside: Path, untouched: Callable[[], bool]
+) -> None:
+    run = make_run()
+    swap(run.summary, outside / "secret")
+    json_files.write_json(run.summary, {"state": "failed"})
+    assert {"state": "failed"} == json_files.read_json(run.summary)
+    swap(run.control / "outcome.json", outside / "secret")
+    assert run.end("failed")  # a link claims nothing
+    assert "failed" == run.outcome["state"]
+    assert untouched()
+
+
+def test_a_heartbeat_goes_nowhere_else(make_run: MakeRun, outside: Path, untouched: Callable[[], bool]) -> None:
+    run = make_run()
+    swap(run.path / "status", outside)
+    Heartbeat(run, run.load_cluster().task("chief"), 0).write()
+    assert untouched()
+
+
+def test_dots_lead_nowhere(make_run: MakeRun) -> None:
+    run = make_run()
+    for path in (run.path / "..", run.control / ".." / "config.json"):
+        with pytest.raises(files.LinkError):
+            files.open_file(path, "rb")
+
+
+def test_a_run_may_itself_lie_behind_a_link(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run()
+    (tmp_path / "named").symlink_to(run.path)
+    linked = RunFolder(tmp_path / "named")
+    linked.event("chief", "noted")
+    assert ["noted"] == [event["event"] for event in run.events()]
+
+
+def test_a_full_disk_makes_no_room_outside(make_run: MakeRun, outside: Path) -> None:
+    run = make_run()
+    (outside / "reserve").touch()
+    swap(run.control, outside)
+    with pytest.raises(files.LinkError):
+        files.remove(run.path / json_files.RESERVE)
+    assert (outside / "reserve").exists()
+
+
+# Commands
+
+
+def test_logs_shows_nothing_but_the_run_s_own(
+    make_run: MakeRun, outside: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run()
+    monkeypatch.setenv("RUNS_DIR", str(run.path.parent))
+    swap(run.log("chief"), outside / "secret")
+    with pytest.raises(Exit, match="/logs/chief.log") as refused:
+        tasks.ns["logs"](Context(), "chief", run=run.name)
+    assert (1, "") == (refused.value.code, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("part", ["export", "checkpoints/ckpt-1.index", "metrics"])
+def test_tensorflow_is_given_nothing_with_links_to_read_or_write(
+    make_run: MakeRun, outside: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    run = make_run()
+    monkeypatch.setenv("RUNS_DIR", str(run.path.parent))
+    swap(run.path / part, outside)
+    with pytest.raises(Exit, match=part):
+        tasks.ns["export"](Context(), run.name)  # a context that would really run it
+
+
+def test_corrupting_a_checkpoint_damages_no_other_file(
+    make_run: MakeRun, outside: Path, untouched: Callable[[], bool]
+) -> None:
+    run = make_run()
+    for name in (str(outside / "secret"), "../../../outside/secret", "link"):
+        json_files.write_json(run.checkpoints / "ckpt-1.json", {"files": {name: {"size_bytes": 1}}})
+        swap(run.checkpoints / "link", outside / "secret")
+        with pytest.raises(OSError):
+            ProcessFaults(run).corrupt("chief")
+        (run.checkpoints / "link").unlink()
+        assert untouched()
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "fit.py").touch()
+    return folder / "fit.py"
+
+
+@pytest.mark.parametrize("part", ["status", "work", "work/chief", "control"])
+def test_what_goes_on_or_begins_again_touches_nothing_outside(
+    script: Path, outside: Path, untouched: Callable[[], bool], monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
+    options = {"runtime": "local", "tensorboard_port": "0", "workers": "1"}
+    planned = planning.plan(Request(script=str(script), name="one", **options))
+    startup.start(planned, Commands(), began=time.time())
+    planned.run.end("stopped")
+    json_files.write_json(planned.run.summary, {"state": "stopped"})
+    resumed = planning.plan(Request(resume="one", runtime="local", tensorboard_port="0"))
+    swap(planned.run.path / part, outside)
+    with pytest.raises(files.LinkError):
+        startup.start(resumed, Commands(), began=time.time())
+    assert untouched()
+    if part == "control":
+        (planned.run.control).unlink()
+        json_files.write_json(planned.run.control / "outcome.json", {"state": "stopped", "time": 0})
+    again = planning.plan(Request(script=str(script), name="one", fresh=True, **options))
+    startup.start(again, Commands(), began=time.time())
+    assert untouched()
+    assert not (planned.run.path / part).is_symlink()
+    assert (planned.run.work("chief") / "fit.py").is_symlink()  # our own, into the folder
+
+
+def test_nor_does_what_is_copied_or_kept_for_later(
+    script: Path, outside: Path, untouched: Callable[[], bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "requirements.txt").touch()
+    planned = planning.plan(Request(script=str(script), name="one", runtime="local", tensorboard_port="0"))
+    startup.start(planned, Commands(), began=time.time())
+    planned.run.end("stopped")
+    json_files.write_json(planned.run.summary, {"state": "stopped"})
+    resumed = planning.plan(Request(resume="one", runtime="local", tensorboard_port="0"))
+    resumed = dataclasses.replace(resumed, payload=dataclasses.replace(resumed.payload, packages=tmp_path / "packages"))
+    for name in ("requirements.txt", "control/reserve"):
+        swap(planned.run.path / name, outside / "secret")
+        with pytest.raises(files.LinkError, match=name):
+            startup.start(resumed, Commands(), began=time.time())
+        (planned.run.path / name).unlink()
+    assert untouched()
+
+
+def test_handing_over_a_folder_hands_over_no_more(
+    make_run: MakeRun, outside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, handed = make_run(), []
+    monkeypatch.setenv("RUNS_DIR", str(run.path.parent))
+    (run.path / "to-folder").symlink_to(outside)
+    (run.path / "to-file").symlink_to(outside / "secret")
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+
+    def chown(name: str, uid: int, gid: int, *, dir_fd: int, follow_symlinks: bool) -> None:
+        assert not follow_symlinks
+        handed.append(Path(f"/proc/self/fd/{dir_fd}").readlink() / name)
+
+    monkeypatch.setattr(os, "chown", chown)
+    access.give_to_tasks(run.path)
+    assert {run.path, *run.path.rglob("*")} <= {*handed}
+    assert all(path.is_relative_to(run.path) for path in handed)
+
+
+def test_a_script_s_tmp_is_mounted_from_where_no_task_can_put_a_link() -> None:
+    run = RunFolder(Path("/runs/one"))
+    cluster = spec.build(1)
+    containers = overlay.Containers(run.path, Path("/data"), "image", "1:1", 2**30, way_out=True)
+    writable = {
+        volume["source"]
+        for task in overlay.overlay(cluster, containers, [])["services"].values()
+        for volume in task["volumes"]
+        if not volume.get("read_only")
+    }
+    # The engine, as root, follows a link on the way to what it mounts: none may lie in a folder that a task can change.
+    assert {"/runs/one", "/runs/.scratch/one"} == writable
+    assert not [one for one in writable for other in writable if one != other and Path(one).is_relative_to(other)]

@@ -1,0 +1,208 @@
+"""A run's own network: nobody on this machine reaches its ports, its tasks reach each other and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.contract.run.folder import RunFolder
+from cluster.host.runtime.local import supervisor
+from cluster.system import namespaces
+from cluster.system.json_files import write_json
+from cluster.system.paths import ROOT
+from tests import doors
+from tests.unit.gang import Gang, StartGang
+from tests.waiting import wait_for
+
+SOMEBODY = 12345
+"""A user who owns nothing."""
+
+INTERFACES = "import socket\nprint([name for _, name in socket.if_nameindex()], flush=True)\n"
+
+AS_SOMEBODY = """
+import json, os, socket, sys
+from cluster.system import namespaces
+refused = namespaces.refusal()
+if refused is None:
+    namespaces.enter()
+    open(sys.argv[1], "w").close()
+names = [name for _, name in socket.if_nameindex()]
+print(json.dumps({"refused": refused and refused.why, "user": os.getuid(), "interfaces": names}))
+"""
+
+
+@pytest.fixture
+def private() -> None:
+    """A machine that gives processes a network of their own, as another program than ours finds."""
+    if refused := namespaces.refusal():
+        words = ["unshare", *(["--user"] if os.getuid() else []), "--net", "true"]
+        given = shutil.which("unshare") and subprocess.run(words, capture_output=True).returncode == 0
+        assert not given, refused.why
+        pytest.skip(refused.why)
+
+
+@pytest.fixture
+def a_folder() -> Iterator[Path]:
+    """A folder that every user may write in; pytest's own are closed to others."""
+    with tempfile.TemporaryDirectory(prefix="tf-cluster-") as name:
+        Path(name).chmod(0o777)
+        yield Path(name)
+
+
+def reached(gang: Gang) -> set[tuple[str, str]]:
+    """Return at which of this machine's addresses which task's port answers."""
+    tasks = gang.run.load_cluster().tasks
+    return {(address, task.name) for address in doors.addresses() for task in tasks if doors.speaks(address, task.port)}
+
+
+def network_of(pid: int) -> str:
+    """Return which network a process is in."""
+    return str(Path(f"/proc/{pid}/ns/net").readlink())
+
+
+def as_user(user: int, program: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python as a user, by a Python that this user may start."""
+    other = {"user": user, "group": user, "extra_groups": []} if os.getuid() == 0 else {}
+    for python in (sys.executable, "/usr/bin/python3"):
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            command = [python, "-B", "-c", program, *words]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, **other)
+            if "No module named 'cluster'" not in done.stderr:
+                return done
+    pytest.skip("no other user can start a Python here, or read this checkout")
+
+
+def under_way(gang: Gang) -> Gang:
+    """Return the gang once its tasks have met and trained."""
+    for task in gang.run.load_cluster().tasks:
+        gang.await_step(task.name, 2)
+    return gang
+
+
+def test_no_port_of_a_run_in_its_own_network_is_reached_from_this_machine(private: None, start_gang: StartGang) -> None:
+    gang = under_way(start_gang("train(2), work()", workers=1, ps=1, network="private"))
+    assert set() == reached(gang)
+    assert {"chief", "worker-0", "ps-0"} == {event["task"] for event in gang.events("cluster complete")}
+    gang.run.request_stop("a test")
+    assert "stopped" == gang.summary()["state"]
+
+
+def test_every_port_of_a_run_in_the_machine_s_network_is_reached_at_every_address(start_gang: StartGang) -> None:
+    """What the network of its own keeps out is there without it: the test before this one can fail."""
+    gang = under_way(start_gang("train(2), work()", workers=1, network="host"))
+    everywhere = {(address, task) for address in doors.addresses() for task in ("chief", "worker-0")}
+    assert ("127.0.0.1", "chief") in everywhere
+    wait_for(lambda: everywhere == reached(gang), "all ports to be open")
+
+
+def test_tasks_have_a_loopback_and_nothing_else(private: None, start_gang: StartGang) -> None:
+    gang = start_gang(INTERFACES + "train(2), finish()", workers=0, network="private")
+    assert "succeeded" == gang.summary()["state"]
+    assert "['lo']" == gang.run.log("chief").read_text().strip()
+
+
+def test_a_task_that_comes_back_is_in_its_run_s_network_again(private: None, start_gang: StartGang) -> None:
+    gang = under_way(start_gang("train(4), work()", workers=1, network="private"))
+    before, killed = network_of(gang.pid("chief")), gang.pid("worker-0", "agent")
+    os.kill(killed, 9)
+    wait_for(lambda: gang.pid("worker-0", "agent") != killed and gang.run.generation == 1, "the worker to come back")
+    gang.await_step("worker-0", 4)
+    networks = {network_of(pid) for pid in supervisor.processes_left(gang.run)}
+    assert {before} == networks
+    assert before != network_of(os.getpid())
+
+
+def test_two_runs_are_in_two_networks(private: None, start_gang: StartGang) -> None:
+    gangs = [start_gang("work()", name=name, workers=0, network="private") for name in ("one", "other")]
+    for gang in gangs:
+        wait_for(lambda gang=gang: gang.beat("chief")["state"] == "training", "the training")
+    assert 2 == len({network_of(gang.pid("chief")) for gang in gangs})
+
+
+def test_a_run_that_must_have_a_network_and_cannot_starts_no_task(
+    make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse() -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    run = make_run(workers=0)
+    started = {"command": ["touch", str(tmp_path / "started")], "environment": {}}
+    write_json(run.compose, {"runtime": "local", "network": "private", "tasks": {"chief": started}})
+    monkeypatch.setattr(namespaces, "enter", refuse)
+    with pytest.raises(PermissionError):
+        supervisor.main(run)
+    assert not (tmp_path / "started").exists()
+
+
+def test_users_who_are_not_root_stay_who_they_are(a_folder: Path) -> None:
+    user = os.getuid() or SOMEBODY
+    done = as_user(user, AS_SOMEBODY, str(a_folder / "written"))
+    assert 0 == done.returncode, done.stderr
+    found = json.loads(done.stdout)
+    if refused := found.pop("refused"):
+        pytest.skip(refused)
+    assert {"user": user, "interfaces": ["lo"]} == found
+    assert user == (a_folder / "written").stat().st_uid
+
+
+def test_asking_changes_nothing_here() -> None:
+    before = network_of(os.getpid())
+    namespaces.refusal()
+    assert before == network_of(os.getpid())
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "why", "fix"),
+    [
+        ("kernel/apparmor_restrict_unprivileged_userns", "1", "is 1", "_userns=0` as root allows it"),
+        ("kernel/unprivileged_userns_clone", "0", "is 0", "_clone=1` as root allows it"),
+        ("user/max_user_namespaces", "0", "is 0", "max_user_namespaces=10000` as root allows it"),
+        ("user/max_net_namespaces", "0", "is 0", "max_net_namespaces=10000` as root allows it"),
+        ("user/max_user_namespaces", "96365", "the kernel says 'No space left on device'", "user_namespaces(7)"),
+    ],
+)
+def test_what_forbids_it_is_named_with_what_allows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, value: str, why: str, fix: str
+) -> None:
+    def refuse() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / setting).parent.mkdir()
+    (tmp_path / setting).write_text(f"{value}\n")
+    monkeypatch.setattr(namespaces, "_SYSCTL", tmp_path)
+    monkeypatch.setattr(namespaces, "_filtered", lambda: False)
+    monkeypatch.setattr(namespaces, "enter", refuse)
+    refused = namespaces.refusal()
+    assert refused is not None
+    assert why in refused.why
+    assert fix in refused.fix
+
+
+def test_a_container_s_filter_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(namespaces, "_SYSCTL", tmp_path)
+    monkeypatch.setattr(namespaces, "_filtered", lambda: True)
+    monkeypatch.setattr(namespaces, "enter", refuse)
+    refused = namespaces.refusal()
+    assert refused is not None
+    assert "system calls are filtered" == refused.why
+
+
+def test_a_loopback_that_is_not_there_is_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root enters a network without a user namespace")
+    monkeypatch.setattr(namespaces, "_bring_up", lambda interface: None)
+    monkeypatch.setattr(namespaces, "_SYSCTL", tmp_path)
+    assert namespaces.refusal() is not None
