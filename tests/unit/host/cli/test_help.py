@@ -78,7 +78,7 @@ def test_help_lists_every_option_in_its_group(task: str) -> None:
     groups = [part.splitlines() for part in shown.strip("\n").split("\n\n")]
     assert [f"{group}:" for group in Group] == [heading.strip() for heading, *_ in groups]
     for group, (_, *lines) in zip(Group, groups, strict=True):
-        flags = [words[0].partition("=")[0] for line in lines if (words := line.split())[0].startswith("--")]
+        flags = [line.split()[0].partition("=")[0] for line in lines if line.startswith("  --")]
         expected = [f"--{each.key}" for each in OPTIONS.values() if each.group == group]
         assert flags[: len(expected)] == expected
         assert bool(flags[len(expected) :]) == (group == Group.COMMAND)
