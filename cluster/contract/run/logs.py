@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from cluster.messages import shortened
 from cluster.system.files import open_file, remove, rename
+from cluster.system.messages import shortened
 
 PART_BYTES = 64 * 2**20
 """A task's log takes at most three times as much space."""

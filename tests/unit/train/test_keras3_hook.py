@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cluster.recovery import ends
+from cluster.contract.recovery import ends
 from train.keras3 import hook as folder_of_hook
 from train.keras3.hook import sitecustomize as hook
 
