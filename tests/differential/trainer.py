@@ -20,6 +20,7 @@ from cluster.launch.plan import Plan
 from cluster.options.request import Request
 from cluster.run.folder import RunFolder
 from cluster.runtime.payload import data_words
+
 from cluster.system import fork_server, user_code
 from tests.differential.draw import Case, up
 

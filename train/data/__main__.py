@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from cluster.contract import user_code
+from cluster.system import quiet
 from cluster.system.errors import EXIT_DONE, EXIT_INTERRUPTED, ClusterError, PrerequisiteError, UsageError
 from cluster.system.messages import plain
-from cluster.system import quiet
-from cluster.contract import user_code
 from train.data import arrays, shards
 from train.data.prepare.arrays import prepare, say
 from train.data.ready import in_words

@@ -84,9 +84,9 @@ class ArrayFile:
 class Split:
     """Examples to train on or to test on.
 
-    Features are `[N, ...]` uint8, int32, int64 or float32; labels `[N, ...]` int64 (classes) or float32 (quantities); the
-    weight of each example, if there is one, `[N] float32`. Several features, or labels, are
-    dictionaries of such arrays, see `train/named.py`.
+    Features are `[N, ...]` uint8, int32, int64 or float32; labels `[N, ...]` int64 (classes) or float32 (quantities);
+    the weight of each example, if there is one, `[N] float32`. Several features, or labels, are dictionaries of such
+    arrays, see `train/named.py`.
     """
 
     features: Named
@@ -270,7 +270,12 @@ def unwritten(name: str, version: str, classes: Named, splits: Mapping[str, tupl
     """Return the arrays that `write` would write, for their shapes and types alone: there are no files."""
 
     def split(parts: tuple[Named, ...]) -> Split:
-        return Split(*(named.each(lambda array: ArrayFile(Path(), array.shape, array.dtype.name, "", ()), part) for part in parts))
+        return Split(
+            *(
+                named.each(lambda array: ArrayFile(Path(), array.shape, array.dtype.name, "", ()), part)
+                for part in parts
+            )
+        )
 
     num_outputs = named.each(_num_outputs, classes, *(parts[1] for parts in splits.values()))
     return ArraySet(Path(), name, version, classes, num_outputs, split(splits["train"]), split(splits["test"]), "", {})

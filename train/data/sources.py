@@ -16,8 +16,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from cluster.system.errors import ClusterError, RunFailed
 from cluster.contract.run.folder import RunFolder
+from cluster.system.errors import ClusterError, RunFailed
 from cluster.system.json_files import create_json, read_json
 from train import named
 from train.config import TrainConfig

@@ -22,8 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from cluster.system.errors import PrerequisiteError, RunFailed
 from cluster.system import quiet
+from cluster.system.errors import PrerequisiteError, RunFailed
 from cluster.system.files import sha256
 from train import named
 from train.data import arrays

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cluster.system.errors import ClusterError, RunFailed
 from cluster.contract.run.folder import RunFolder
+from cluster.system.errors import ClusterError, RunFailed
 from cluster.system.files import sha256
 from cluster.system.json_files import read_json
 from train import program

@@ -75,13 +75,11 @@ def test_bytes_with_labels_of_their_shape_are_no_text(
 ) -> None:
     """Only the datasets that are called so are texts, which are cut into contexts."""
     features = np.arange(2 * 1024, dtype=dtype).reshape(2, 1024) % 7
-    found = prepare.prepare(returns({split: (features, features) for split in ("train", "test")}), tmp_path)
+    found = prepare.prepare(returns(dict.fromkeys(("train", "test"), (features, features))), tmp_path)
     assert not found.is_text
 
 
-def test_a_function_may_have_optional_arguments(
-    returns: Callable[[Any], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_may_have_optional_arguments(returns: Callable[[Any], str], monkeypatch: pytest.MonkeyPatch) -> None:
     name = returns(GOOD)
     for function in (
         lambda size=3: GOOD,

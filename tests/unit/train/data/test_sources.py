@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cluster.system.errors import PrerequisiteError, RunFailed
 from cluster.contract.run.folder import RunFolder
+from cluster.system.errors import PrerequisiteError, RunFailed
 from cluster.system.json_files import read_json
 from tests.unit.measured import measured
 from train.config import TrainConfig
