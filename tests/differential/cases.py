@@ -21,10 +21,9 @@ from train.model import variables
 
 variables.set_defaults("off")  # as our trainer sets it for a user's model
 
-from cluster.errors import UsageError  # noqa: E402
-from cluster.run.folder import RunFolder  # noqa: E402
-
+from cluster.contract.run.folder import RunFolder  # noqa: E402
 from cluster.system import fork_server  # noqa: E402
+from cluster.system.errors import UsageError  # noqa: E402
 from tests.differential import trainer  # noqa: E402
 from tests.differential.draw import Case, draw, reduced, twin  # noqa: E402
 from tests.differential.refused import REFUSALS  # noqa: E402

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from cluster.run.folder import RunFolder
 
+from cluster.contract.run.folder import RunFolder
 from cluster.system.journal import read_json_lines
 from train.saving import files
 

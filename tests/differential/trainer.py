@@ -14,14 +14,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import UsageError
-from cluster.launch import planning, startup
-from cluster.launch.plan import Plan
-from cluster.options.request import Request
-from cluster.run.folder import RunFolder
-from cluster.runtime.payload import data_words
-
-from cluster.system import fork_server, user_code
+from cluster.contract import user_code
+from cluster.contract.run.folder import RunFolder
+from cluster.host.launch import planning, startup
+from cluster.host.launch.plan import Plan
+from cluster.host.options.request import Request
+from cluster.host.runtime.payload import data_words
+from cluster.system import fork_server
+from cluster.system.errors import UsageError
 from tests.differential.draw import Case, up
 
 LIMIT_S = 240.0
