@@ -24,7 +24,7 @@ from cluster.system.errors import UsageError
     runtime="auto or local; local: nothing that needs an engine (default: auto)",
     peers="measure PyTorch and Ray, too; see benchmarks/README.md (default: no)",
     quick="only try everything, with few steps, and keep nothing (default: no)",
-    write="renew the tables in README.md and docs/figures.md, too (default: no)",
+    write="renew the tables in README.md and docs/reference/figures.md, too (default: no)",
     json=JSON_HELP,
 )
 def bench(c, only="", rounds="5", runtime="auto", peers=False, quick=False, write=False, json=False):

@@ -65,7 +65,7 @@ class Transformer:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How the stages of `--strategy pipeline` work together, see docs/pipelines.md."""
+    """How the stages of `--strategy pipeline` work together, see docs/guides/pipelines.md."""
 
     schedule: str = "gpipe"
     """`gpipe`, `1f1b` or `pipedream`."""
@@ -94,14 +94,14 @@ class TrainConfig:
 
     source: str = "memory"
     """`memory`: arrays, read at the start. `stream`: TFRecord shards written by `invoke data.shard`. `function`: what
-    `dataset`, a function of (split, shard), returns in each task, see docs/data.md."""
+    `dataset`, a function of (split, shard), returns in each task, see docs/guides/data.md."""
 
     num_outputs: int | str = ""
     """Classes of whole-number labels where `source` is `function`: `10`, or of several heads `digit=10,parity=2`."""
 
     dataset: str = "fashion_mnist"
-    """`fashion_mnist`, `mnist`, or `package.module:function` that returns NumPy arrays, see docs/your-model.md. For
-    `source` `stream`: the name of any TFDS dataset."""
+    """`fashion_mnist`, `mnist`, or `package.module:function` that returns NumPy arrays (docs/guides/your-model.md).
+    For `source` `stream`: the name of any TFDS dataset."""
 
     model: str = "two_conv_cnn"
     """`two_conv_cnn`, `resnet50`, or `package.module:function`: (feature shape, outputs) -> Keras model."""
@@ -109,7 +109,7 @@ class TrainConfig:
     loss: str = "sparse_categorical_crossentropy"
     """`sparse_categorical_crossentropy` (of logits), `mean_squared_error`, or `package.module:function`: (labels,
     outputs) -> `[B] float32`, the loss of every example. Of a model with several outputs one for each head,
-    `head=loss,head=loss`, or one function of the dictionaries; see docs/your-model.md."""
+    `head=loss,head=loss`, or one function of the dictionaries; see docs/guides/your-model.md."""
 
     loss_weights: str = ""
     """What the losses of a model with several outputs are multiplied by before they are added up, `head=0.5,head=2`;
@@ -143,10 +143,10 @@ class TrainConfig:
 
     precision: str = "fp32"
     """What layers compute in: `fp32`, `bf16` or `fp16`. Weights, losses, sums of gradients and exported models stay in
-    float32. With `fp16` losses are scaled, see docs/performance.md."""
+    float32. With `fp16` losses are scaled, see docs/internals/performance.md."""
 
     deterministic: bool = True
-    """Whether TensorFlow's operations must give the same bits every time, see docs/reproducibility.md."""
+    """Whether TensorFlow's operations must give the same bits every time, see docs/guides/reproducibility.md."""
 
     threads: int = 0
     """Threads that one operation may use in each task. 0: as many as the machine has cores. Sums are split up among
@@ -155,7 +155,7 @@ class TrainConfig:
     onednn: str = "auto"
     """`on` or `off`: whether the CPU computes with oneDNN's kernels, which for convolutions can be twice as fast.
     `auto`: `on` for the two-conv CNN, whose bits were seen to repeat; with `deterministic` `off` for others, and
-    otherwise as TensorFlow chooses by the processor. Written down when a run begins, see docs/reproducibility.md."""
+    otherwise as TensorFlow chooses by the processor. Recorded when a run begins (docs/guides/reproducibility.md)."""
 
     bitwise_elastic: int = 0
     """Virtual shards into which the global batch is cut, so that any number of replicas up to this gives the same bits,
@@ -163,7 +163,7 @@ class TrainConfig:
 
     micro_batches: int = 1
     """Equal parts of each replica's batch, or virtual shard's, that are computed one after the other: their gradients
-    are added up before the update, so that memory holds the activations of one. See docs/accumulation.md."""
+    are added up before the update, so that memory holds the activations of one. See docs/guides/accumulation.md."""
 
     steps_per_loop: int = 25
     """Most optimizer steps that run inside one `tf.function` call; a stop is noticed between two calls. At least 1."""

@@ -1,7 +1,7 @@
 """Elastic runs: which tasks a run goes on without, and when those that return are taken in again.
 
 Only decisions: who is missing or has returned is for the caller to find out, and so is what time it is. See
-docs/faults.md for the policy, `members.py` beside this file for what acts on it.
+docs/guides/faults.md for the policy, `members.py` beside this file for what acts on it.
 """
 
 from __future__ import annotations

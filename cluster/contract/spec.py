@@ -41,7 +41,7 @@ class Role(StrEnum):
 
     @property
     def prepares(self) -> bool:
-        """Whether its tasks prepare input for those that train, see docs/data.md."""
+        """Whether its tasks prepare input for those that train, see docs/guides/data.md."""
         return self in (Role.DATA_DISPATCHER, Role.DATA_WORKER)
 
     @property

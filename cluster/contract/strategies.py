@@ -31,7 +31,7 @@ class Strategy:
         synchronous: whether all replicas take part in every step, so that the same topology gives the same bits.
         collective: whether the tasks exchange gradients directly, through all-reduce.
         single_device: whether it has one replica only.
-        staged: whether each task, or each device of the one task, holds a stage of one model, see docs/pipelines.md.
+        staged: whether each task, or each device of one task, holds a stage of a model (docs/guides/pipelines.md).
         legacy_fit: whether `Model.fit` must be that of tf_keras, because Keras 3's own does not know the strategy.
         no_fp16: why it cannot train in float16; empty where it can.
         no_virtual_shards: why it has no `--bitwise-elastic`; empty where it has.

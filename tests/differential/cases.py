@@ -73,9 +73,9 @@ def problems(case: Case, found: dict[str, Any]) -> list[str]:
     """Return what is wrong with what came out of a case."""
     expected = [refusal.what for refusal in REFUSALS if refusal.applies(case)]
     if "refused" in found:
-        return [] if expected else [f"refused, which docs/differential.md does not list: {found['refused']}"]
+        return [] if expected else [f"refused, which docs/internals/differential.md does not list: {found['refused']}"]
     if expected:
-        return [f"was not refused, as docs/differential.md says: {expected[0]}"]
+        return [f"was not refused, as docs/internals/differential.md says: {expected[0]}"]
     if "failed" in found:
         return [found["failed"]]
     half = case.precision != "fp32"

@@ -1,4 +1,4 @@
-"""The combinations that `up` refuses before any task starts, which docs/differential.md lists."""
+"""The combinations that `up` refuses before any task starts, which docs/internals/differential.md lists."""
 
 from __future__ import annotations
 
@@ -167,6 +167,6 @@ def blocks(case: Case) -> int:
 
 
 def table() -> str:
-    """Return the table of docs/differential.md."""
+    """Return the table of docs/internals/differential.md."""
     rows = [f"| {row.what} | {row.why} | {row.instead} |" for row in REFUSALS]
     return "\n".join(["| refused | why | instead |", "|---|---|---|", *rows]) + "\n"

@@ -79,7 +79,7 @@ def test_what_the_table_lists_must_be_refused(quick: dict[str, dict[str, Any]], 
 
 
 def test_the_documentation_must_have_the_table_of_refusals() -> None:
-    assert table() in (ROOT / "docs" / "differential.md").read_text()
+    assert table() in (ROOT / "docs" / "internals" / "differential.md").read_text()
 
 
 @pytest.mark.long

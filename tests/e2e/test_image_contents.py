@@ -127,7 +127,7 @@ def run(command: str) -> None:
 def test_only_the_layer_on_the_base_may_depend_on_the_order_of_its_files(
     image: str, held: Callable[[str], contents.Image]
 ) -> None:
-    """An engine packs a layer either folder by folder or sorted by path, see docs/decisions/0011."""
+    """An engine packs a layer either folder by folder or sorted by path, see docs/internals/decisions/0011."""
     base = json.loads(docker(f"image inspect --format='{{{{json .RootFS.Layers}}}}' {images.inspect(image)['base']}"))
     built = held(image).layers[len(base) :]
     assert "/opt/venv/bin/python" in built[0].entries

@@ -62,7 +62,7 @@ TOPOLOGIES = {
 def own(clusters: Clusters, tmp_path_factory: pytest.TempPathFactory) -> Clusters:
     """Clusters whose user has the two-input model of the documentation, and prepared data."""
     folder, data = tmp_path_factory.mktemp("own"), tmp_path_factory.mktemp("data")
-    text = (ROOT / "docs" / "your-model.md").read_text()
+    text = (ROOT / "docs" / "guides" / "your-model.md").read_text()
     for name, code in re.findall(r"`(\w+\.py)`[^\n]*:\n\n```python\n(.*?)```", text, re.DOTALL):
         (folder / name).write_text(code)
     (folder / "killed_parts.py").write_text(PARTS)

@@ -1,4 +1,4 @@
-"""Models of a user's own, from outside of the project's tree: the very files of docs/your-model.md."""
+"""Models of a user's own, from outside of the project's tree: the very files of docs/guides/your-model.md."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ALL_STEPS = ("--steps-per-loop", "20")
 def own(clusters: Clusters, tmp_path_factory: pytest.TempPathFactory) -> Clusters:
     """Clusters whose user has the files of the documentation, and a table of plants, in a folder of theirs."""
     folder = tmp_path_factory.mktemp("own")
-    text = (ROOT / "docs" / "your-model.md").read_text()
+    text = (ROOT / "docs" / "guides" / "your-model.md").read_text()
     for name, code in re.findall(r"`(\w+\.py)`[^\n]*:\n\n```python\n(.*?)```", text, re.DOTALL):
         (folder / name).write_text(code)
     light, water = np.random.default_rng(0).uniform(size=(2, 600))

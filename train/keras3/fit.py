@@ -1,7 +1,7 @@
 """Mends `Model.fit`, `evaluate` and `predict` of Keras 3 under MultiWorkerMirroredStrategy (keras issue 20585).
 
-Three defects of `keras/src/backend/tensorflow/trainer.py`, found in Keras 3.15.1; docs/upstream/keras-20585.md says how
-each comes about, and has the patch for Keras.
+Three defects of `keras/src/backend/tensorflow/trainer.py`, found in Keras 3.15.1.
+docs/internals/upstream/keras-20585.md explains each, and has the patch for Keras.
 """
 
 from __future__ import annotations

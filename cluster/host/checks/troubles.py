@@ -1,7 +1,7 @@
 """What goes wrong in the first hour, and later: what one sees, why, and the next command.
 
-docs/troubleshooting.md is made from these tables (`invoke docs.troubleshooting --write`), and the tests provoke every
-row: the line on the screen must match `sees`, name `next`, and end with the exit code.
+`invoke docs.troubleshooting --write` makes docs/guides/troubleshooting.md from these tables, and the tests provoke
+every row: the line on the screen must match `sees`, name `next`, and end with the exit code.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ FIRST_HOUR = (
         "TensorFlow sees 0 of 1 GPUs that were given to this task; its log says which library or driver is missing: "
         "mend that, or train with --gpus none",
         "the container has no GPU: the engine lacks NVIDIA's Container Toolkit, or the driver is too old",
-        "`invoke doctor`, which tries a container; [gpu-host.md](gpu-host.md)",
+        "`invoke doctor`, which tries a container; [gpus.md](gpus.md)",
         "--gpus none",
         EXIT_PREREQUISITE,
     ),
@@ -270,7 +270,7 @@ LATER = (
         "tasks that others can reach",
         "warning: TensorFlow's servers ask for no password, and whoever reaches this machine reaches them: ...",
         "local tasks are in the machine's network; the line says why",
-        "follow its advice, or use containers or a firewall; [security.md](security.md)",
+        "follow its advice, or use containers or a firewall; [security.md](../reference/security.md)",
         "",
         EXIT_DONE,
     ),

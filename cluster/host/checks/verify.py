@@ -47,7 +47,7 @@ LIMIT_S = 285.0
 
 OK, FAILED, UNVERIFIED = "ok", "failed", "not verified on hardware"
 
-DOCUMENTS = (ROOT / "docs" / "strategies.md",)
+DOCUMENTS = (ROOT / "docs" / "reference" / "strategies.md",)
 BEGIN = documents.begin("invoke verify --write")
 
 Row = dict[str, Any]

@@ -22,7 +22,7 @@ from cluster.host.options.option import Group
 from cluster.host.options.request import OPTIONS, Request
 from cluster.system.errors import UsageError
 
-FILE_HELP = "read options from this run file, see docs/options.md; those given here win (default: none)"
+FILE_HELP = "read options from this run file, see docs/reference/options.md; those given here win (default: none)"
 COMMANDS: set[str] = set()
 """The names of all commands, which no new run may have; `tasks.py` sets them."""
 _GROUPED: set[str] = set()

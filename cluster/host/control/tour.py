@@ -1,6 +1,6 @@
 """`invoke tour`: ten minutes from a clone to a killed worker and the same weights again.
 
-Each command is explained and shown before it runs. docs/tour.md is made from what they print.
+Each command is explained and shown before it runs. docs/guides/start.md is made from what they print.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ STEPS = (
     ),
 )
 TAIL = (
-    "Next: `invoke up` with containers and TensorBoard, docs/your-model.md for a model of your own, docs/faults.md "
-    "for more faults."
+    "Next: `invoke up` with containers and TensorBoard, docs/guides/your-model.md to train your own model, "
+    "docs/guides/faults.md for more faults."
 )
 
 
@@ -159,7 +159,7 @@ def paragraph(text: str) -> list[str]:
 
 
 def document(ran: Sequence[Ran], shareable: Callable[[str], str]) -> list[str]:
-    """Return docs/tour.md: the steps with what they printed."""
+    """Return docs/guides/start.md: the steps with what they printed."""
     lines = [
         "# A tour",
         "",

@@ -77,7 +77,7 @@ NOT_RENDERED = (
 """Options that say what happens on the machine of `up`, or need code that the image does not hold."""
 WARNING = (
     "warning: TensorFlow's servers ask for no password, and only a network plugin that enforces network policies keeps "
-    "others from them: see docs/kubernetes.md"
+    "others from them: see docs/guides/kubernetes.md"
 )
 ONCE = ("claim.yaml", "data.yaml")
 """Applied once before the first run: what must outlive a run is not deleted with its manifests."""

@@ -1,6 +1,6 @@
 """How an option of `up` is declared: once, as a field of `Request`.
 
-Its flag, its help, its key in a run file and its row in docs/options.md are made from that field.
+Its flag, its help, its key in a run file and its row in docs/reference/options.md are made from that field.
 """
 
 from __future__ import annotations

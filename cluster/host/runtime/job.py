@@ -62,7 +62,7 @@ class Job:
                 )
         if self.apptainer and not Path(self.apptainer).exists():
             raise UsageError(
-                f"--apptainer {self.apptainer}: no such file; `apptainer build` makes one, see docs/slurm.md"
+                f"--apptainer {self.apptainer}: no such file; `apptainer build` makes one, see docs/guides/slurm.md"
             )
         for option in ("nodes", "cpus_per_task", "gpus_per_task"):
             if value := getattr(self, option):

@@ -1,4 +1,4 @@
-"""The patch for Keras in docs/upstream: its reproduction fails on the installed Keras, and passes on a patched copy."""
+"""The patch in docs/internals/upstream: its reproduction fails on the installed Keras and passes on a patched copy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests import fast
 from tests.unit.measured import ENVIRONMENT, HANG_S, ROOT
 
 pytestmark = pytest.mark.needs("git")
-UPSTREAM = ROOT / "docs" / "upstream"
+UPSTREAM = ROOT / "docs" / "internals" / "upstream"
 MENDED = "import keras\nfrom train.keras3 import fit\nprint(keras.__file__, fit.apply())\n"
 
 

@@ -1,4 +1,4 @@
-"""What campaigns found: a line for each run in a record file, and the table in docs/faults.md that counts them."""
+"""Results of campaigns: a line for each run in a record file, and their counts as a table in docs/guides/faults.md."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from cluster.host.checks.campaign.volleys import PHASES, WEIGHTS
 from cluster.system.journal import append_json, read_json_lines
 from cluster.system.paths import ROOT
 
-RECORD = ROOT / "docs" / "storms.jsonl"
-PAGE = ROOT / "docs" / "faults.md"
+RECORD = ROOT / "docs" / "internals" / "storms.jsonl"
+PAGE = ROOT / "docs" / "guides" / "faults.md"
 BEGIN = documents.begin("invoke chaos campaign --write")
 
 Row = dict[str, Any]
@@ -86,5 +86,5 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def write() -> None:
-    """Renew the table in docs/faults.md from the record file."""
+    """Renew the table in docs/guides/faults.md from the record file."""
     documents.renew([PAGE], BEGIN, table(read()))

@@ -40,7 +40,7 @@ def doctor(c, bandwidth=False, gpus="", runtime="", json=False):
     raise Exit(code=EXIT_DONE if value["ok"] else EXIT_PREREQUISITE)
 
 
-@task(write="renew the table in docs/strategies.md, if no row failed (default: no)", json=JSON_HELP)
+@task(write="renew the table in docs/reference/strategies.md, if no row failed (default: no)", json=JSON_HELP)
 def verify(c, write=False, json=False):
     """Train briefly with every strategy and both loops, and compare; exit code 1 if one failed."""
     shell(c, aside=True)(startup.data_command("prepare", verification.DATASET))
@@ -81,7 +81,7 @@ def rerun(c, run=None, runtime="", tolerance="0", trust=False, json=False):
     timeout="seconds to wait for the step, and for the recovery (default: 300)",
     minutes="of a storm or a campaign: after which it injects no more (default: 60)",
     cases=f"of a campaign: {', '.join(CASES)} (default: all)",
-    write="of a campaign: keep its counts in docs/storms.jsonl, renew the table in docs/faults.md (default: no)",
+    write="of a campaign: keep its counts in docs/internals/storms.jsonl, renew docs/guides/faults.md (default: no)",
     run=RUN_HELP,
     json=JSON_HELP,
 )

@@ -11,25 +11,25 @@ from cluster.host.options.request import OPTIONS
 from cluster.host.reports import screenshots as pictures
 from cluster.system.paths import ROOT
 
-PAGE = ROOT / "docs" / "options.md"
+PAGE = ROOT / "docs" / "reference" / "options.md"
 BEGIN = documents.begin("invoke docs.options --write")
-PICTURES = ROOT / "docs" / "pictures"
-TROUBLES_PAGE = ROOT / "docs" / "troubleshooting.md"
+PICTURES = ROOT / "docs" / "guides" / "pictures"
+TROUBLES_PAGE = ROOT / "docs" / "guides" / "troubleshooting.md"
 TROUBLES_BEGIN = documents.begin("invoke docs.troubleshooting --write")
 
 
-@task(write="renew them in docs/troubleshooting.md (default: no)")
+@task(write="renew them in docs/guides/troubleshooting.md (default: no)")
 def troubleshooting(c, write=False):
-    """Show the tables of docs/troubleshooting.md."""
+    """Show the tables of docs/guides/troubleshooting.md."""
     if write:
         documents.renew([TROUBLES_PAGE], TROUBLES_BEGIN, troubles.page())
     else:
         print("\n".join(troubles.page()))
 
 
-@task(write="renew them in docs/options.md (default: no)")
+@task(write="renew them in docs/reference/options.md (default: no)")
 def options(c, write=False):
-    """Show the options of `up` and `plan` as the tables of docs/options.md."""
+    """Show the options of `up` and `plan` as the tables of docs/reference/options.md."""
     if write:
         documents.renew([PAGE], BEGIN, tables())
     else:
@@ -39,7 +39,7 @@ def options(c, write=False):
 @task(
     "run",
     run=RUN_HELP,
-    output="folder of the PNG files (default: docs/pictures)",
+    output="folder of the PNG files (default: docs/guides/pictures)",
 )
 def screenshots(c, run=None, output=""):
     """Take pictures of TensorBoard's tabs and of `report` for a run that has ended; needs Chromium."""

@@ -16,12 +16,12 @@ from cluster.system.files import write_text
 from cluster.system.messages import counted
 from cluster.system.paths import ROOT
 
-PAGE = ROOT / "docs" / "tour.md"
+PAGE = ROOT / "docs" / "guides" / "start.md"
 
 
 @task(
     yes="run the commands without waiting for Enter before each (default: no)",
-    write="renew docs/tour.md with what they print (default: no)",
+    write="renew docs/guides/start.md with what they print (default: no)",
 )
 def tour(c, yes=False, write=False):
     """Walk from a first cluster to a killed worker and the same weights again; explains and shows every command."""

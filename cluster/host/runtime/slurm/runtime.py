@@ -82,7 +82,9 @@ class Slurm(ScheduledRuntime):
                 f"--network {requested}: tasks of a Slurm job are in the network of their nodes; leave it out"
             )
         exposed = "TensorFlow's servers ask for no password, and whoever reaches the nodes reaches them"
-        return Network(network.HOST, requested or previous, f"warning: {exposed}: see docs/slurm.md" if serves else "")
+        return Network(
+            network.HOST, requested or previous, f"warning: {exposed}: see docs/guides/slurm.md" if serves else ""
+        )
 
     def render(self, work: Workload) -> dict[str, Any]:
         """Return the batch script."""

@@ -28,7 +28,7 @@ SHOW_S = 10.0
 POLL_S = 0.5
 REMOVE_S = 90.0
 FIXES = hosts.Fixes(
-    silent="every host needs the image (docs/swarm.md), and RUNS_DIR as the same shared folder under the same path",
+    silent="every host needs the image (docs/guides/swarm.md), and RUNS_DIR as a shared folder under the same path",
     data="set DATA_DIR to a shared folder",
     network="open UDP 4789, and TCP and UDP 7946, between the hosts",
 )

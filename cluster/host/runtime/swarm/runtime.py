@@ -91,7 +91,7 @@ class Swarm(ScheduledRuntime):
             open_to = f"whoever is on one of the hosts reaches them, because the tasks are {way_out}"
         warning = f"warning: TensorFlow's servers ask for no password, and {open_to}"
         use = "; --network encrypted closes that, or a network that only the hosts are in" if not way_out else ""
-        return Network(typed or network.PRIVATE, typed, f"{warning}{use}: see docs/swarm.md")
+        return Network(typed or network.PRIVATE, typed, f"{warning}{use}: see docs/guides/swarm.md")
 
     def seen(self, payload: Payload) -> Payload:
         """Return the payload as containers have it mounted."""
@@ -253,7 +253,7 @@ def _await_places(name: str, expected: Collection[str]) -> None:
 
 def _fix(error: str) -> str:
     if "No such image" in error:
-        return "bring the image there; docs/swarm.md says how"
+        return "bring the image there; docs/guides/swarm.md says how"
     if "does not exist" in error:
         return "put RUNS_DIR and DATA_DIR into folders that every host has under the same path"
     return "`docker service ps --no-trunc` says more"

@@ -1,22 +1,59 @@
-"""What docs/security.md promises has the tests that it names."""
+"""Links in the documentation lead to files, and docs/reference/security.md names tests that exist."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[4]
 
 
+def tracked_files() -> list[Path]:
+    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=True)
+    return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.needs("git")
+def test_every_link_of_the_documentation_leads_to_a_file_and_a_heading() -> None:
+    broken = []
+    for page in tracked_files():
+        if page.suffix != ".md" or page.is_relative_to(ROOT / ".github"):
+            continue
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
+            if ":" in target:
+                continue
+            path = (page.parent / target) if target else page
+            if not path.exists() or (anchor and anchor not in anchors(path)):
+                broken.append(f"{page.relative_to(ROOT)}: {target}#{anchor}")
+    assert [] == broken
+
+
+@pytest.mark.needs("git")
+def test_pages_that_the_code_names_exist() -> None:
+    missing = []
+    for path in tracked_files():
+        if path.suffix in {".py", ".yml", ".yaml", ".md", ".toml"} or path.name == "Dockerfile":
+            names = re.findall(r"(?<![\w/.:])docs/[\w/-]+\.(?:md|jsonl|png)", path.read_text())
+            missing += [f"{path.relative_to(ROOT)}: {name}" for name in names if not (ROOT / name).exists()]
+    assert [] == missing
+
+
 def test_every_protection_names_tests_that_exist() -> None:
-    text = (ROOT / "docs" / "security.md").read_text()
+    text = (ROOT / "docs" / "reference" / "security.md").read_text()
     table = text.partition("## Protections and their tests")[2].partition("\n## ")[0]
     rows = [row.strip("| ").split(" | ") for row in table.splitlines() if row.startswith("|")][2:]
-    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     files = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
     assert len(rows) > 15
     for protection, named in rows:
-        names = re.findall(r"`([^`]+)`", re.sub(r"\(.*?\)", "", named))
+        names = re.findall(r"`([^`]+)`", named)
         assert names, protection
-        for name in names:
-            assert name in files or f"def test_{name}(" in tests, name
+        assert set(names) <= files

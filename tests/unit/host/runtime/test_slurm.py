@@ -310,7 +310,7 @@ def test_each_gpu_is_a_replica(run: RunFolder, monkeypatch: pytest.MonkeyPatch) 
 def test_a_network_that_nothing_closes_is_warned_of(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     site(run, monkeypatch, "")
     plan = planning.plan(Request(runtime="slurm", workers="1", tensorboard_port="0"))
-    assert "docs/slurm.md" in plan.network.warning
+    assert "docs/guides/slurm.md" in plan.network.warning
     assert plan.network.warning in plan.notes
 
 
