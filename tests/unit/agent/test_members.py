@@ -12,7 +12,7 @@ from cluster.agent.gang.board import Board
 from cluster.agent.members import Members
 from cluster.agent.policy import Recovery
 from cluster.contract.recovery import attempts
-from cluster.contract.recovery.attempts import OUTSIDE
+from cluster.contract.recovery.attempts import PLANNED
 from cluster.contract.run import joining, membership
 from cluster.contract.run.folder import REQUEUE, RunFolder
 from cluster.contract.run.heartbeat import Heartbeat
@@ -145,7 +145,7 @@ def test_a_second_loss_adds_to_the_first_and_too_many_are_refused(without: RunFo
 
 
 def test_a_loss_never_counts_as_a_failure_of_the_program(without: RunFolder) -> None:
-    assert [OUTSIDE] == [attempt.kind for attempt in attempts.of_gang(without, 1)]
+    assert [PLANNED] == [attempt.kind for attempt in attempts.of_gang(without, 1)]
     assert 1 == attempts.restarts(without, "chief")
 
 

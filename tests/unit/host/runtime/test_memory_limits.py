@@ -182,13 +182,13 @@ class Ended:
 
 
 @pytest.mark.parametrize(
-    ("code", "kills", "standby_killed", "message"),
+    ("code", "kills", "standby_kills", "message"),
     [
-        (-9, 3, False, "killed for memory: the task may use 4.0 GiB, see --memory of up"),
-        (-9, 4, True, "killed for memory: the task may use 4.0 GiB, see --memory of up"),
-        (-9, 3, True, "exit code 137 (SIGKILL: killed)"),  # that was the standby process
-        (-9, 2, False, "exit code 137 (SIGKILL: killed)"),
-        (-11, 3, False, "exit code 139 (SIGSEGV: crashed in native code)"),
+        (-9, 3, 0, "killed for memory: the task may use 4.0 GiB, see --memory of up"),
+        (-9, 4, 1, "killed for memory: the task may use 4.0 GiB, see --memory of up"),
+        (-9, 3, 1, "exit code 137 (SIGKILL: killed)"),  # that was the standby process
+        (-9, 2, 0, "exit code 137 (SIGKILL: killed)"),
+        (-11, 3, 0, "exit code 139 (SIGSEGV: crashed in native code)"),
     ],
 )
 def test_an_agent_reports_whether_memory_killed_its_program(
@@ -197,13 +197,13 @@ def test_an_agent_reports_whether_memory_killed_its_program(
     monkeypatch: pytest.MonkeyPatch,
     code: int,
     kills: int,
-    standby_killed: bool,
+    standby_kills: int,
     message: str,
 ) -> None:
     kernel(V2)
     agent = Agent(Board(make_run(workers=0).path), "chief", [], 1.0)
     kernel({"memory.events": f"oom_kill {kills}\n"})
-    monkeypatch.setattr(standby.Standby, "killed", standby_killed)
+    monkeypatch.setattr(standby.Standby, "kills", standby_kills)
     end = agent._end_of(Ended(), code, 0)
     assert (message, None) == (end.cause, end.error)
     assert (attempts.OWN if code == -11 or "memory" in message else attempts.OUTSIDE) == end.kind

@@ -252,17 +252,17 @@ def test_the_command_imports_from_where_it_is_run_and_keeps_what_the_function_pr
 
 
 @pytest.mark.parametrize(
-    ("lines", "code"),
+    ("lines", "timeout_s", "code"),
     [
-        ("import os\ndef data(): os._exit(0)", 2),
-        ("import os\nos._exit(0)", 2),
-        ("def data(): raise SystemExit", 2),
-        ("import os, signal\ndef data(): os.kill(os.getpid(), signal.SIGKILL)", 2),
-        ("import time\ndef data(): time.sleep(600)", 4),
+        ("import os\ndef data(): os._exit(0)", 120, 2),
+        ("import os\nos._exit(0)", 120, 2),
+        ("def data(): raise SystemExit", 120, 2),
+        ("import os, signal\ndef data(): os.kill(os.getpid(), signal.SIGKILL)", 120, 2),
+        ("import time\ndef data(): time.sleep(600)", 3, 4),
     ],
 )
-def test_a_function_that_does_not_return_is_reported_in_one_line(tmp_path: Path, lines: str, code: int) -> None:
-    done = prepare_command(tmp_path, lines, DATA_TIMEOUT_S="3")
+def test_a_function_that_does_not_return_is_reported_in_one_line(tmp_path: Path, lines: str, timeout_s: int, code: int) -> None:
+    done = prepare_command(tmp_path, lines, DATA_TIMEOUT_S=str(timeout_s))
     assert (code, "") == (done.returncode, done.stdout)
     (message,) = [line for line in done.stderr.splitlines() if not line.startswith("data: calling")]
     assert message.startswith("error: ")
